@@ -1,0 +1,132 @@
+"""Answers a dataset file with ``transformers`` alone, to prove that an exported checkpoint stands by itself.
+
+Imports nothing of the trainer.  Writes the answers as JSON, and the logits of the first samples as safetensors
+(``logits.N`` [num_tokens, vocabulary] and ``token_ids.N`` of sample N, question and answer together).
+
+    python -m demo.evaluate --model DIR --dataset held_out.json --answers answers.json --logits logits.safetensors
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+IMAGE_TAG = "<image>"
+IMAGE_TOKEN = "<|image_pad|>"
+BATCH_SIZE = 60
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A checkpoint, ready to read pictures."""
+
+    model: Qwen2_5_VLForConditionalGeneration
+    tokenizer: object
+    image_processor: object
+
+    @classmethod
+    def load(cls, directory: Path) -> "Reader":
+        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True
+        )
+        leftovers = {name: keys for name, keys in report.items() if keys}
+        if leftovers:
+            raise ValueError(f"{directory} does not hold exactly the weights of the model: {leftovers}")
+        # The Pillow backend: the default one needs torchvision, of which there is no CPU build.
+        image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        return cls(model.eval(), AutoTokenizer.from_pretrained(directory), image_processor)
+
+    def inputs(self, samples: list[dict], directory: Path, *, with_answers: bool) -> dict[str, Tensor]:
+        """A batch for the model, padded on the left; image paths are relative to ``directory``."""
+        pictures = [Image.open(directory / name) for sample in samples for name in sample["images"]]
+        pixels, grids = {}, iter(())
+        if pictures:
+            pixels = dict(self.image_processor(images=pictures, return_tensors="pt"))
+            merged = self.image_processor.merge_size**2
+            grids = iter((pixels["image_grid_thw"].prod(dim=1) // merged).tolist())
+        rows = [self._token_ids(sample, grids, with_answer=with_answers) for sample in samples]
+        longest = max(len(row) for row in rows)
+        token_ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(token_ids)
+        for index, row in enumerate(rows):
+            token_ids[index, longest - len(row) :] = torch.tensor(row)
+            mask[index, longest - len(row) :] = 1
+        is_image = (token_ids == self.model.config.image_token_id).int()
+        return {"input_ids": token_ids, "attention_mask": mask, "mm_token_type_ids": is_image, **pixels}
+
+    def _token_ids(self, sample: dict, grids, *, with_answer: bool) -> list[int]:
+        messages = [
+            {"role": message["role"], "content": _parts(message["content"])}
+            for message in (sample["messages"] if with_answer else sample["messages"][:-1])
+        ]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not with_answer)
+        head, *tail = text.split(IMAGE_TOKEN)
+        for part in tail:
+            head += IMAGE_TOKEN * next(grids) + part
+        return self.tokenizer(head)["input_ids"]
+
+    @torch.inference_mode()
+    def answers(self, samples: list[dict], directory: Path) -> list[str]:
+        """What the model says to each question, decoded greedily."""
+        said = []
+        for start in range(0, len(samples), BATCH_SIZE):
+            inputs = self.inputs(samples[start : start + BATCH_SIZE], directory, with_answers=False)
+            output = self.model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            new_tokens = output[:, inputs["input_ids"].shape[1] :]
+            said += [text.strip() for text in self.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
+        return said
+
+    @torch.inference_mode()
+    def logits(self, samples: list[dict], directory: Path) -> dict[str, Tensor]:
+        """Logits and token ids of every sample, question and answer together, without padding."""
+        inputs = self.inputs(samples, directory, with_answers=True)
+        batch = self.model(**inputs).logits
+        found = {}
+        for index, mask in enumerate(inputs["attention_mask"].bool()):
+            found[f"token_ids.{index}"] = inputs["input_ids"][index][mask]
+            found[f"logits.{index}"] = batch[index][mask].contiguous()
+        return found
+
+
+def _parts(content: str) -> list[dict]:
+    """``<image>`` tags to the structured content that chat templates take."""
+    head, *tail = content.split(IMAGE_TAG)
+    parts = [{"type": "text", "text": head}] if head else []
+    for text in tail:
+        parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def expected_answer(sample: dict) -> str:
+    """What the dataset says the answer is."""
+    return sample["messages"][-1]["content"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
+    parser.add_argument("--dataset", type=Path, required=True, help="JSON file; image paths are relative to it")
+    parser.add_argument("--answers", type=Path, required=True, help="JSON file to write the answers to")
+    parser.add_argument("--logits", type=Path, required=True, help="safetensors file to write logits to")
+    parser.add_argument("--num-logits", type=int, default=8, help="samples whose logits are written")
+    flags = parser.parse_args()
+    samples = json.loads(flags.dataset.read_text(encoding="utf-8"))
+    reader = Reader.load(flags.model)
+    directory = flags.dataset.parent
+    save_file(reader.logits(samples[: flags.num_logits], directory), flags.logits)
+    said = reader.answers(samples, directory)
+    flags.answers.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    right = sum(answer == expected_answer(sample) for answer, sample in zip(said, samples, strict=True))
+    print(f"{right} of {len(samples)} held-out answers are right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Draws what the demo has to show: the loss curve, and held-out pictures with the model's answers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from PIL import Image  # noqa: E402
+
+NUM_COLUMNS = 8
+NUM_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out picture, what is on it and what the model says."""
+
+    picture: Path
+    expected: str
+    said: str
+
+    @property
+    def right(self) -> bool:
+        return self.said == self.expected
+
+
+def draw_loss(records: list[dict], resumed_after: int, layouts: tuple[str, str], path: Path) -> None:
+    """The training loss over the iterations; ``records`` are the lines of metrics.jsonl.
+
+    A line marks ``resumed_after``, the iteration after which the second of ``layouts`` took over.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    iterations = [record["iteration"] for record in records]
+    axes.plot(iterations, [record["loss"] for record in records], linewidth=1.2)
+    axes.set_yscale("log")
+    axes.axvline(resumed_after + 0.5, color="grey", linestyle="--", linewidth=1)
+    for name, side in zip(layouts, ("right", "left"), strict=True):
+        offset = -6 if side == "right" else 6
+        axes.annotate(name, (resumed_after + 0.5, 0.96), (offset, 0), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", ha=side, va="top", color="grey")  # fmt: skip
+    axes.set(xlabel="iteration", ylabel="loss per answer token", title="Tiny Qwen2.5-VL on scanned digits")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_answers(answers: list[Answer], path: Path) -> None:
+    """A sheet of pictures with answers.  The wrong ones come first and in red, so that none is hidden."""
+    shown = sorted(answers, key=lambda answer: answer.right)[:NUM_SHOWN]
+    num_rows = -(-len(shown) // NUM_COLUMNS)
+    figure, grid = plt.subplots(num_rows, NUM_COLUMNS, figsize=(NUM_COLUMNS * 1.15, num_rows * 1.45 + 0.5),
+                                squeeze=False, layout="constrained")  # fmt: skip
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, answer in zip(grid.flat, shown, strict=False):
+        with Image.open(answer.picture) as picture:
+            axes.imshow(picture.convert("RGB"))
+        said = _printable(answer.said)
+        title = said if answer.right else f"{said} (is {answer.expected})"
+        axes.set_title(title, fontsize=10, color="black" if answer.right else "crimson")
+    right = sum(answer.right for answer in answers)
+    figure.suptitle(f"Held-out digits read by the exported checkpoint: {right} of {len(answers)} right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _printable(said: str) -> str:
+    """An untrained model says anything: keep to what the font has, in little room, without starting a formula."""
+    short = said if len(said) <= 8 else said[:7] + "~"
+    return "".join(sign if " " <= sign < "\x7f" else "?" for sign in short).replace("$", r"\$") or "(nothing)"

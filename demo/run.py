@@ -1,0 +1,262 @@
+"""The demo from end to end: ``make demo`` or ``python -m demo.run``.
+
+A tiny Qwen2.5-VL with random weights learns to read scanned digits on two CPU processes.  The run is interrupted and
+goes on under another parallel layout, the result is exported, and ``transformers`` alone answers held-out pictures
+with it.  Every training step goes through the shell script that a user would run.  With ``--quick`` all of it happens
+over a few steps, without the bar on accuracy: a test of the path, not of the learning.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from demo import digits, evaluate, figures, tiny_checkpoint
+from demo.stages import ROOT, DemoError, run_python, run_script
+
+EXAMPLES = ROOT / "examples/qwen2.5vl"
+SEED = 0
+_MARK = "demo.txt"
+MINIMUM_ACCURACY = 0.95
+MAXIMUM_LOGITS_DIFFERENCE = 1e-3
+"""Two fp32 implementations of one model, logits of size 10: rounding stays two orders below this."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long the demo trains and what it demands."""
+
+    train_iters: int
+    exit_iteration: int
+    """The run is interrupted after this iteration and goes on under the second layout."""
+    num_held_out: int | None
+    """Held-out samples that are answered; None for all."""
+    minimum_accuracy: float
+
+
+FULL = Plan(train_iters=500, exit_iteration=250, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY)
+QUICK = Plan(train_iters=6, exit_iteration=3, num_held_out=24, minimum_accuracy=0.0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout of the two processes."""
+
+    tensor: int
+    pipeline: int
+    vision: tuple[int, ...]
+    language: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"TP={self.tensor} PP={self.pipeline} ViT {list(self.vision)} LLM {list(self.language)}"
+
+
+PIPELINE = Layout(tensor=1, pipeline=2, vision=(5, 3), language=(0, 4))
+TENSOR = Layout(tensor=2, pipeline=1, vision=(8,), language=(4,))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the files of one demo lie."""
+
+    directory: Path
+
+    def __truediv__(self, name: str) -> Path:
+        return self.directory / name
+
+    @property
+    def data_json(self) -> Path:
+        return self / "data.json"
+
+    @property
+    def save(self) -> Path:
+        return self / "save"
+
+    @property
+    def logs(self) -> Path:
+        return self / "logs"
+
+    @property
+    def export(self) -> Path:
+        return self / "hf"
+
+    def model_json(self, layout: Layout) -> Path:
+        return self / f"model_tp{layout.tensor}_pp{layout.pipeline}.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few steps and no bar on accuracy")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (runs/demo)")
+    flags = parser.parse_args()
+    try:
+        demo(Run(flags.directory.resolve()), QUICK if flags.quick else FULL)
+    except DemoError as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def demo(run: Run, plan: Plan) -> None:
+    """All stages in order; the files they leave are described in the README."""
+    clock = Clock()
+    _clear(run.directory)
+    clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
+    dataset = prepare(run, plan)
+
+    clock.stage(f"training on 2 processes, {PIPELINE}, steps 1 to {plan.exit_iteration}")
+    train(run, plan, PIPELINE, run / "checkpoint", 1, ("--exit-interval", str(plan.exit_iteration)))
+    first_resumed = plan.exit_iteration + 1
+    clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
+    train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
+    records = read_metrics(run, plan)
+
+    clock.stage("answering held-out digits with transformers alone")
+    run_python("demo.evaluate", [
+        "--model", str(run.export), "--dataset", str(dataset.held_out),
+        "--answers", str(run / "answers.json"), "--logits", str(run / "logits_transformers.safetensors"),
+    ], run / "evaluate.log")  # fmt: skip
+    clock.stage("comparing logits with the trainer's own")
+    run_python("demo.trainer_logits", [
+        "--model", str(run.export), "--mm-model", str(run.model_json(TENSOR)), "--mm-data", str(run.data_json),
+        "--dataset", str(dataset.held_out), "--logits", str(run / "logits_trainer.safetensors"),
+    ], run / "logits.log")  # fmt: skip
+    difference = max_abs_diff(run / "logits_transformers.safetensors", run / "logits_trainer.safetensors")
+
+    clock.stage("drawing the loss curve and the answers")
+    answers = read_answers(run, dataset)
+    figures.draw_loss(records, plan.exit_iteration, (str(PIPELINE), str(TENSOR)), run / "loss.png")
+    figures.draw_answers(answers, run / "answers.png")
+    accuracy = sum(answer.right for answer in answers) / len(answers)
+    summary = {
+        "quick": plan == QUICK,
+        "held_out_accuracy": accuracy,
+        "num_held_out": len(answers),
+        "hf_logits_max_abs_diff": difference,
+        "final_loss": records[-1]["loss"],
+        "train_iters": plan.train_iters,
+        "interrupted_after": plan.exit_iteration,
+        "layouts": [str(PIPELINE), str(TENSOR)],
+        "seconds": round(clock.seconds(), 1),
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
+    }
+    (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    conclude(run, plan, summary)
+
+
+def prepare(run: Run, plan: Plan) -> digits.DigitsDataset:
+    """Write pictures, dataset, checkpoint and the JSON files of both layouts."""
+    dataset = digits.write(run / "digits", SEED, num_held_out_samples=plan.num_held_out)
+    tiny_checkpoint.build(run / "checkpoint", digits.texts(dataset.train), SEED)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text(encoding="utf-8"))
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(run / "checkpoint")
+    data["dataset_param"]["basic_parameters"] |= {
+        "dataset_dir": str(dataset.directory), "dataset": str(dataset.train),
+    }  # fmt: skip
+    _write_json(run.data_json, data)
+    for layout in (PIPELINE, TENSOR):
+        model = json.loads((EXAMPLES / "model_tiny.json").read_text(encoding="utf-8"))
+        model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = list(layout.vision)
+        model["text_decoder"]["pipeline_num_layers"] = list(layout.language)
+        _write_json(run.model_json(layout), model)
+    return dataset
+
+
+def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: tuple[str, ...]) -> None:
+    """Run the tiny script under ``layout`` from ``load``, from iteration ``first`` on."""
+    last = plan.exit_iteration if first == 1 else plan.train_iters
+    variables = {
+        "NPUS_PER_NODE": "2",
+        "TP": str(layout.tensor),
+        "PP": str(layout.pipeline),
+        "MM_DATA": str(run.data_json),
+        "MM_MODEL": str(run.model_json(layout)),
+        "LOAD_PATH": str(load),
+        "SAVE_PATH": str(run.save),
+        "LOG_DIR": str(run.logs),
+        "TRAIN_ITERS": str(plan.train_iters),
+    }
+    run_script(variables, flags, run / f"train_tp{layout.tensor}_pp{layout.pipeline}.log", first, last)
+
+
+def read_metrics(run: Run, plan: Plan) -> list[dict]:
+    """The lines of metrics.jsonl; DemoError unless both parts together hold every iteration exactly once."""
+    lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    iterations = [record["iteration"] for record in records]
+    if iterations != list(range(1, plan.train_iters + 1)):
+        raise DemoError(f"metrics.jsonl holds iterations {iterations}; expected 1 to {plan.train_iters}, once each")
+    return records
+
+
+def read_answers(run: Run, dataset: digits.DigitsDataset) -> list[figures.Answer]:
+    samples = json.loads(dataset.held_out.read_text(encoding="utf-8"))
+    said = json.loads((run / "answers.json").read_text(encoding="utf-8"))
+    return [
+        figures.Answer(dataset.directory / sample["images"][0], evaluate.expected_answer(sample), answer)
+        for sample, answer in zip(samples, said, strict=True)
+    ]
+
+
+def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
+    """The largest difference of two files of logits; DemoError unless both are of the same tokens."""
+    expected, found = load_file(transformers_file), load_file(trainer_file)
+    if expected.keys() != found.keys():
+        raise DemoError(f"{transformers_file} holds {sorted(expected)}, {trainer_file} {sorted(found)}")
+    differing = [name for name in expected if name.startswith("token_ids") and not expected[name].equal(found[name])]
+    if differing:
+        name = differing[0]
+        raise DemoError(f"{name} is {expected[name].tolist()} by transformers and {found[name].tolist()} by us")
+    return max(float((expected[name] - found[name]).abs().max()) for name in expected if name.startswith("logits"))
+
+
+def conclude(run: Run, plan: Plan, summary: dict) -> None:
+    """Print what was found; DemoError when it is less than the demo promises."""
+    accuracy, difference = summary["held_out_accuracy"], summary["hf_logits_max_abs_diff"]
+    if difference > MAXIMUM_LOGITS_DIFFERENCE:
+        raise DemoError(f"the exported logits differ by {difference:.2e}; at most {MAXIMUM_LOGITS_DIFFERENCE} is due")
+    if accuracy < plan.minimum_accuracy:
+        raise DemoError(f"{accuracy:.1%} of the held-out answers are right; {plan.minimum_accuracy:.0%} are due")
+    print(
+        f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits are read right by the exported checkpoint, "
+        f"whose logits differ by {difference:.1e} at most from the trainer's.\n"
+        f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'} and "
+        f"{run / 'summary.json'}."
+    )
+
+
+class Clock:
+    """Announces stages with the time since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def stage(self, what: str) -> None:
+        minutes, seconds = divmod(int(self.seconds()), 60)
+        print(f"[{minutes:02d}:{seconds:02d}] {what}", flush=True)
+
+
+def _clear(directory: Path) -> None:
+    """Empty a directory that an earlier demo filled; DemoError when it holds anything else."""
+    if directory.exists() and any(directory.iterdir()) and not (directory / _MARK).exists():
+        raise DemoError(f"{directory} holds files that no demo wrote; choose another --directory or remove it")
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    (directory / _MARK).write_text("Written by demo.run, which clears this directory when it starts.\n")
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

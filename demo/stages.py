@@ -1,0 +1,83 @@
+"""The demo's use of the shell script: one training run as a subprocess, watched through the lines that it prints.
+
+Knows the script's variables and the shape of the trainer's log line, and nothing else of the trainer.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "examples/qwen2.5vl/finetune_qwen2_5_vl_tiny.sh"
+ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+_NUM_TAIL_LINES = 40
+_NUM_REPORTS = 10  # progress lines of a stage where there is no terminal to draw a bar on
+
+
+class DemoError(RuntimeError):
+    """A stage did not do what the demo promises; the message says which and what was seen."""
+
+
+def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first: int, last: int) -> None:
+    """Run the tiny script with its ``variables`` from iteration ``first`` to ``last``; its output goes to ``log``.
+
+    DemoError when it fails, or when it stops at another iteration than ``last``.
+    """
+    command = ["bash", SCRIPT, *flags]
+    environment = script_environment() | variables
+    seen, tail = 0, deque(maxlen=_NUM_TAIL_LINES)
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, errors="replace") as process,
+        tqdm(total=last - first + 1, unit="step", disable=None, leave=False) as bar,
+    ):  # fmt: skip
+        for line in process.stdout:
+            file.write(line)
+            tail.append(line)
+            if match := ITERATION.search(line):
+                seen = int(match[1])
+                bar.update(seen - first + 1 - bar.n)
+                _report(bar, line, seen - first + 1, last - first + 1)
+    if process.returncode or seen != last:
+        raise DemoError(
+            f"{' '.join(command)} ended with status {process.returncode} after iteration {seen}; expected status 0 "
+            f"after iteration {last}. The end of {log}:\n{''.join(tail)}"
+        )
+
+
+def run_python(module: str, arguments: Sequence[str], log: Path) -> None:
+    """Run ``python -m module``; its output goes to ``log``.  DemoError when it fails."""
+    command = [sys.executable, "-m", module, *arguments]
+    with log.open("w", encoding="utf-8") as file:
+        status = subprocess.run(command, cwd=ROOT, env=script_environment(), stdin=subprocess.DEVNULL, stdout=file,
+                                stderr=subprocess.STDOUT, check=False).returncode  # fmt: skip
+    if status:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_TAIL_LINES:]
+        raise DemoError(f"python -m {module} ended with status {status}. The end of {log}:\n" + "\n".join(tail))
+
+
+def script_environment() -> dict[str, str]:
+    """This process's environment, with this interpreter, and a free port for the processes to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    return os.environ | {
+        "PYTHON": sys.executable,
+        "MASTER_PORT": str(port),
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def _report(bar: tqdm, line: str, done: int, total: int) -> None:
+    """Without a terminal, pass on about ``_NUM_REPORTS`` of the trainer's own lines."""
+    if bar.disable and (done == total or done % max(1, total // _NUM_REPORTS) == 0):
+        print("    " + line.strip(), flush=True)

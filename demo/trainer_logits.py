@@ -1,0 +1,81 @@
+"""The trainer's own logits of a checkpoint in Hugging Face format, one process holding the whole model.
+
+Same output as ``demo.evaluate`` writes with ``transformers``, by the trainer's data path, model and kernels.
+
+    python -m demo.trainer_logits --model DIR --mm-model JSON --mm-data JSON --logits FILE [--num-samples N]
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from mm.device import Device
+
+DEVICE = Device.pick("cpu")  # before anything imports megatron
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mm import parallel  # noqa: E402
+from mm.config import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
+from mm.data.batch import SampleEncoder, pack  # noqa: E402
+from mm.data.dataset import Dataset  # noqa: E402
+from mm.data.microbatch import Microbatch  # noqa: E402
+from mm.hf import HFDirectory  # noqa: E402
+from mm.megatron import parallel_config  # noqa: E402
+from mm.model.qwen2_5_vl import Stage, build_stage  # noqa: E402
+from mm.model.weights import stage_weights  # noqa: E402
+from mm.placement import Placement  # noqa: E402
+
+
+def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_samples: int) -> dict[str, Tensor]:
+    """``logits.N`` [num_tokens, vocabulary] and ``token_ids.N`` of the first samples of ``data``.
+
+    ``model`` must be placed on one stage.  Joins and leaves a process group of one.
+    """
+    placement = Placement.from_config(model)
+    mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
+    stage = build_stage(model, placement, 0, parallel_config(mesh, "fp32"), DEVICE)
+    checkpoint = HFDirectory.open(directory)
+    checkpoint.check(model)
+    parameters = dict(stage.named_parameters())
+    encoder = SampleEncoder.from_config(data, model, seq_length=model.language.max_position_embeddings)
+    dataset = Dataset(data)
+    found = {}
+    with torch.no_grad():
+        for weight in stage_weights(model, placement[0], placement):
+            parameters[weight.name].copy_(checkpoint.load_weight(weight))
+        for index in range(min(num_samples, len(dataset))):
+            microbatch = pack([encoder.encode(dataset[index])])
+            found[f"token_ids.{index}"] = microbatch.token_ids
+            found[f"logits.{index}"] = _logits(stage, microbatch)
+    parallel.stop()
+    return found
+
+
+def _logits(stage: Stage, microbatch: Microbatch) -> Tensor:
+    inputs = stage.prepare(microbatch, None, DEVICE.torch_device)
+    return stage.text_decoder.logits(stage.hidden_states(inputs, None)).contiguous()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
+    parser.add_argument("--mm-model", required=True, help="model JSON with one pipeline stage")
+    parser.add_argument("--mm-data", required=True, help="data JSON, for the columns and the image sizes")
+    parser.add_argument("--dataset", type=Path, required=True, help="the samples, instead of the data JSON's")
+    parser.add_argument("--logits", type=Path, required=True, help="safetensors file to write")
+    parser.add_argument("--num-samples", type=int, default=8)
+    flags = parser.parse_args()
+    data = dataclasses.replace(
+        load_data(flags.mm_data),
+        model_name_or_path=str(flags.model),
+        dataset=(str(flags.dataset),),
+        dataset_dir=str(flags.dataset.parent),
+    )
+    save_file(trainer_logits(flags.model, load_model(flags.mm_model), data, flags.num_samples), flags.logits)
+
+
+if __name__ == "__main__":
+    main()

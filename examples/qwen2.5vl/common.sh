@@ -1,0 +1,138 @@
+# What all training scripts share: environment, nodes, launch, and the figures at the end.
+#
+# A script sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the environment), calls
+# `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
+# Flags after the script's name are passed on; with --dry-run one process checks everything and nothing is launched.
+# All paths are relative to the repository root.
+#
+# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-6000}
+NODE_RANK=${NODE_RANK:-0}
+LOG_DIR=${LOG_DIR:-logs}
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=python
+    if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+fi
+
+fail() {
+    echo "$*" >&2
+    exit 2
+}
+
+# The Ascend toolkit where it is installed, and the settings of its runtime (no effect elsewhere).
+ascend_environment() {
+    local file
+    for file in "${CANN_ENV:-/usr/local/Ascend/cann/set_env.sh}" "${ATB_ENV:-/usr/local/Ascend/nnal/atb/set_env.sh}"; do
+        if [[ -f "$file" ]]; then
+            set +eu  # these scripts read unset variables
+            # shellcheck disable=SC1090
+            source "$file"
+            set -eu
+        fi
+    done
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}  # Megatron insists on it for TP > 1
+    export ASCEND_SLOG_PRINT_TO_STDOUT=${ASCEND_SLOG_PRINT_TO_STDOUT:-0}
+    export ASCEND_GLOBAL_LOG_LEVEL=${ASCEND_GLOBAL_LOG_LEVEL:-3}
+    export TASK_QUEUE_ENABLE=${TASK_QUEUE_ENABLE:-2}
+    export COMBINED_ENABLE=${COMBINED_ENABLE:-1}
+    export CPU_AFFINITY_CONF=${CPU_AFFINITY_CONF:-1}
+    export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200}
+    export NPU_ASD_ENABLE=${NPU_ASD_ENABLE:-0}
+    export ASCEND_LAUNCH_BLOCKING=${ASCEND_LAUNCH_BLOCKING:-0}
+    export ACLNN_CACHE_LIMIT=${ACLNN_CACHE_LIMIT:-100000}
+}
+
+# nodes_from_hostfile FILE: MASTER_ADDR, NNODES and NODE_RANK from a file with one address per line, if it exists.
+nodes_from_hostfile() {
+    local hostfile=$1 address
+    [[ -f "$hostfile" ]] || return 0
+    local nodes own
+    mapfile -t nodes < <(awk 'NF && $1 !~ /^#/ {print $1}' "$hostfile")
+    [[ ${#nodes[@]} -gt 0 ]] || fail "$hostfile has no addresses; expected one per line"
+    own=" $(hostname -I 2>/dev/null || true) $(hostname) localhost 127.0.0.1 "
+    MASTER_ADDR=${nodes[0]}
+    NNODES=${#nodes[@]}
+    for NODE_RANK in "${!nodes[@]}"; do
+        address=${nodes[$NODE_RANK]}
+        if [[ "$own" == *" $address "* ]]; then
+            echo "node $NODE_RANK of $NNODES ($address), master $MASTER_ADDR"
+            return 0
+        fi
+    done
+    fail "none of the addresses in $hostfile (${nodes[*]}) belongs to this machine ($own)"
+}
+
+# WORLD_SIZE, DP and GBS from the variables of the script.
+derive_sizes() {
+    WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
+    local replica=$((TP * PP * CP))
+    if ((WORLD_SIZE % replica != 0)); then
+        fail "$NNODES nodes x $NPUS_PER_NODE devices = $WORLD_SIZE, not a multiple of TP x PP x CP = $TP x $PP x $CP;" \
+            "change NNODES, NPUS_PER_NODE, TP or PP"
+    fi
+    DP=$((WORLD_SIZE / replica))
+    GBS=$((MBS * GRAD_ACC_STEP * DP))
+}
+
+# launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.
+launch() {
+    local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+    local flag log status
+    for flag in "$@"; do
+        if [[ "$flag" == --dry-run ]]; then
+            exec env -u WORLD_SIZE "$PYTHON" -m mm.train "${flags[@]}" --world-size "$WORLD_SIZE"
+        fi
+    done
+    if ((NNODES > 1)) && [[ "$MASTER_ADDR" == localhost ]]; then
+        fail "$NNODES nodes need a common master: write the addresses into ${HOSTFILE:-a hostfile}, or set" \
+            "MASTER_ADDR, NNODES and NODE_RANK"
+    fi
+    mkdir -p "$LOG_DIR"
+    log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
+    set +e
+    "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
+        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" -m mm.train "${flags[@]}" 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    set -e
+    chmod 440 "$log"
+    if [[ -n "${SAVE_PATH:-}" && -d "$SAVE_PATH" ]]; then
+        find "$SAVE_PATH" -type d -exec chmod 750 {} +
+        find "$SAVE_PATH" -type f -exec chmod 640 {} +
+    fi
+    report_speed "$log" "$GBS"
+    exit "$status"
+}
+
+# mean_of NAME LOG: mean of the numbers after `NAME:`, over lines 51 to 150 that have it (or the last 100 of fewer).
+mean_of() {
+    awk -v name="$1:" '
+        (at = index($0, name)) && count < 150 { value[++count] = substr($0, at + length(name)) + 0 }
+        END {
+            first = count > 100 ? count - 99 : 1
+            for (i = first; i <= count; i++) sum += value[i]
+            if (count) printf "%.1f", sum / (count - first + 1)
+        }' "$2"
+}
+
+# report_speed LOG GBS: the three figures of a run.
+report_speed() {
+    local log=$1 gbs=$2 step_time tokens samples_per_second
+    step_time=$(mean_of "elapsed time per iteration (ms)" "$log")
+    if [[ -z "$step_time" ]]; then
+        echo "No iteration lines in $log (the node of the last rank writes them)"
+        return 0
+    fi
+    samples_per_second=$(awk -v gbs="$gbs" -v ms="$step_time" 'BEGIN {printf "%.3f", ms > 0 ? gbs * 1000 / ms : 0}')
+    echo "Elapsed Time Per iteration: $step_time"
+    echo "Average Samples per Second: $samples_per_second"
+    tokens=$(mean_of "tokens per sample" "$log")
+    if [[ -n "$tokens" ]]; then
+        echo "Consumed Tokens per Second: $(awk -v sps="$samples_per_second" -v tokens="$tokens" \
+            'BEGIN {printf "%.3f", sps * tokens}')"
+    fi
+}

@@ -1,0 +1,81 @@
+#!/bin/bash
+# Fine-tune Qwen2.5-VL-7B.  Default layout: 8 devices: PP 2, DP 4, global batch 192.
+# Every variable can be set from the environment; flags (try --dry-run) are passed on.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+ascend_environment
+
+NPUS_PER_NODE=${NPUS_PER_NODE:-8}
+NNODES=${NNODES:-1}
+
+MM_DATA=${MM_DATA:-./examples/qwen2.5vl/data_7b.json}
+MM_MODEL=${MM_MODEL:-./examples/qwen2.5vl/model_7b.json}
+MM_TOOL=${MM_TOOL:-./mindspeed_mm/tools/tools.json}
+LOAD_PATH=${LOAD_PATH:-ckpt/mm_path/Qwen2.5-VL-7B-Instruct}
+SAVE_PATH=${SAVE_PATH:-save_dir}
+
+TP=${TP:-1}
+PP=${PP:-2}
+CP=${CP:-1}
+MBS=${MBS:-1}
+GRAD_ACC_STEP=${GRAD_ACC_STEP:-48}
+SEQ_LENGTH=${SEQ_LENGTH:-1024}
+TRAIN_ITERS=${TRAIN_ITERS:-10000}
+SAVE_INTERVAL=${SAVE_INTERVAL:-10000}
+LR=${LR:-1.0e-5}
+derive_sizes
+
+# The sizes of the model stand in model_7b.json; how to train it stands here.
+GPT_ARGS=(
+    --use-mcore-models
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+    --context-parallel-algo ulysses_cp_algo
+    --micro-batch-size "$MBS"
+    --global-batch-size "$GBS"
+    --tokenizer-type NullTokenizer
+    --vocab-size 152064
+    --seq-length "$SEQ_LENGTH"
+    --make-vocab-size-divisible-by 1
+    --normalization RMSNorm
+    --use-fused-rmsnorm
+    --swiglu
+    --use-fused-swiglu
+    --no-masked-softmax-fusion
+    --lr "$LR"
+    --lr-decay-style cosine
+    --weight-decay 0
+    --train-iters "$TRAIN_ITERS"
+    --lr-warmup-fraction 0.1
+    --clip-grad 0.0
+    --adam-beta1 0.9
+    --adam-beta2 0.999
+    --seed 42
+    --bf16
+    --load "$LOAD_PATH"
+    --use-flash-attn
+    --variable-seq-lengths
+    --use-distributed-optimizer
+    --no-load-optim
+    --no-load-rng
+    --no-save-optim
+    --no-save-rng
+    --num-workers 8
+    --distributed-timeout-minutes 20
+    --distributed-backend nccl
+)
+MM_ARGS=(
+    --mm-data "$MM_DATA"
+    --mm-model "$MM_MODEL"
+    --mm-tool "$MM_TOOL"
+)
+OUTPUT_ARGS=(
+    --log-interval 1
+    --save-interval "$SAVE_INTERVAL"
+    --eval-interval 10000
+    --eval-iters 5000
+    --save "$SAVE_PATH"
+    --ckpt-format torch
+    --log-tps
+)
+launch "$@"

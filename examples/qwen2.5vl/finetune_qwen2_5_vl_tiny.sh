@@ -1,0 +1,58 @@
+#!/bin/bash
+# Fine-tune the tiny checkpoint of `make demo` in fp32.  Default layout: 2 CPU processes: PP 2, DP 1, global batch 32.
+# Every variable can be set from the environment; flags (try --dry-run) are passed on.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+NPUS_PER_NODE=${NPUS_PER_NODE:-2}
+NNODES=${NNODES:-1}
+
+MM_DATA=${MM_DATA:-./examples/qwen2.5vl/data_tiny.json}
+MM_MODEL=${MM_MODEL:-./examples/qwen2.5vl/model_tiny.json}
+LOAD_PATH=${LOAD_PATH:-runs/demo/checkpoint}
+SAVE_PATH=${SAVE_PATH:-runs/tiny}
+
+TP=${TP:-1}
+PP=${PP:-2}
+CP=${CP:-1}
+MBS=${MBS:-8}
+GRAD_ACC_STEP=${GRAD_ACC_STEP:-4}
+SEQ_LENGTH=${SEQ_LENGTH:-128}
+TRAIN_ITERS=${TRAIN_ITERS:-400}
+SAVE_INTERVAL=${SAVE_INTERVAL:-100}
+LR=${LR:-2.0e-3}
+derive_sizes
+
+# The sizes of the model stand in model_tiny.json; how to train it stands here.
+GPT_ARGS=(
+    --device "${DEVICE:-cpu}"
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+    --micro-batch-size "$MBS"
+    --global-batch-size "$GBS"
+    --seq-length "$SEQ_LENGTH"
+    --lr "$LR"
+    --lr-decay-style cosine
+    --weight-decay 0
+    --train-iters "$TRAIN_ITERS"
+    --lr-warmup-fraction 0.1
+    --clip-grad 1.0
+    --adam-beta1 0.9
+    --adam-beta2 0.999
+    --seed 42
+    --load "$LOAD_PATH"
+    --use-distributed-optimizer
+    --num-workers 0
+)
+MM_ARGS=(
+    --mm-data "$MM_DATA"
+    --mm-model "$MM_MODEL"
+)
+OUTPUT_ARGS=(
+    --log-interval 1
+    --save-interval "$SAVE_INTERVAL"
+    --save "$SAVE_PATH"
+    --log-dir "$LOG_DIR"
+    --log-tps
+)
+launch "$@"

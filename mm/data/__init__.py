@@ -1,0 +1,1 @@
+"""From raw JSON and pictures to packed microbatches."""

@@ -1,0 +1,175 @@
+"""Messages as token ids and labels.
+
+The text is the checkpoint's own chat template, tokenized once as a whole, so token ids equal those of transformers.
+What is learnt, as in LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the ``<|im_end|>`` after it
+and the newline after that.  Knows nothing of files, pixels or parallelism.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mm.data.dataset import Message
+from mm.data.microbatch import IGNORE_INDEX, Grid
+from mm.errors import UserError
+
+IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
+"""One rendered turn: role, text, end.  Safe to look for: the dataset refuses these tokens inside texts."""
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory, with its chat template.
+
+    The template is ``chat_template.jinja``, else ``chat_template.json``, else the tokenizer's own, which is the order
+    of transformers' processor.  Raises UserError when the directory lacks a tokenizer, a template or Qwen's tokens.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise UserError(f"model_name_or_path = {directory!r} is no directory; give a local Hugging Face checkpoint.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory}: its tokenizer does not load: {error}") from error
+    legacy = path / "chat_template.json"
+    if legacy.is_file() and not (path / "chat_template.jinja").is_file():
+        tokenizer.chat_template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+    problems = []
+    if not tokenizer.chat_template:
+        problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")
+    if not tokenizer.is_fast:
+        problems.append(f"{directory}: has no fast tokenizer; copy tokenizer.json from the published checkpoint.")
+    vocabulary = tokenizer.get_vocab()
+    tokens = (IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
+    problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
+    if problems:
+        raise UserError(problems)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Token ids int64 [num_tokens], labels int64 [num_tokens], and how many of the images are still in it."""
+
+    token_ids: Tensor
+    labels: Tensor
+    num_images: int
+
+
+class ChatEncoder:
+    """Renders, tokenizes, labels and cuts conversations.
+
+    A sample without a system message gets what the template puts there; for Qwen2.5-VL its default system prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_length: int,
+        spatial_merge_size: int,
+        train_on_prompt: bool = False,
+        mask_history: bool = False,
+    ) -> None:
+        """``seq_length``: most tokens of a sample.
+
+        ``mask_history``: learn only the last answer.  ``train_on_prompt``: learn everything but image tokens, which
+        are not text to be predicted.  The two exclude each other.
+        """
+        if train_on_prompt and mask_history:
+            raise UserError("train_on_prompt and mask_history exclude each other; set one of them to false.")
+        self._tokenizer = tokenizer
+        self._seq_length = seq_length
+        self._merge_area = spatial_merge_size**2
+        self._train_on_prompt = train_on_prompt
+        self._mask_history = mask_history
+        self.image_token_id: int = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        self.vision_start_token_id: int = tokenizer.convert_tokens_to_ids(VISION_START_TOKEN)
+
+    def encode(self, messages: Sequence[Message], grids: Sequence[Grid]) -> EncodedText:
+        """Encode a conversation whose images have ``grids``, in reading order.
+
+        More than ``seq_length`` tokens are cut off at the end.  A cut never falls inside an image: when it would, it
+        is moved before the image's ``<|vision_start|>``, and that image and the later ones are dropped.  A sample
+        that is left without an answer token stays, and adds nothing to the loss.
+
+        Raises UserError when the chat template does not show every answer and image.
+        """
+        text = self.render(messages)
+        spans = self._answer_spans(text, messages)
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        token_ids = np.array(encoding["input_ids"], dtype=np.int64)
+        if self._train_on_prompt:
+            is_target = token_ids != self.image_token_id
+        else:
+            is_target = _overlapping(np.array(encoding["offset_mapping"], dtype=np.int64), spans)
+
+        # The template writes one image token per image; the model reads one per merged patch.
+        places = np.flatnonzero(token_ids == self.image_token_id)
+        if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
+            raise UserError(f"the chat template shows {len(places)} images of {len(grids)}; use Qwen2.5-VL's template.")
+        repeats = np.ones(len(token_ids), dtype=np.int64)
+        repeats[places] = [t * h * w // self._merge_area for t, h, w in grids]
+        ends = np.cumsum(repeats)[places] + 1
+        starts = ends - repeats[places] - 2
+        num_tokens, num_images = _cut(int(repeats.sum()), list(zip(starts, ends, strict=True)), self._seq_length)
+        token_ids = np.repeat(token_ids, repeats)[:num_tokens]
+        is_target = np.repeat(is_target, repeats)[:num_tokens]
+
+        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+        labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
+        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), num_images)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The conversation as the chat template writes it, with one image token per image."""
+        turns = []
+        for message in messages:
+            if message.role == "user":
+                content = [
+                    {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                    for part in message.parts
+                ]
+            else:
+                content = "".join(message.parts)
+            turns.append({"role": message.role, "content": content})
+        return self._tokenizer.apply_chat_template(turns, tokenize=False)
+
+    def _answer_spans(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]]:
+        """Where in ``text`` the characters to be learnt stand: answers with the end of their turn."""
+        turns = [turn for turn in _TURN.finditer(text) if turn[1] == "assistant"]
+        answers = ["".join(message.parts) for message in messages if message.role == "assistant"]
+        if [turn[2] for turn in turns] != answers:
+            raise UserError(
+                "the chat template does not write each answer unchanged between '<|im_start|>assistant' and "
+                "'<|im_end|>'; use Qwen2.5-VL's template."
+            )
+        spans = [(turn.start(2), turn.end()) for turn in turns]
+        return spans[-1:] if self._mask_history else spans
+
+
+def _overlapping(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens hold a character of a span; bool [num_tokens].
+
+    A token that begins before the span counts too: an answer's first newline may be one token with the newline of
+    its header.
+    """
+    inside = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        inside |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
+    return inside
+
+
+def _cut(num_tokens: int, image_spans: Sequence[tuple[int, int]], limit: int) -> tuple[int, int]:
+    """How many tokens and images to keep.  ``image_spans``: vision start to behind vision end, in tokens."""
+    kept = min(num_tokens, limit)
+    for number, (start, end) in enumerate(image_spans):
+        if end > kept:
+            return min(kept, int(start)), number
+    return kept, len(image_spans)

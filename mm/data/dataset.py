@@ -1,0 +1,274 @@
+"""Raw JSON or JSONL files as validated samples: messages whose parts are text and image paths.
+
+The column names come from the data JSON (``attr``), which follows LLaMA-Factory's sharegpt form, as in MindSpeed-MM.
+Every sample is checked once, up front, so that a bad one stops the run before it starts and not at step 5000.
+Knows nothing of tokenizers, pixels or parallelism.
+"""
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mm.config import DataConfig
+from mm.data.records import RecordFile, read_record
+from mm.errors import UserError, nearest
+
+IMAGE_PLACEHOLDER = "<image>"
+_CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
+"""What frames turns and media in a Qwen2.5-VL prompt.  The tokenizer would read it as control tokens inside text too,
+so text may not hold it.  Content tokens such as ``<|box_start|>`` are fine."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image inside a message; ``path`` exists on this machine."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn.  ``role`` is "system", "user" or "assistant"; only user turns hold images."""
+
+    role: str
+    parts: tuple[str | ImagePart, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An optional system message, then user and assistant turns in alternation, ending with an assistant's."""
+
+    messages: tuple[Message, ...]
+    source: str
+    """``file:index``, the index counted from 0 within the file."""
+
+    @property
+    def image_paths(self) -> tuple[str, ...]:
+        """In reading order."""
+        return tuple(part.path for message in self.messages for part in message.parts if isinstance(part, ImagePart))
+
+
+class Dataset:
+    """All samples of ``config.dataset``, in file order, read from disk one at a time.
+
+    Holds only where each sample lies in its file (40 bytes a sample), so it pickles cheaply into data workers.
+    ``config.max_samples`` keeps that many of the first samples of all files together.
+    """
+
+    fingerprint: str
+    """Changes with any byte of the files and with the number of samples used; for checks on resume."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Read and check every sample; of images only that the file is there.
+
+        Raises UserError with up to 20 problems, each naming file, line and sample.
+        """
+        self._config = config
+        self._paths: list[str] = []
+        spans: list[np.ndarray] = []
+        num_samples, checksums, problems = 0, "", []
+        for path in config.dataset:
+            wanted = None if config.max_samples is None else config.max_samples - num_samples
+            if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
+                break
+            try:
+                file = RecordFile(path)
+            except UserError as error:
+                problems += error.problems
+                continue
+            spans.append(_check_file(file, len(self._paths), wanted, config, problems))
+            self._paths.append(path)
+            num_samples += len(spans[-1])
+            checksums += f"{file.checksum:08x}-"
+        if problems:
+            more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
+            raise UserError(problems[:_MAX_PROBLEMS] + more)
+        self._spans = np.concatenate(spans)
+        self.fingerprint = f"{checksums}{num_samples}"
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index``.  Raises UserError when it was changed after the check."""
+        number, index_in_file, start, end, checksum = (int(value) for value in self._spans[index])
+        source = f"{self._paths[number]}:{index_in_file}"
+        record = read_record(self._paths[number], start, end, checksum)
+        try:
+            return Sample(_messages(record, self._config), source)
+        except UserError as error:
+            raise UserError(f"{source}: {problem}" for problem in error.problems) from error
+
+
+def _check_file(
+    file: RecordFile, number: int, wanted: int | None, config: DataConfig, problems: list[str]
+) -> np.ndarray:
+    """Check the first ``wanted`` samples (None: all), appending what is wrong to ``problems``.
+
+    Returns int64 [num_samples, 5]: number of the file, index in it, first byte, end byte, crc32 of the bytes.
+    """
+    positions, checksums, num_before = [], [], len(problems)
+    for start, end, record in file.records(problems):
+        index = len(positions) // 2
+        try:
+            _messages(record, config)
+        except UserError as error:
+            where = f"{file.path}:{file.line(start)}: sample {index} (counted from 0)"
+            problems += [f"{where}: {problem}" for problem in error.problems]
+        positions += [start, end]
+        checksums.append(zlib.crc32(file.text[start:end].encode()))
+        if len(problems) >= _MAX_PROBLEMS or len(positions) // 2 == wanted:
+            break
+    if not positions and len(problems) == num_before:
+        problems.append(f"{file.path}: holds no sample; expected a JSON list of objects, or one JSON object a line.")
+    offsets = np.array(file.byte_offsets(positions), dtype=np.int64).reshape(-1, 2)
+    numbers = np.full(len(offsets), number, dtype=np.int64)
+    return np.column_stack([numbers, np.arange(len(offsets)), offsets, np.array(checksums, dtype=np.int64)])
+
+
+def _messages(record: Any, config: DataConfig) -> tuple[Message, ...]:
+    """Map the columns of one raw sample to messages.  Raises UserError without saying which sample it was."""
+    attr = config.attr
+    if not isinstance(record, dict):
+        raise UserError(f"is a {type(record).__name__}; expected an object with key {attr.messages!r}.")
+    for column in ("videos", "audios"):
+        if record.get(column):
+            raise UserError(f"has {column!r}, which this version does not support; remove it or the sample.")
+    if attr.messages not in record:
+        hint = nearest(attr.messages, record)
+        raise UserError(f"has no {attr.messages!r}{hint}; attr.messages in the data JSON names that column.")
+    turns = record[attr.messages]
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{attr.messages!r} is {_shown(turns)}; expected a list of messages that is not empty.")
+    texts = [_role_and_text(turn, number, config) for number, turn in enumerate(turns)]
+    texts = _with_system_column(texts, record, config)
+    _check_order(texts, config)
+    return _with_images(texts, _images(record, config))
+
+
+def _role_and_text(turn: Any, number: int, config: DataConfig) -> tuple[str, str]:
+    attr = config.attr
+    if not isinstance(turn, dict) or attr.role_tag not in turn or attr.content_tag not in turn:
+        raise UserError(
+            f"message {number} is {_shown(turn)}; expected an object with {attr.role_tag!r} and {attr.content_tag!r} "
+            f"(role_tag and content_tag of the data JSON)."
+        )
+    roles = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
+    if attr.system_tag is not None:
+        roles[attr.system_tag] = "system"
+    role, text = turn[attr.role_tag], turn[attr.content_tag]
+    if not isinstance(role, str) or role not in roles:
+        raise UserError(
+            f"message {number} has the unknown role {_shown(role)}{nearest(str(role), roles)}; expected one of "
+            f"{', '.join(map(repr, roles))}."
+        )
+    if not isinstance(text, str):
+        raise UserError(
+            f"message {number} has {attr.content_tag!r} = {_shown(text)}; expected a string, images being marked by "
+            f"{IMAGE_PLACEHOLDER} in it."
+        )
+    _check_text(text, f"message {number}", roles[role])
+    return roles[role], text
+
+
+def _check_text(text: str, where: str, role: str) -> None:
+    if not text.strip() and role != "system":
+        raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
+    if found := _CONTROL.search(text):
+        raise UserError(
+            f"{where} holds the control token {found.group()!r}, which would be read as the frame of a turn or image; "
+            f"remove it (mark images with {IMAGE_PLACEHOLDER})."
+        )
+    if "<video>" in text:
+        raise UserError(f"{where} holds '<video>'; video is not supported by this version: remove the sample.")
+    if role != "user" and IMAGE_PLACEHOLDER in text:
+        raise UserError(f"{where} ({role}) holds {IMAGE_PLACEHOLDER}; only user turns show images: move it there.")
+    if _SURROGATE.search(text):
+        raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
+
+
+def _with_system_column(
+    texts: list[tuple[str, str]], record: dict[str, Any], config: DataConfig
+) -> list[tuple[str, str]]:
+    """Put the system column in front.  An empty system text counts as none: the chat template's default applies."""
+    system = record.get(config.attr.system) if config.attr.system is not None else None
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"{config.attr.system!r} is {_shown(system)}; expected a string or null.")
+    if system:
+        _check_text(system, repr(config.attr.system), "system")
+        if texts[0][0] == "system":
+            raise UserError(f"has a system message and {config.attr.system!r} too; remove one of them.")
+        texts = [("system", system), *texts]
+    return texts[1:] if texts[0] == ("system", "") else texts
+
+
+def _check_order(texts: list[tuple[str, str]], config: DataConfig) -> None:
+    turns = texts[1:] if texts[:1] and texts[0][0] == "system" else texts
+    tags = {"user": config.attr.user_tag, "assistant": config.attr.assistant_tag, "system": config.attr.system_tag}
+    for number, (role, _) in enumerate(turns):
+        expected = ("user", "assistant")[number % 2]
+        if role != expected:
+            raise UserError(
+                f"turn {number} is of {tags[role]!r}; expected {tags[expected]!r}: turns alternate, beginning with "
+                f"{tags['user']!r}, and only the first message may be the system's."
+            )
+    if len(turns) % 2 or not turns:
+        raise UserError(f"ends without a turn of {tags['assistant']!r}; there is nothing to learn from it.")
+
+
+def _images(record: dict[str, Any], config: DataConfig) -> list[str]:
+    """Paths of the sample's images, on this machine."""
+    column = config.attr.images
+    if column is None:
+        if record.get("images"):
+            raise UserError("has 'images', but the data JSON names no image column; set attr.images to 'images'.")
+        return []
+    images = record.get(column)
+    if images is None:
+        return []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise UserError(f"{column!r} is {_shown(images)}; expected a list of paths, one path, or null.")
+    return [_local_path(image, config.dataset_dir) for image in images]
+
+
+def _local_path(path: str, directory: str) -> str:
+    """``path`` below ``directory`` when that exists, else as it is: LLaMA-Factory's rule."""
+    if "://" in path or path.startswith("data:"):
+        raise UserError(f"image {path[:80]!r} is not a local path; download it and give the path of the file.")
+    joined = os.path.join(directory, path)
+    for candidate in (joined, path):
+        if os.path.isfile(candidate):
+            return candidate
+    raise UserError(f"image {path!r} is no regular file, neither as {joined!r} nor as it is; check dataset_dir.")
+
+
+def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Message, ...]:
+    """Put each image in the place of its placeholder."""
+    num_placeholders = sum(text.count(IMAGE_PLACEHOLDER) for _, text in texts)
+    if num_placeholders != len(images):
+        raise UserError(
+            f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
+        )
+    remaining = iter(images)
+    messages = []
+    for role, text in texts:
+        parts: list[str | ImagePart] = []
+        for number, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
+            if number:
+                parts.append(ImagePart(next(remaining)))
+            if piece:
+                parts.append(piece)
+        messages.append(Message(role, tuple(parts)))
+    return tuple(messages)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,146 @@
+"""Hands each step's data from the one rank that reads it to every rank of its replica, ahead of time.
+
+The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
+labels, positions, segment lengths, image grids) goes to the whole replica in one CPU broadcast; pixels go only to the
+ranks that hold the patch embedding.  A thread does this for step n+1 while step n computes; it alone uses the mesh's
+replica, owners and pixel groups.  Knows nothing of the model.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.config import VisionConfig
+from mm.data.microbatch import Microbatch
+from mm.data.totals import BatchTotals
+from mm.parallel import Mesh
+from mm.step_plan import StepPlan
+
+
+class DataOwner:
+    """Yields ``StepPlan`` for ``num_steps`` steps.
+
+    ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
+    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` tells their width.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[list[Microbatch]] | None,
+        mesh: Mesh,
+        num_steps: int,
+        holds_patch_embedding: bool,
+        vision: VisionConfig,
+    ) -> None:
+        assert (steps is not None) == mesh.owns_data
+        self._steps, self._mesh, self._num_left = steps, mesh, num_steps
+        self._holds_patch_embedding, self._vision = holds_patch_embedding, vision
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._coming: Future[StepPlan] | None = None
+        self._prefetch()
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        return self
+
+    def __next__(self) -> StepPlan:
+        if self._coming is None:
+            raise StopIteration
+        data = self._coming.result()
+        self._prefetch()
+        return data
+
+    def close(self) -> None:
+        """Wait for the thread to finish what it is doing and end it."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _prefetch(self) -> None:
+        self._coming = self._thread.submit(self._share_step) if self._num_left > 0 else None
+        self._num_left -= 1
+
+    def _share_step(self) -> StepPlan:
+        mesh = self._mesh
+        microbatches = next(self._steps) if self._steps is not None else None
+        counts = torch.tensor(astuple(BatchTotals.of(microbatches or [], self._vision)), dtype=torch.int64)
+        if mesh.owns_data and mesh.dp_size > 1:
+            dist.all_reduce(counts, group=mesh.owners_group)
+        if mesh.tp_size * mesh.pp_size > 1:
+            payload = _share(
+                None if microbatches is None else torch.cat([counts, *_to_numbers(microbatches)]), mesh
+            )
+            counts = payload[: len(counts)]
+            light = _from_numbers(payload[len(counts) :])
+        else:
+            light = [microbatch.without_pixels() for microbatch in microbatches]
+        pixels = self._share_pixels(microbatches, light)
+        return StepPlan(
+            tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
+            BatchTotals(*counts.tolist()),
+        )
+
+    def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
+        """Pixel values of each microbatch where this rank needs them, None elsewhere."""
+        mesh, sizes = self._mesh, [m.num_patches for m in light]
+        pixels = [m.pixel_values for m in owned] if owned is not None else [None] * len(light)
+        if mesh.pixel_group is not None and sum(sizes):
+            if owned is not None:
+                together = torch.cat([p for p in pixels if p is not None])
+            else:
+                together = torch.empty(sum(sizes), self._vision.patch_elements)
+            dist.broadcast(together, src=mesh.replica_owner, group=mesh.pixel_group)
+            if owned is None:
+                pixels = [p if len(p) else None for p in together.split(sizes)]
+        return pixels if self._holds_patch_embedding else [None] * len(light)
+
+
+def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
+    """Broadcast an int64 vector whose length only the owner knows."""
+    size = torch.tensor([0 if payload is None else payload.numel()])
+    dist.broadcast(size, src=mesh.replica_owner, group=mesh.replica_group)
+    payload = torch.empty(int(size), dtype=torch.int64) if payload is None else payload
+    dist.broadcast(payload, src=mesh.replica_owner, group=mesh.replica_group)
+    return payload
+
+
+def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
+    """The light part as int64 vectors: a count of microbatches, then for each its three counts and its contents."""
+    parts = [torch.tensor([len(microbatches)])]
+    for m in microbatches:
+        parts += [
+            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids)]),
+            m.token_ids,
+            m.labels,
+            m.positions.flatten(),
+            torch.tensor(m.segment_lengths, dtype=torch.int64),
+            torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
+        ]
+    return parts
+
+
+def _from_numbers(payload: Tensor) -> list[Microbatch]:
+    """The inverse of ``_to_numbers``."""
+    offset = 0
+
+    def read(count: int) -> Tensor:
+        nonlocal offset
+        offset += count
+        return payload[offset - count : offset]
+
+    microbatches = []
+    for _ in range(int(read(1))):
+        num_tokens, num_segments, num_images = read(3).tolist()
+        microbatches.append(
+            Microbatch(
+                token_ids=read(num_tokens),
+                labels=read(num_tokens),
+                positions=read(3 * num_tokens).view(3, num_tokens),
+                segment_lengths=tuple(read(num_segments).tolist()),
+                image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
+                pixel_values=None,
+            )
+        )
+    assert offset == payload.numel()
+    return microbatches

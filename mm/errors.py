@@ -1,0 +1,25 @@
+"""How the program says no: one exception for everything that a user can mend.
+
+Knows nothing of configs, devices or models.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave: flags, JSON, data, checkpoints, environment.
+
+    ``problems`` holds every problem found, each a full sentence that says what was found, where, what was
+    expected and how to mend it.  Entry points print them without a traceback and exit with status 2.
+    """
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,0 +1,78 @@
+"""The model that a Hugging Face ``config.json`` describes, flat (transformers 4) or nested (5), as our ModelConfig.
+
+Knows nothing of files, weights or devices.  Whether a model JSON agrees with the file is asked elsewhere.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mm.config import LanguageConfig, ModelConfig, PipelineLayout, ProjectorConfig, VisionConfig
+from mm.errors import UserError
+
+Section = Mapping[str, Any]
+
+
+def model_from_hf(
+    config: Section, vision_layout: PipelineLayout | None = None, language_layout: PipelineLayout | None = None
+) -> ModelConfig:
+    """The model of a parsed ``config.json`` on the given ``[chunk][stage]`` lists (default: all on one stage).
+
+    Absent keys take transformers' defaults (``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``).  The lists are
+    not checked against the layer counts: that is ``placement.layout_problems``.
+
+    Raises:
+        UserError: the config lacks a size.
+    """
+    try:
+        text, vit = config.get("text_config") or config, config["vision_config"]
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        return ModelConfig(
+            vision=_vision(vit, vision_layout),
+            projector=ProjectorConfig(
+                input_size=vit["hidden_size"],
+                ffn_hidden_size=vit["hidden_size"] * vit.get("spatial_merge_size", 2) ** 2,
+                hidden_size=vit["out_hidden_size"],
+            ),
+            language=_language(text, language_layout, tied),
+            image_token_id=config.get("image_token_id", 151655),
+            video_token_id=config.get("video_token_id", 151656),
+            vision_start_token_id=config.get("vision_start_token_id", 151652),
+        )
+    except KeyError as error:
+        raise UserError(f"config.json lacks {error.args[0]!r}; expected a complete config of Qwen2.5-VL.") from error
+
+
+def _vision(vit: Section, layout: PipelineLayout | None) -> VisionConfig:
+    return VisionConfig(
+        num_layers=vit["depth"],
+        pipeline_num_layers=layout or ((vit["depth"],),),
+        hidden_size=vit["hidden_size"],
+        ffn_hidden_size=vit["intermediate_size"],
+        num_attention_heads=vit["num_heads"],
+        window_attn_size=vit.get("window_size", 112),
+        fullatt_block_indexes=tuple(vit.get("fullatt_block_indexes", (7, 15, 23, 31))),
+        in_channels=vit.get("in_channels", vit.get("in_chans", 3)),
+        patch_size=vit.get("patch_size", 14),
+        temporal_patch_size=vit.get("temporal_patch_size", 2),
+        spatial_merge_size=vit.get("spatial_merge_size", 2),
+        tokens_per_second=vit.get("tokens_per_second", 4),
+    )
+
+
+def _language(text: Section, layout: PipelineLayout | None, tied: bool) -> LanguageConfig:
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return LanguageConfig(
+        num_layers=text["num_hidden_layers"],
+        pipeline_num_layers=layout or ((text["num_hidden_layers"],),),
+        hidden_size=text["hidden_size"],
+        ffn_hidden_size=text["intermediate_size"],
+        num_attention_heads=text["num_attention_heads"],
+        num_query_groups=text["num_key_value_heads"],
+        vocab_size=text["vocab_size"],
+        max_position_embeddings=text["max_position_embeddings"],
+        mrope_section=tuple(rope["mrope_section"]),
+        kv_channels=text["hidden_size"] // text["num_attention_heads"],
+        rope_theta=rope.get("rope_theta", text.get("rope_theta", 1_000_000.0)),
+        untie_embeddings_and_output_weights=not tied,
+        layernorm_epsilon=text.get("rms_norm_eps", 1e-5),
+    )

@@ -1,0 +1,1 @@
+"""Qwen2.5-VL, one pipeline stage at a time."""

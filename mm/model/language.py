@@ -1,0 +1,104 @@
+"""The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer.
+
+Knows nothing of images beyond the visual tokens handed to it, and nothing of pipeline messages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from torch import Tensor, nn
+
+from mm.config import LanguageConfig
+from mm.data.microbatch import Microbatch
+from mm.model.attention import Segments
+from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm, never_initialize
+from mm.model.rope import mrope_cos_sin
+from mm.placement import StageSpec
+
+
+def language_inputs(
+    microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: torch.device
+) -> AttentionInputs:
+    """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype."""
+    cos, sin = (
+        table.to(device=device, dtype=dtype, non_blocking=True)
+        for table in mrope_cos_sin(microbatch.positions, config.kv_channels, config.rope_theta, config.mrope_section)
+    )
+    return AttentionInputs(cos, sin, Segments.build(microbatch.segment_lengths, device), causal=True)
+
+
+@dataclass(frozen=True)
+class EmbeddingInputs:
+    """Token ids and where the visual tokens go, on the device."""
+
+    token_ids: Tensor
+    visual_index: Tensor | None
+    """Rows that visual tokens take, in order; None without images."""
+
+
+def embedding_inputs(microbatch: Microbatch, image_token_id: int, device: torch.device) -> EmbeddingInputs:
+    visual = None
+    if microbatch.image_grids:
+        visual = (microbatch.token_ids == image_token_id).nonzero().squeeze(1).to(device, non_blocking=True)
+    return EmbeddingInputs(microbatch.token_ids.to(device, non_blocking=True), visual)
+
+
+class WordEmbedding(nn.Module):
+    """Token ids to hidden states, cut over the vocabulary, with the visual tokens put in their places."""
+
+    def __init__(self, config: LanguageConfig, build: Build) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, init_method=never_initialize, config=build.parallel
+        )
+
+    def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
+        x = self.word_embeddings(inputs.token_ids)
+        if inputs.visual_index is None:
+            return x
+        assert visual_tokens is not None and visual_tokens.shape[0] == inputs.visual_index.shape[0]
+        return x.index_copy(0, inputs.visual_index, visual_tokens.to(x.dtype))
+
+
+class LanguageModel(nn.Module):
+    """The LLM parts of one stage."""
+
+    def __init__(self, config: LanguageConfig, spec: StageSpec, build: Build, num_recomputed: int) -> None:
+        super().__init__()
+        if spec.has_embedding:
+            self.embedding = WordEmbedding(config, build)
+        shape = LayerShape(
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups,
+            head_dim=config.kv_channels,
+            epsilon=config.layernorm_epsilon,
+            qkv_bias=True,
+            linear_bias=False,
+        )
+        self.decoder = LayerStack(spec.language_layers, shape, build, num_recomputed)
+        if spec.has_head:
+            self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, build)
+            self.shares_embedding = config.tied and spec.has_embedding
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                config=build.parallel,
+                init_method=never_initialize,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.shares_embedding,
+            )
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        for layer in self.decoder.layers:
+            x = self.decoder.run(layer, x, inputs)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank."""
+        weight = self.embedding.word_embeddings.weight if self.shares_embedding else None
+        logits, _ = self.output_layer(self.decoder.final_layernorm(x), weight=weight)
+        return logits

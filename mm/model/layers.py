@@ -1,0 +1,166 @@
+"""The transformer layer that both towers are made of, over megatron-core's tensor-parallel linear layers.
+
+Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
+Knows nothing of pipeline stages, images or tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mm.device import Kernels
+from mm.model.attention import Segments
+from mm.model.rope import apply_rope
+from mm.model.weights import padded_ffn
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer needs to be built: megatron's parallel settings and the device's operators."""
+
+    parallel: TransformerConfig
+    kernels: Kernels
+
+    @property
+    def tp_size(self) -> int:
+        return self.parallel.tensor_model_parallel_size
+
+    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnParallelLinear:
+        """A linear layer whose outputs are cut over tensor parallelism."""
+        return ColumnParallelLinear(
+            input_size, output_size, config=self.parallel, init_method=never_initialize, bias=bias, gather_output=False
+        )
+
+    def row(self, input_size: int, output_size: int, bias: bool) -> RowParallelLinear:
+        """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
+        return RowParallelLinear(
+            input_size,
+            output_size,
+            config=self.parallel,
+            init_method=never_initialize,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A parameter held whole on every rank; its values come from ``mm.state``."""
+        return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=torch.cuda.current_device()))
+
+
+def never_initialize(_: Tensor) -> None:
+    raise AssertionError("weights are loaded or drawn by mm.state, never initialised by a layer")
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with statistics in fp32."""
+
+    def __init__(self, hidden_size: int, epsilon: float, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(hidden_size)
+        self.epsilon = epsilon
+        self.kernel = build.kernels.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one tower's layers."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    epsilon: float
+    qkv_bias: bool
+    linear_bias: bool
+    """Bias of every other linear layer."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What an attention layer needs beside its rows."""
+
+    cos: Tensor
+    """[rows, head_dim]; its dtype is the one rope computes in."""
+    sin: Tensor
+    segments: Segments
+    causal: bool
+
+
+class SelfAttention(nn.Module):
+    """Fused qkv per query group [q ... q, k, v], rope, variable-length attention, output projection."""
+
+    def __init__(self, shape: LayerShape, build: Build) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.num_groups = shape.num_query_groups // build.tp_size
+        self.heads_per_group = shape.num_heads // shape.num_query_groups
+        self.attention = build.kernels.attention
+        qkv_size = (shape.num_heads + 2 * shape.num_query_groups) * shape.head_dim
+        self.linear_qkv = build.column(shape.hidden_size, qkv_size, shape.qkv_bias)
+        self.linear_proj = build.row(shape.num_heads * shape.head_dim, shape.hidden_size, shape.linear_bias)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        num_rows = x.shape[0]
+        qkv, _ = self.linear_qkv(x)
+        qkv = qkv.view(num_rows, self.num_groups, self.heads_per_group + 2, self.head_dim)
+        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=2)
+        q = apply_rope(q.reshape(num_rows, -1, self.head_dim), inputs.cos, inputs.sin)
+        k = apply_rope(k.squeeze(2), inputs.cos, inputs.sin)
+        out = self.attention(q, k, v.squeeze(2), inputs.segments, inputs.causal)
+        out, _ = self.linear_proj(out.reshape(num_rows, -1))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]."""
+
+    def __init__(self, shape: LayerShape, build: Build) -> None:
+        super().__init__()
+        ffn = padded_ffn(shape.ffn_hidden_size, build.tp_size)
+        self.swiglu = build.kernels.swiglu
+        self.linear_fc1 = build.column(shape.hidden_size, 2 * ffn, shape.linear_bias)
+        self.linear_fc2 = build.row(ffn, shape.hidden_size, shape.linear_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.linear_fc1(x)
+        x, _ = self.linear_fc2(self.swiglu(x))
+        return x
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP, each with a residual connection."""
+
+    def __init__(self, shape: LayerShape, build: Build) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, build)
+        self.self_attention = SelfAttention(shape, build)
+        self.pre_mlp_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, build)
+        self.mlp = GatedMLP(shape, build)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        x = x + self.self_attention(self.input_layernorm(x), inputs)
+        return x + self.mlp(self.pre_mlp_layernorm(x))
+
+
+class LayerStack(nn.Module):
+    """A run of layers under their global numbers, recomputing as many as asked in the backward pass."""
+
+    def __init__(self, layers: range, shape: LayerShape, build: Build, num_recomputed: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(shape, build) for layer in layers})
+        self.recomputed = frozenset(str(layer) for layer in layers[:num_recomputed])
+
+    def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Apply the layer with this global number."""
+        module = self.layers[layer]
+        if layer in self.recomputed and torch.is_grad_enabled():
+            return torch.utils.checkpoint.checkpoint(module, x, inputs, use_reentrant=False, preserve_rng_state=False)
+        return module(x, inputs)

@@ -1,0 +1,128 @@
+"""The ViT and the projector, as far as a stage owns them.
+
+Rows are patches in window order (see ``mm.model.window``) from the patch embedding to the projector, which puts the
+visual tokens back in reading order.  Knows nothing of text or of pipeline messages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mm.config import ProjectorConfig, VisionConfig
+from mm.data.microbatch import Microbatch
+from mm.model.attention import Segments
+from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm
+from mm.model.rope import vision_cos_sin
+from mm.model.window import plan_vision
+from mm.placement import StageSpec
+
+
+@dataclass(frozen=True)
+class VisionInputs:
+    """One microbatch's images as the ViT needs them, on the device."""
+
+    patch_order: Tensor
+    token_restore: Tensor
+    window: AttentionInputs
+    """Window layers: rows in window order."""
+    full: AttentionInputs
+    """Full-attention layers: rows in image order."""
+    image_order: Tensor | None
+    image_restore: Tensor | None
+    """Gathers from window order to image order and back; None when the two are the same."""
+
+
+def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: torch.device) -> VisionInputs:
+    """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
+    plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
+    # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
+    cos, sin = (table.to(device, non_blocking=True) for table in vision_cos_sin(plan.positions, config.head_dim))
+
+    def on_device(index: Tensor | None) -> Tensor | None:
+        return None if index is None else index.to(device, non_blocking=True)
+
+    image_order = on_device(plan.image_order)
+    image_cos, image_sin = (cos, sin) if image_order is None else (cos[image_order], sin[image_order])
+    return VisionInputs(
+        patch_order=on_device(plan.patch_order),
+        token_restore=on_device(plan.token_restore),
+        window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device), causal=False),
+        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device), causal=False),
+        image_order=image_order,
+        image_restore=on_device(plan.image_restore),
+    )
+
+
+class PatchEmbedding(nn.Module):
+    """Flattened patches to hidden states.
+
+    The weight keeps the shape of the 3-D convolution it is in Hugging Face's files; kernel equals stride there, so
+    a linear layer is the same function, and far faster where 3-D convolutions are slow or lack a backward (Ascend).
+    """
+
+    def __init__(self, config: VisionConfig, build: Build) -> None:
+        super().__init__()
+        self.proj = nn.Module()
+        self.proj.weight = build.empty(
+            config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
+        )
+
+    def forward(self, patches: Tensor) -> Tensor:
+        weight = self.proj.weight
+        return F.linear(patches.to(weight.dtype), weight.view(weight.shape[0], -1))
+
+
+class VisionEncoder(nn.Module):
+    """The ViT layers of one stage, with the patch embedding where the stage owns it."""
+
+    def __init__(self, config: VisionConfig, spec: StageSpec, build: Build, num_recomputed: int) -> None:
+        super().__init__()
+        self.full_attention = frozenset(config.fullatt_block_indexes)
+        if spec.has_patch_embedding:
+            self.patch_embed = PatchEmbedding(config, build)
+        shape = LayerShape(
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_heads=config.num_attention_heads,
+            num_query_groups=config.num_attention_heads,
+            head_dim=config.head_dim,
+            epsilon=config.layernorm_epsilon,
+            qkv_bias=True,
+            linear_bias=True,
+        )
+        self.blocks = LayerStack(spec.vision_layers, shape, build, num_recomputed)
+
+    def embed(self, pixel_values: Tensor, inputs: VisionInputs) -> Tensor:
+        """[num_patches, elements] in the processor's order -> [num_patches, hidden] in window order."""
+        return self.patch_embed(pixel_values)[inputs.patch_order]
+
+    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        for layer in self.blocks.layers:
+            if int(layer) not in self.full_attention:
+                x = self.blocks.run(layer, x, inputs.window)
+            elif inputs.image_order is None:
+                x = self.blocks.run(layer, x, inputs.full)
+            else:
+                x = self.blocks.run(layer, x[inputs.image_order], inputs.full)[inputs.image_restore]
+        return x
+
+
+class Projector(nn.Module):
+    """Norm, then 2x2 neighbouring patches to one visual token of the LLM's width."""
+
+    def __init__(self, config: ProjectorConfig, merge_factor: int, build: Build) -> None:
+        super().__init__()
+        self.merged_size = config.input_size * merge_factor
+        self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, build)
+        self.encoder = nn.Module()
+        self.encoder.linear_fc1 = build.column(self.merged_size, config.ffn_hidden_size, bias=True)
+        self.encoder.linear_fc2 = build.row(config.ffn_hidden_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
+        x = self.layernorm(x).view(-1, self.merged_size)
+        x, _ = self.encoder.linear_fc1(x)
+        x, _ = self.encoder.linear_fc2(F.gelu(x))
+        return x[inputs.token_restore]

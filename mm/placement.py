@@ -1,0 +1,234 @@
+"""Which part of the model lives on which pipeline stage, and what crosses each boundary.
+
+Pure: no torch, no processes.  Every other module asks here; nobody else derives a placement.
+
+A *slot* is one ``(chunk, stage)`` pair; slots are passed through in order: all stages of chunk 0, then of chunk 1.
+ViT layers fill the slots in order, then LLM layers.  Patch embedding sits before ViT layer 0, the projector right
+after the last ViT layer, word embedding and visual scatter right before LLM layer 0, norm and head after the last.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mm.config import ModelConfig, PipelineLayout
+
+
+class Message(Enum):
+    """What one boundary between neighbouring slots carries, and its shape per microbatch."""
+
+    NOTHING = "nothing"
+    PATCHES = "patches"  # [num_patches, vision hidden], in window order
+    VISUAL_TOKENS = "visual tokens"  # [num_visual_tokens, LLM hidden], in reading order
+    HIDDEN_STATES = "hidden states"  # [num_tokens, LLM hidden]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Everything that one slot owns and exchanges.  Layer numbers are global."""
+
+    stage: int
+    chunk: int
+    vision_layers: range
+    has_patch_embedding: bool
+    has_projector: bool
+    language_layers: range
+    has_embedding: bool
+    has_head: bool
+    """Final norm, output layer and loss."""
+    receives: Message
+    sends: Message
+
+    @property
+    def is_empty(self) -> bool:
+        """Owns no parameters: it only hands on what it receives."""
+        return not (self.vision_layers or self.has_projector or self.language_layers or self.has_embedding)
+
+    @property
+    def has_vision(self) -> bool:
+        return self.has_patch_embedding or self.has_projector or len(self.vision_layers) > 0
+
+    @property
+    def has_language(self) -> bool:
+        return self.has_embedding or self.has_head or len(self.language_layers) > 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All slots of a layout, indexed as ``placement[stage]`` or ``placement[stage, chunk]``."""
+
+    slots: tuple[StageSpec, ...]
+    num_stages: int
+    num_chunks: int
+    vision_frozen: bool
+    projector_frozen: bool
+    language_frozen: bool
+
+    @classmethod
+    def from_config(cls, model: ModelConfig) -> "Placement":
+        """Place ``model``; its lists must have passed ``layout_problems``."""
+        vision, language = model.vision, model.language
+        problems = layout_problems(vision.pipeline_num_layers, language.pipeline_num_layers,
+                                   vision.num_layers, language.num_layers)
+        assert not problems, problems
+        vision_counts = [count for chunk in vision.pipeline_num_layers for count in chunk]
+        language_counts = [count for chunk in language.pipeline_num_layers for count in chunk]
+        return cls(
+            slots=_slots(vision_counts, language_counts, model.num_stages),
+            num_stages=model.num_stages,
+            num_chunks=model.num_chunks,
+            vision_frozen=vision.freeze,
+            projector_frozen=model.projector.freeze,
+            language_frozen=language.freeze,
+        )
+
+    def __getitem__(self, where: int | tuple[int, int]) -> StageSpec:
+        stage, chunk = where if isinstance(where, tuple) else (where, 0)
+        return self.slots[chunk * self.num_stages + stage]
+
+    @property
+    def patch_embedding_stage(self) -> int:
+        return next(spec.stage for spec in self.slots if spec.has_patch_embedding)
+
+    @property
+    def embedding_stage(self) -> int:
+        return next(spec.stage for spec in self.slots if spec.has_embedding)
+
+    @property
+    def head_stage(self) -> int:
+        return next(spec.stage for spec in self.slots if spec.has_head)
+
+    def gradient_flows(self, message: Message, has_images: bool) -> bool:
+        """Whether the loss gradient of a microbatch goes back over a boundary that carries ``message``.
+
+        It does when something trainable lies before the boundary and took part in making what crossed it.
+        """
+        match message:
+            case Message.NOTHING:
+                return False
+            case Message.PATCHES:
+                return has_images and not self.vision_frozen
+            case Message.VISUAL_TOKENS:
+                return has_images and not (self.vision_frozen and self.projector_frozen)
+            case Message.HIDDEN_STATES:
+                visual = has_images and not (self.vision_frozen and self.projector_frozen)
+                return visual or not self.language_frozen
+
+    def is_trainable(self, spec: StageSpec) -> bool:
+        """Whether ``spec`` owns any parameter that is trained."""
+        return (
+            (not self.vision_frozen and (spec.has_patch_embedding or len(spec.vision_layers) > 0))
+            or (not self.projector_frozen and spec.has_projector)
+            or (not self.language_frozen and spec.has_language)
+        )
+
+
+def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int) -> tuple[StageSpec, ...]:
+    last_vision = max(index for index, count in enumerate(vision_counts) if count)
+    first_vision = next(index for index, count in enumerate(vision_counts) if count)
+    first_language = next(index for index, count in enumerate(language_counts) if count)
+    last_language = max(index for index, count in enumerate(language_counts) if count)
+
+    def message_after(slot: int) -> Message:
+        if slot < first_vision or slot >= last_language:
+            return Message.NOTHING
+        if slot >= first_language:
+            return Message.HIDDEN_STATES
+        return Message.VISUAL_TOKENS if slot >= last_vision else Message.PATCHES
+
+    slots = []
+    for slot in range(len(vision_counts)):
+        vision_start, language_start = sum(vision_counts[:slot]), sum(language_counts[:slot])
+        slots.append(
+            StageSpec(
+                stage=slot % num_stages,
+                chunk=slot // num_stages,
+                vision_layers=range(vision_start, vision_start + vision_counts[slot]),
+                has_patch_embedding=slot == first_vision,
+                has_projector=slot == last_vision,
+                language_layers=range(language_start, language_start + language_counts[slot]),
+                has_embedding=slot == first_language,
+                has_head=slot == last_language,
+                receives=message_after(slot - 1) if slot else Message.NOTHING,
+                sends=message_after(slot),
+            )
+        )
+    return tuple(slots)
+
+
+def layout_problems(
+    vision: PipelineLayout,
+    language: PipelineLayout,
+    vision_num_layers: int,
+    language_num_layers: int,
+    vision_key: str = "image_encoder.vision_encoder.pipeline_num_layers",
+    language_key: str = "text_decoder.pipeline_num_layers",
+) -> list[str]:
+    """Say everything that is wrong with a pair of ``[chunk][stage]`` lists; empty when they are legal.
+
+    ``vision_key`` and ``language_key`` are how the messages call the lists, so that every front end (model JSON,
+    converter flags) can name its own.
+    """
+    problems = []
+    for key, layout, num_layers in (
+        (vision_key, vision, vision_num_layers),
+        (language_key, language, language_num_layers),
+    ):
+        problems += _list_problems(key, layout, num_layers)
+    if problems:
+        return problems
+    if (len(vision), len(vision[0])) != (len(language), len(language[0])):
+        return [
+            f"{vision_key} is {_shown(vision)} ({len(vision)} x {len(vision[0])}) but {language_key} is "
+            f"{_shown(language)} ({len(language)} x {len(language[0])}): both need one entry per pipeline stage "
+            f"(and per virtual chunk)"
+        ]
+    return _order_problems(vision, language, vision_key, language_key)
+
+
+def _list_problems(key: str, layout: PipelineLayout, num_layers: int) -> list[str]:
+    if not layout or not layout[0]:
+        return [f"{key} is empty; expected one entry per pipeline stage, for example [{num_layers}]"]
+    if len({len(chunk) for chunk in layout}) != 1:
+        return [f"{key} is {_shown(layout)}: every virtual chunk needs the same number of stages"]
+    problems = [
+        f"{key}[{chunk}][{stage}] is {count}; a stage cannot have a negative number of layers"
+        for chunk, counts in enumerate(layout)
+        for stage, count in enumerate(counts)
+        if count < 0
+    ]
+    total = sum(sum(counts) for counts in layout)
+    if not problems and total != num_layers:
+        last = max((c, s) for c, counts in enumerate(layout) for s, n in enumerate(counts) if n or (c, s) == (0, 0))
+        mended = [list(counts) for counts in layout]
+        mended[last[0]][last[1]] += num_layers - total
+        hint = f", for example {_shown(mended)}" if mended[last[0]][last[1]] >= 0 else ""
+        problems.append(f"{key} is {_shown(layout)}, which sums to {total}; expected num_layers = {num_layers}{hint}")
+    return problems
+
+
+def _order_problems(vision: PipelineLayout, language: PipelineLayout, vision_key: str, language_key: str) -> list[str]:
+    vision_counts = [count for chunk in vision for count in chunk]
+    language_counts = [count for chunk in language for count in chunk]
+    last_vision = max((slot for slot, count in enumerate(vision_counts) if count), default=0)
+    early = [slot for slot, count in enumerate(language_counts) if count and slot < last_vision]
+    if not early:
+        return []
+    legal = list(language_counts)
+    legal[last_vision] += sum(legal[slot] for slot in early)
+    for slot in early:
+        legal[slot] = 0
+    num_stages = len(vision[0])
+    nested = [legal[start : start + num_stages] for start in range(0, len(legal), num_stages)]
+    chunk, stage = divmod(early[0], num_stages)
+    index = f"[{stage}]" if len(language) == 1 else f"[{chunk}][{stage}]"
+    return [
+        f"{language_key}{index} is {language_counts[early[0]]}, but the ViT ends only at position {last_vision} of "
+        f"{vision_key} = {_shown(vision)}: an LLM layer cannot come before the last ViT layer; a legal neighbour is "
+        f"{language_key} = {_shown(nested)}"
+    ]
+
+
+def _shown(layout: PipelineLayout | list[list[int]]) -> str:
+    """The list as a user writes it: flat when there is one chunk."""
+    nested = [list(chunk) for chunk in layout]
+    return str(nested[0] if len(nested) == 1 else nested)

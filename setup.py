@@ -1,0 +1,31 @@
+"""Packages, dependencies and console scripts.
+
+torch is capped to the releases that were tested; the Makefile installs the CPU build first, so that this range
+never pulls a CUDA build onto a machine that has none.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="qwen2_5_vl-3d",
+    version="0.1.0",
+    packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "megatron-core>=0.16,<0.17",
+        "transformers>=5.8,<6",
+        "safetensors>=0.5",
+        "numpy>=1.26",
+        "pillow>=11",
+        "psutil",
+        "tqdm",
+    ],
+    extras_require={
+        "cpu": ["torch==2.13.0"],
+        "npu": ["torch_npu>=2.11,<2.14"],
+        "tensorboard": ["tensorboard"],
+        "demo": ["scikit-learn", "matplotlib"],
+        "test": ["pytest>=8", "hypothesis>=6", "ruff", "scikit-learn", "matplotlib", "tensorboard"],
+    },
+)

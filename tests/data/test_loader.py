@@ -1,0 +1,158 @@
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import photo
+
+from mm.data.batch import SampleEncoder, pack
+from mm.data.dataset import Dataset
+from mm.data.loader import StepLoader
+from mm.data.sampler import sample_index
+from mm.errors import UserError
+
+
+@pytest.fixture
+def make_loader(write_dataset, model_config):
+    """Builds loaders with defaults for what a test does not speak of, and closes them."""
+    loaders = []
+
+    def make(records=None, **changes):
+        data = write_dataset() if records is None else write_dataset(records)
+        values = {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "dp_rank": 0,
+            "dp_size": 2,
+            "seed": 5,
+            "shuffle": True,
+            "num_workers": 0,
+        }
+        encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
+        loaders.append(StepLoader(Dataset(data), encoder, **{**values, **changes}))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+def take(loader, num_steps):
+    return [next(loader) for _ in range(num_steps)]
+
+
+def assert_same(found, expected):
+    assert [len(step) for step in found] == [len(step) for step in expected]
+    pairs = zip(sum(found, []), sum(expected, []), strict=True)
+    for one, other in pairs:
+        for name in ("token_ids", "labels", "positions"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert one.segment_lengths == other.segment_lengths
+        assert one.image_grids == other.image_grids
+        assert (one.pixel_values is None) == (other.pixel_values is None)
+        assert one.pixel_values is None or torch.equal(one.pixel_values, other.pixel_values)
+
+
+def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_config):
+    data = write_dataset()
+    dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
+    for dp_rank in range(2):
+        steps = take(make_loader(dp_rank=dp_rank), 3)
+        expected = []
+        for step in range(3):
+            starts = [step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)]
+            pairs = [[sample_index(start + i, len(dataset), 5, True) for i in range(2)] for start in starts]
+            expected.append([pack([encoder.encode(dataset[index]) for index in pair]) for pair in pairs])
+        assert_same(steps, expected)
+
+
+def test_resume_goes_on_where_the_run_stopped(make_loader):
+    loader = make_loader()
+    before = take(loader, 2)
+    assert loader.consumed_samples == 16
+    after = take(loader, 2)
+    assert_same(take(make_loader(consumed_samples=16), 2), after)
+    assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
+
+
+def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader, tmp_path):
+    expected = take(make_loader(), 4)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    lock, stop = threading.Lock(), threading.Event()
+
+    def hold_locks():
+        while not stop.is_set():
+            with lock:
+                torch.ones(200, 200) @ torch.ones(200, 200)
+
+    thread = threading.Thread(target=hold_locks)
+    thread.start()
+    try:
+        loader = make_loader(num_workers=2)
+        found: list = []
+        consumer = threading.Thread(target=lambda: found.extend(take(loader, 4)))  # as the data owner does
+        consumer.start()
+        consumer.join(60)
+        assert_same(found, expected)
+    finally:
+        stop.set()
+        thread.join()
+        dist.destroy_process_group()
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_close_ends_the_workers(make_loader):
+    loader = make_loader(num_workers=2)
+    next(loader)
+    pids = [worker.pid for worker in loader._workers._workers]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    loader.close()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_unusable_sample_surfaces_as_a_plain_sentence(make_loader, tmp_path, num_workers):
+    path = tmp_path / "short.png"
+    photo(300, 300).save(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    good = {"messages": [("user", "Hi"), ("assistant", "Hello")]}
+    bad = {"messages": [("user", "<image>"), ("assistant", "x")], "images": [str(path)]}
+    loader = make_loader([good] * 4 + [bad] + [good] * 3, shuffle=False, dp_size=1, global_batch_size=4,
+                         num_workers=num_workers)  # fmt: skip
+    next(loader)
+    with pytest.raises(UserError) as error:
+        next(loader)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{tmp_path}/data.json:4: {path}: the image is damaged")
+    assert loader.consumed_samples == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_defect_surfaces_with_the_sample(make_loader, write_dataset, model_config, num_workers):
+    encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+    broken = replace(encoder, images=None)  # text-only samples do not notice until positions need its merge size
+    loader = make_loader(encoder=broken, shuffle=False, num_workers=num_workers)
+    with pytest.raises(AttributeError) as error:
+        next(loader)
+    described = str(error.value) + "".join(getattr(error.value, "__notes__", []))
+    assert "while encoding sample" in described and "data.json:0" in described
+
+
+def test_batch_sizes_must_divide(make_loader):
+    with pytest.raises(UserError, match="8 is not divisible by micro batch size 3 x data-parallel size 2"):
+        make_loader(micro_batch_size=3)

@@ -1,0 +1,85 @@
+"""The demo over a few steps: every stage of it for real, without the bar on accuracy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, tensor
+
+from demo.run import PIPELINE, QUICK, TENSOR, DemoError, max_abs_diff
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``python -m demo.run --quick`` leaves."""
+    path = tmp_path_factory.mktemp("runs") / "demo"
+    command = [sys.executable, "-m", "demo.run", "--quick", "--directory", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    return path
+
+
+def metrics(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "logs/metrics.jsonl").read_text().splitlines()]
+
+
+def test_summary_says_what_was_measured(directory: Path):
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["quick"] is True
+    assert summary["num_held_out"] == QUICK.num_held_out
+    assert 0 <= summary["held_out_accuracy"] <= 1
+    assert 0 <= summary["hf_logits_max_abs_diff"] < 1e-3
+    assert summary["layouts"] == [str(PIPELINE), str(TENSOR)]
+    assert summary["final_loss"] == metrics(directory)[-1]["loss"]
+    assert set(summary["versions"]) == {"torch", "megatron-core", "transformers"}
+
+
+def test_the_second_layout_goes_on_where_the_first_stopped(directory: Path):
+    records = metrics(directory)
+    assert [record["iteration"] for record in records] == list(range(1, QUICK.train_iters + 1))
+    rates = [record["lr"] for record in records]
+    # Warm-up over the first tenth of 6 steps, then a cosine to zero at the last: it never goes up again.
+    assert rates == sorted(rates, reverse=True)
+    losses = [record["loss"] for record in records]
+    assert losses[QUICK.exit_iteration] < losses[0], "the resumed run started from scratch"
+
+
+def test_pictures_can_be_looked_at(directory: Path):
+    for name in ("loss.png", "answers.png"):
+        with Image.open(directory / name) as picture:
+            assert min(picture.size) >= 300
+            assert len(set(picture.convert("L").tobytes())) > 10
+
+
+def test_the_export_is_a_complete_checkpoint(directory: Path):
+    exported = {path.name for path in (directory / "hf").iterdir()}
+    assert {"config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json"} <= exported
+    assert any(name.endswith(".safetensors") for name in exported)
+
+
+def test_it_starts_over_only_in_its_own_directory(tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    command = [sys.executable, "-m", "demo.run", "--quick", "--directory", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "holds files that no demo wrote" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def write_logits(path: Path, logits: Tensor, token_ids: Tensor) -> Path:
+    save_file({"logits.0": logits, "token_ids.0": token_ids}, path)
+    return path
+
+
+def test_logits_of_other_tokens_are_not_compared(tmp_path: Path):
+    ours = write_logits(tmp_path / "a", tensor([[0.0, 1.0]]), tensor([3]))
+    same = write_logits(tmp_path / "b", tensor([[0.25, 1.0]]), tensor([3]))
+    other = write_logits(tmp_path / "c", tensor([[0.0, 1.0]]), tensor([4]))
+    assert max_abs_diff(same, ours) == 0.25
+    with pytest.raises(DemoError, match=r"token_ids.0 is \[4\] by transformers and \[3\] by us"):
+        max_abs_diff(other, ours)

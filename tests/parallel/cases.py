@@ -1,0 +1,111 @@
+"""The layouts whose loss, gradients and first update must equal transformers'."""
+
+from dataclasses import dataclass
+
+from tests.tiny import RawSample, random_sample
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the small model with one batch."""
+
+    name: str
+    vision: tuple[int, ...] = (4,)
+    language: tuple[int, ...] = (4,)
+    tp: int = 1
+    dp: int = 1
+    tied: bool = False
+    freeze: tuple[str, ...] = ()
+    batch: str = "mixed"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    per_sample: bool = False
+    recompute: str | None = None
+
+    @property
+    def pp(self) -> int:
+        return len(self.vision)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+ALL = ("vision", "projector", "language")
+CASES = (
+    Case("tp1"),
+    Case("tp1-tied", tied=True),
+    Case("tp1-vision-frozen", freeze=("vision",)),
+    Case("tp1-language-frozen", freeze=("language",)),
+    Case("tp1-only-projector", freeze=("vision", "language")),
+    Case("tp1-only-language", freeze=("vision", "projector")),
+    Case("tp1-text-only", batch="text"),
+    Case("tp1-per-sample", per_sample=True),
+    Case("tp1-recompute", recompute="uniform"),
+    Case("tp1-distributed-optimizer", distributed_optimizer=True),
+    Case("tp1-no-targets", batch="no targets"),
+    Case("tp2", tp=2),
+    Case("tp2-tied", tp=2, tied=True),
+    Case("tp2-text-only", tp=2, batch="text"),
+    Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
+    Case("pp2-vit-on-one", (4, 0), (2, 2)),
+    Case("pp2-vit-on-both", (3, 1), (0, 4)),
+    Case("pp2-vit-on-one-llm-on-other", (4, 0), (0, 4)),
+    Case("pp2-tied", (4, 0), (1, 3), tied=True),
+    Case("pp2-per-sample", (4, 0), (1, 3), per_sample=True),
+    Case("pp2-recompute", (3, 1), (0, 4), recompute="block"),
+    Case("pp2-vision-frozen", (3, 1), (0, 4), freeze=("vision",)),
+    Case("pp2-language-frozen", (3, 1), (0, 4), freeze=("language",)),
+    Case("pp2-only-projector", (4, 0), (0, 4), freeze=("vision", "language")),
+    Case("pp2-nothing-trainable-on-first", (4, 0), (0, 4), freeze=("vision", "projector")),
+    Case("pp2-text-only", (3, 1), (0, 4), batch="text"),
+    Case("pp2-text-only-language-frozen", (3, 1), (0, 4), freeze=("language",), batch="text"),
+    Case("dp2-images-on-one-rank", dp=2, batch="images on one rank"),
+    Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
+    Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
+    Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
+         overlap=True),
+    Case("dp2-per-sample", dp=2, per_sample=True),
+    Case("pp4-vit-stages", (2, 2, 0, 0), (0, 0, 2, 2)),
+    Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
+    Case("pp4-first-with-neither", (0, 2, 2, 0), (0, 0, 1, 3)),
+    Case("pp4-last-with-neither", (4, 0, 0, 0), (1, 3, 0, 0)),
+    Case("pp4-tied", (2, 2, 0, 0), (0, 0, 2, 2), tied=True),
+    Case("pp4-only-projector", (2, 1, 1, 0), (0, 0, 2, 2), freeze=("vision", "language")),
+    Case("pp4-vision-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision",)),
+    Case("pp4-language-frozen", (3, 1, 0, 0), (0, 0, 2, 2), freeze=("language",)),
+    Case("pp4-fewer-microbatches-than-stages", (2, 2, 0, 0), (0, 0, 2, 2), batch="three samples"),
+    Case("pp4-text-only", (3, 1, 0, 0), (0, 0, 2, 2), batch="text"),
+    Case("tp2-pp2", (3, 1), (0, 4), tp=2),
+    Case("tp2-pp2-tied", (4, 0), (2, 2), tp=2, tied=True),
+    Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, distributed_optimizer=True),
+    Case("dp2-pp2-distributed-optimizer", (3, 1), (0, 4), dp=2, distributed_optimizer=True),
+    Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, distributed_optimizer=True, tied=True),
+    Case("dp2-pp2-vision-frozen-distributed-optimizer", (4, 0), (0, 4), dp=2, distributed_optimizer=True,
+         freeze=("vision", "projector")),
+    Case("dp2-pp2-images-on-one-rank-overlap", (3, 1), (0, 4), dp=2, batch="images on one rank", overlap=True),
+    Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
+)
+
+
+def batch_of(case: Case) -> list[list[list[RawSample]]]:
+    """Samples as ``[dp rank][microbatch][sample]``: two samples a microbatch, six microbatches in all."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    grids = {
+        "mixed": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), (), ((1, 2, 2),),
+                  ((1, 4, 4), (1, 4, 6)), (), ((1, 10, 6),)],
+        "text": [()] * 12,
+        "three samples": [((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4))],
+        "no targets": [(), ((1, 4, 6),)] * 6,
+        # rank 0 of two takes the first six samples
+        "images on one rank": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((1, 4, 4),), ()] + [()] * 6,
+    }[case.batch]
+    samples = [random_sample(generator, grid, 9 + 5 * (index % 4)) for index, grid in enumerate(grids)]
+    if case.batch == "no targets":
+        for sample in samples:
+            sample.is_target[:] = False
+    pairs = [samples[start : start + 2] for start in range(0, len(samples), 2)]
+    per_rank = len(pairs) // case.dp
+    return [pairs[rank * per_rank : (rank + 1) * per_rank] for rank in range(case.dp)]

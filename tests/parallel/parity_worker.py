@@ -1,0 +1,190 @@
+"""Runs every parity case of this world size in one set of processes and writes the measured errors as JSON.
+
+Launched by tests/test_parity.py: ``torchrun ... -m tests.parallel.parity_worker OUTPUT.json``.
+"""
+
+import copy
+import json
+import os
+import sys
+from dataclasses import replace
+
+from mm.device import Device
+
+DEVICE = Device.pick("cpu")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mm import arguments, parallel  # noqa: E402
+from mm.config import RecomputeConfig  # noqa: E402
+from mm.data.totals import BatchTotals  # noqa: E402
+from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.model.qwen2_5_vl import build_stage  # noqa: E402
+from mm.model.weights import shard, stage_weights  # noqa: E402
+from mm.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
+from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.placement import Placement  # noqa: E402
+from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
+from tests.parallel.cases import CASES, Case, batch_of  # noqa: E402
+from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
+
+LR, WEIGHT_DECAY = 1e-3, 0.1
+
+
+def reference(case: Case) -> dict:
+    """Loss, gradients, gradient norm and updated weights of transformers' model."""
+    samples = [sample for rank in batch_of(case) for pair in rank for sample in pair]
+    model = hf_model(case.tied)
+    before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
+    for name, parameter in model.named_parameters():
+        part = "vision" if "visual" in name else "language"
+        part = "projector" if "visual.merger" in name else part
+        parameter.requires_grad_(part not in case.freeze)
+    if case.batch == "no targets":
+        loss = torch.zeros(())
+    else:
+        loss = hf_loss(model, samples, case.per_sample)
+        if loss.requires_grad:
+            loss.backward()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = {name: tensor.clone() for name, tensor in hf_tensors(model, gradients=True).items()}
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trainable])) if trainable else torch.zeros(())
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
+    return {
+        "before": before,
+        "loss": float(loss),
+        "gradients": gradients,
+        "norm": float(norm),
+        "after": hf_tensors(model),
+    }
+
+
+def relative_error(pairs: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> float:
+    """Norm of the difference over norm of the expected, over all pieces in ``group`` together."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for ours, expected in pairs:
+        sums += torch.stack([(ours.double() - expected.double()).square().sum(), expected.double().square().sum()])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return float((sums[0] / sums[1].clamp_min(1e-30)).sqrt()) if sums[0] > 0 else 0.0
+
+
+def run_case(case: Case) -> dict:
+    config = our_config((case.vision,), (case.language,), case.tied, case.freeze)
+    if case.recompute:
+        recompute = RecomputeConfig("full", case.recompute, 1)
+        config = replace(
+            config,
+            vision=replace(config.vision, recompute=recompute),
+            language=replace(config.language, recompute=recompute),
+        )
+    placement = Placement.from_config(config)
+    args = arguments.parse(
+        ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", "0.0", "--train-iters", "1"]
+        + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]
+        + ["--use-distributed-optimizer"] * case.distributed_optimizer
+        + ["--overlap-grad-reduce"] * case.overlap
+    )
+    mesh = parallel.build_mesh(placement, case.tied, case.tp, parallel.timedelta(minutes=2))
+    settings = parallel_config(mesh, "fp32")
+    stage = build_stage(config, placement, mesh.pp_rank, settings, DEVICE, case.per_sample)
+    expected = reference(case)
+    weights = {w.name: w for w in stage_weights(config, placement[mesh.pp_rank], placement)}
+    cut = {
+        kind: {
+            name: shard(weight, whole(weight, expected[kind]), case.tp, mesh.tp_rank)
+            for name, weight in weights.items()
+            if kind != "gradients" or stage.get_parameter(name).requires_grad
+        }
+        for kind in ("before", "gradients", "after")
+    }
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(cut["before"][name])
+    model = DistributedDataParallel(settings, ddp_config(args), stage)
+    optimizer = build_optimizer(optimizer_config(args, "fp32"), model, mesh)
+    bind_schedule(model, mesh)
+    communicator = PipelineCommunicator(mesh, placement, MessageShapes.of(config), settings, torch.device("cpu"))
+    batches = batch_of(case)
+    everything = [microbatch(pair) for rank in batches for pair in rank]
+    mine = tuple(microbatch(pair) for pair in batches[mesh.dp_rank])
+    plan = StepPlan(mine, BatchTotals.of(everything, config.vision))
+    # Twice: with overlapped reduction the first batch only learns which gradients to wait for.
+    for _ in range(2):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run_schedule(model, plan, communicator, mesh, torch.device("cpu"))
+    dist.all_reduce(loss, group=mesh.groups.dp)
+    dist.all_reduce(loss, group=mesh.groups.pp)
+
+    ranges = owned_ranges(optimizer, model)
+    gradient_errors, uncovered = {}, []
+    for name, parameter in stage.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        start, end = ranges.get(name, (0, 0))
+        covered = torch.tensor(end - start)
+        dist.all_reduce(covered, group=mesh.groups.dp)
+        if int(covered) != parameter.numel() * (1 if case.distributed_optimizer else case.dp):
+            uncovered.append(name)
+        ours = parameter.main_grad.flatten()[start:end]
+        gradient_errors[name] = relative_error(
+            [(ours, cut["gradients"][name].flatten()[start:end])], mesh.groups.dp
+        )
+    result = optimizer_step(optimizer, LR)
+    weight_errors = {
+        name: relative_error([(parameter.detach(), cut["after"][name])], None)
+        for name, parameter in stage.named_parameters()
+    }
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (gradient_errors, weight_errors, uncovered))
+    parallel.stop_mesh()
+    worst = [max(((e, n) for g in gathered for n, e in g[i].items()), default=(0.0, "")) for i in (0, 1)]
+    return {
+        "loss": float(loss),
+        "expected_loss": expected["loss"],
+        "loss_error": abs(float(loss) - expected["loss"]) / max(abs(expected["loss"]), 1e-30),
+        "gradient_error": worst[0][0],
+        "gradient_worst": worst[0][1],
+        "num_gradients": sum(len(g[0]) for g in gathered),
+        "expected_gradients": case.tp * case.dp * sum(
+            weight.part not in case.freeze
+            for spec in placement.slots
+            for weight in stage_weights(config, spec, placement)
+        ),
+        "uncovered": sorted({name for g in gathered for name in g[2]}),
+        "weight_error": worst[1][0],
+        "weight_worst": worst[1][1],
+        "grad_norm_error": abs(result.grad_norm - expected["norm"]) / max(expected["norm"], 1e-30),
+        "grad_norm": result.grad_norm,
+    }
+
+
+def main(output: str, only: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=parallel.timedelta(minutes=2))
+    results = {}
+    for case in CASES:
+        if case.world_size == dist.get_world_size() and (not only or case.name in only):
+            results[case.name] = run_case(copy.deepcopy(case))
+            if dist.get_rank() == 0:
+                print(case.name, json.dumps(results[case.name]), flush=True)
+    if dist.get_rank() == 0:
+        with open(output, "w", encoding="utf-8") as file:
+            json.dump(results, file)
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,186 @@
+"""Stand-in for torch_npu on machines without an NPU: the operators that mm calls, in plain torch on any device.
+
+Signatures, argument rules and limits are those of torch_npu 2.13 (schema of the wheel; pages of the operators in
+github.com/Ascend/op-plugin, docs/context).  What the real operator refuses or silently computes otherwise, this does
+too; what it can do and mm does not use raises NotImplementedError.  Nothing of mm is imported.
+"""
+
+import torch
+from torch import Tensor
+
+_MAX_VARLEN_SEGMENTS = 1024
+_MAX_VARLEN_TOKENS = 2**20
+_MAX_BATCH = 2 * 2**20
+_MAX_HEADS = 256
+_MAX_HEAD_DIM = 768
+_COMPRESSED_MASK = (2048, 2048)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def npu_fusion_attention(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=2147483647,
+    next_tockens=2147483647,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+    softmax_layout="",
+    sink=None,
+    dropout_mask=None,
+    seed=0,
+    offset=0,
+):
+    """softmax(scale * q k^T, masked) v; returns the seven outputs, of which only the first is filled."""
+    unused = {
+        "pse": pse,
+        "padding_mask": padding_mask,
+        "prefix": prefix,
+        "sink": sink,
+        "dropout_mask": dropout_mask,
+        "softmax_layout": softmax_layout or None,
+        "keep_prob": None if keep_prob == 1.0 else keep_prob,
+    }
+    for name, given in unused.items():
+        if given is not None:
+            raise NotImplementedError(f"the stand-in for npu_fusion_attention has no {name}")
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in _FLOATS:
+        raise RuntimeError(f"q, k, v must share one of {_FLOATS}: {query.dtype}, {key.dtype}, {value.dtype}")
+    _check_mask(atten_mask, sparse_mode)
+    if input_layout == "TND":
+        out = _varlen(query, key, value, head_num, actual_seq_qlen, actual_seq_kvlen, atten_mask, sparse_mode, scale)
+    elif input_layout in ("BSND", "BNSD"):
+        if actual_seq_qlen is not None or actual_seq_kvlen is not None:
+            raise RuntimeError(f"actual_seq_qlen and actual_seq_kvlen belong to TND, not to {input_layout}")
+        out = _batched(query, key, value, head_num, input_layout, atten_mask, sparse_mode, scale)
+    else:
+        raise NotImplementedError(f"the stand-in for npu_fusion_attention has no layout {input_layout}")
+    empty = query.new_empty(0, dtype=torch.float32)
+    return out, empty, empty, query.new_empty(0), seed, offset, 0
+
+
+def _varlen(query, key, value, head_num, q_ends, kv_ends, mask, sparse_mode, scale):
+    _check_shapes(query, key, value, head_num, 3, head_axis=1)
+    if not 1 <= query.shape[0] <= _MAX_VARLEN_TOKENS:
+        raise RuntimeError(f"TND takes 1 to {_MAX_VARLEN_TOKENS} tokens, not {query.shape[0]}")
+    for name, ends, tensor in (("actual_seq_qlen", q_ends, query), ("actual_seq_kvlen", kv_ends, key)):
+        if not isinstance(ends, list | tuple) or any(type(end) is not int for end in ends):
+            raise TypeError(f"{name} must be a list of Python ints, not {type(ends).__name__}")
+        if not 1 <= len(ends) <= _MAX_VARLEN_SEGMENTS:
+            raise RuntimeError(f"{name} must hold 1 to {_MAX_VARLEN_SEGMENTS} numbers, not {len(ends)}")
+        if ends[0] == 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)) or ends[-1] != tensor.shape[0]:
+            raise RuntimeError(f"{name} must be running sums without the leading 0, up to {tensor.shape[0]}: {ends}")
+    if len(q_ends) != len(kv_ends):
+        raise RuntimeError(f"{len(q_ends)} query segments but {len(kv_ends)} key segments")
+    outputs, q_start, kv_start = [], 0, 0
+    for q_end, kv_end in zip(q_ends, kv_ends, strict=True):
+        q, k, v = query[None, q_start:q_end], key[None, kv_start:kv_end], value[None, kv_start:kv_end]
+        outputs.append(_attend(*(x.transpose(1, 2) for x in (q, k, v)), mask, sparse_mode, scale).transpose(1, 2)[0])
+        q_start, kv_start = q_end, kv_end
+    return torch.cat(outputs)
+
+
+def _batched(query, key, value, head_num, layout, mask, sparse_mode, scale):
+    _check_shapes(query, key, value, head_num, 4, head_axis=layout.index("N"))
+    if not 1 <= query.shape[0] <= _MAX_BATCH or query.shape[0] != key.shape[0]:
+        raise RuntimeError(f"the batch must be the same and 1 to {_MAX_BATCH}: {query.shape[0]} and {key.shape[0]}")
+    if layout == "BNSD":
+        return _attend(query, key, value, mask, sparse_mode, scale)
+    return _attend(*(x.transpose(1, 2) for x in (query, key, value)), mask, sparse_mode, scale).transpose(1, 2)
+
+
+def _check_shapes(query, key, value, head_num, num_dims, head_axis):
+    if not query.dim() == key.dim() == value.dim() == num_dims:
+        raise RuntimeError(f"the layout has {num_dims} axes: {query.shape}, {key.shape}, {value.shape}")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[-1] > _MAX_HEAD_DIM:
+        raise RuntimeError(f"head_dim must agree and be at most {_MAX_HEAD_DIM}: {query.shape}, {key.shape}")
+    heads, kv_heads = query.shape[head_axis], key.shape[head_axis]
+    if heads != head_num or heads > _MAX_HEADS or heads % kv_heads:
+        raise RuntimeError(f"{heads} query heads (head_num {head_num}, at most {_MAX_HEADS}) for {kv_heads} key heads")
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sparse_mode: int, scale: float) -> Tensor:
+    """[B, N, S, D]; scores and softmax in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    if mask is not None:  # without a mask sparse_mode has no effect: full attention
+        scores = scores.masked_fill(_expanded(mask, sparse_mode, *scores.shape[-2:]), float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _check_mask(mask: Tensor | None, sparse_mode: int) -> None:
+    if sparse_mode not in (0, 2, 3):
+        raise NotImplementedError(f"the stand-in for npu_fusion_attention has no sparse_mode {sparse_mode}")
+    if mask is None:
+        return
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise RuntimeError(f"atten_mask must be bool or uint8, not {mask.dtype}")
+    if sparse_mode == 0:
+        return
+    causal = torch.ones(_COMPRESSED_MASK, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.shape != _COMPRESSED_MASK or not torch.equal(mask.bool(), causal):
+        raise RuntimeError(f"sparse_mode {sparse_mode} wants a {_COMPRESSED_MASK} mask, True above the diagonal")
+
+
+def _expanded(mask: Tensor, sparse_mode: int, num_queries: int, num_keys: int) -> Tensor:
+    """The mask that the operator applies; True hides a key."""
+    if sparse_mode == 0:
+        if mask.shape[-2:] != (num_queries, num_keys):
+            raise RuntimeError(f"atten_mask {tuple(mask.shape)} for {num_queries} queries and {num_keys} keys")
+        return mask.bool()
+    shift = num_keys - num_queries if sparse_mode == 3 else 0
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1 + shift)
+
+
+def npu_rms_norm(input, gamma, epsilon=1e-06):
+    """Returns (normed, 1 / root mean square in float32); statistics in float32."""
+    if input.dtype != gamma.dtype or input.dtype not in _FLOATS:
+        raise RuntimeError(f"input and gamma must share one of {_FLOATS}: {input.dtype}, {gamma.dtype}")
+    if input.shape[input.dim() - gamma.dim() :] != gamma.shape:
+        raise RuntimeError(f"gamma {tuple(gamma.shape)} must match the last axes of {tuple(input.shape)}")
+    axes = tuple(range(-gamma.dim(), 0))
+    scale = torch.rsqrt(input.float().square().mean(axes, keepdim=True) + epsilon)
+    return (input.float() * scale * gamma.float()).to(input.dtype), scale
+
+
+def npu_swiglu(input, dim=-1):
+    """silu(first half) * second half."""
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"axis {dim} of {tuple(input.shape)} must be even")
+    gate, up = input.chunk(2, dim)
+    return torch.nn.functional.silu(gate) * up
+
+
+def npu_rotary_mul(input, r1_cos, r2_sin, rotary_mode="half", rotate=None):
+    """input * cos + rotate_half(input) * sin, for BNSD, BSND and SBND told apart by the shape of the tables."""
+    if rotary_mode != "half" or rotate is not None:
+        raise NotImplementedError("the stand-in for npu_rotary_mul has rotary_mode 'half' only")
+    if not input.dim() == r1_cos.dim() == r2_sin.dim() == 4:
+        raise RuntimeError(f"takes 4-D tensors: {input.shape}, {r1_cos.shape}, {r2_sin.shape}")
+    if not input.dtype == r1_cos.dtype == r2_sin.dtype or input.dtype not in _FLOATS:
+        raise RuntimeError(f"all three must share one of {_FLOATS}: {input.dtype}, {r1_cos.dtype}, {r2_sin.dtype}")
+    head_dim = input.shape[-1]
+    if head_dim >= 896 or head_dim % 2:
+        raise RuntimeError(f"the last axis must be even and below 896, not {head_dim}")
+    fits = all(given in (1, full) for given, full in zip(r1_cos.shape, input.shape, strict=True))
+    if r1_cos.shape != r2_sin.shape or not fits or r1_cos.shape[-1] != head_dim:
+        raise RuntimeError(f"tables {r1_cos.shape}, {r2_sin.shape} do not broadcast to {input.shape}")
+    # the axis along which the tables run is the sequence; batch and heads are the other two
+    sequence = max(range(3), key=lambda axis: r1_cos.shape[axis])
+    if any(input.shape[axis] >= 1000 for axis in range(3) if axis != sequence):
+        raise RuntimeError(f"batch and heads must be below 1000: {tuple(input.shape)}")
+    first, second = input.chunk(2, dim=-1)
+    return input * r1_cos + torch.cat((-second, first), dim=-1) * r2_sin

@@ -1,0 +1,198 @@
+"""The shipped JSON files and shell scripts, run as a user runs them, with a stand-in for Python where they would train."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mm.arguments import parse_flags
+from mm.config import read_data, read_model
+from mm.report import num_model_params, stage_report
+from mm.run_config import load_run
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
+    "3b": (8, 1, 1, 8, 256, 3_754_622_976),
+    "7b": (8, 1, 2, 4, 192, 8_292_166_656),
+    "32b": (16, 2, 8, 1, 96, 33_452_718_336),
+    "72b": (64, 2, 8, 4, 384, 73_410_777_344),
+}
+STAND_IN = """#!/bin/bash
+printf '%s\\0' "$@" > "$RECORD"
+env > "$RECORD.env"
+if [[ -f "${LOG_TEXT:-}" ]]; then cat "$LOG_TEXT"; fi
+echo "to stderr" >&2
+exit "${STATUS:-0}"
+"""
+LINE = (
+    " [2026-01-31 09:59:{second:02d}] iteration {step:8d}/   10000 | consumed samples: {samples:12d} | "
+    "elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000000E-05 | global batch size:   192 | "
+    "tokens per sample: {tokens:.1f} | loss: 1.234500E+00 | loss scale: 1.0 | grad norm: 0.500 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def run_script(tmp_path, size: str, *flags: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """Run a training script with a recorder as its Python; return the outcome and what Python was given."""
+    python, record = tmp_path / "python with space", tmp_path / "argv"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    inherited = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    outcome = subprocess.run(
+        ["bash", str(EXAMPLES / f"finetune_qwen2_5_vl_{size}.sh"), *flags],
+        env=inherited | {"PYTHON": str(python), "RECORD": str(record), "LOG_DIR": str(tmp_path / "logs"),
+                         "SAVE_PATH": str(tmp_path / "save dir")} | environment,
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )
+    argv = record.read_text().split("\0")[:-1] if record.exists() else []
+    return outcome, argv
+
+
+def train_flags(argv: list[str]) -> list[str]:
+    return argv[argv.index("mm.train") + 1 :]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dry_run_of_every_size(tmp_path, monkeypatch, size):
+    world_size, tp_size, num_stages, dp_size, batch_size, num_params = SIZES[size]
+    outcome, argv = run_script(tmp_path, size, "--dry-run")
+    assert outcome.returncode == 0, outcome.stderr
+    assert argv[:2] == ["-m", "mm.train"]
+    monkeypatch.chdir(ROOT)
+    run = load_run(argv[2:], environment={})
+    assert (run.world_size, run.args.tensor_model_parallel_size, run.num_stages) == (world_size, tp_size, num_stages)
+    assert (run.data_parallel_size, run.global_batch_size, run.precision) == (dp_size, batch_size, "bf16")
+    assert num_model_params(run) == num_params
+    report = stage_report(run)
+    assert f"{num_params:,} parameters" in report
+    assert "ViT 0-31 (frozen), projector (frozen), embedding" in report
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scripts_launch_flags_that_parse(tmp_path, size):
+    world_size = SIZES[size][0]
+    outcome, argv = run_script(tmp_path, size, "--tensorboard-dir", "a b", MASTER_ADDR="10.0.0.1")
+    assert outcome.returncode == 0, outcome.stderr
+    launcher = argv[: argv.index("mm.train")]
+    assert launcher[:2] == ["-m", "torch.distributed.run"]
+    per_node, nodes = (int(launcher[launcher.index(flag) + 1]) for flag in ("--nproc_per_node", "--nnodes"))
+    assert per_node * nodes == world_size
+    assert launcher[launcher.index("--master_port") + 1] == "6000"
+    parsed = parse_flags(train_flags(argv))
+    assert parsed.problems == ()
+    assert parsed.arguments.tensorboard_dir == "a b"
+    assert parsed.arguments.save == str(tmp_path / "save dir")
+    assert (parsed.arguments.lr, parsed.arguments.lr_warmup_fraction, parsed.arguments.clip_grad) == (1e-5, 0.1, 0.0)
+    log = next((tmp_path / "logs").glob("train_*.log"))
+    assert log.read_text() == "to stderr\n"
+    assert log.stat().st_mode & 0o777 == 0o440
+
+
+def test_every_layout_variable_comes_from_the_environment(tmp_path):
+    outcome, argv = run_script(tmp_path, "7b", NPUS_PER_NODE="4", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1",
+                               MASTER_PORT="7000", TP="2", PP="2", MBS="3", GRAD_ACC_STEP="5", TRAIN_ITERS="7",
+                               LOAD_PATH="weights here", MM_MODEL="m.json", MM_DATA="d.json", LR="2e-5")
+    assert outcome.returncode == 0, outcome.stderr
+    assert argv[argv.index("--node_rank") + 1] == "1"
+    assert argv[argv.index("--master_port") + 1] == "7000"
+    args = parse_flags(train_flags(argv)).arguments
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.micro_batch_size) == (2, 2, 3)
+    assert args.global_batch_size == 3 * 5 * 2
+    assert (args.train_iters, args.load, args.mm_model, args.mm_data, args.lr) == (
+        7, "weights here", "m.json", "d.json", 2e-5)
+
+
+def test_exit_status_passes_through(tmp_path):
+    for status in ("0", "1", "2", "137"):
+        outcome, _ = run_script(tmp_path, "3b", STATUS=status)
+        assert outcome.returncode == int(status)
+        for log in (tmp_path / "logs").iterdir():
+            log.unlink()
+
+
+def test_figures_at_the_end(tmp_path):
+    """160 steps: the first 50 and the last 10 must not count.  870 ms at global batch 192 are 220.690 samples/s."""
+    text = tmp_path / "log.txt"
+    text.write_text("\n".join(
+        LINE.format(second=step % 60, step=step, samples=192 * step, ms=870.0 if 50 < step <= 150 else 9999.0,
+                    tokens=500.0 if 50 < step <= 150 else 1.0)
+        for step in range(1, 161)
+    ) + "\nsomething else\n")
+    outcome, _ = run_script(tmp_path, "7b", LOG_TEXT=str(text))
+    assert outcome.stdout.splitlines()[-3:] == [
+        "Elapsed Time Per iteration: 870.0",
+        "Average Samples per Second: 220.690",
+        "Consumed Tokens per Second: 110345.000",
+    ]
+
+
+def test_figures_of_a_short_log_without_tokens(tmp_path):
+    text = tmp_path / "log.txt"
+    text.write_text("".join(
+        LINE.format(second=1, step=step, samples=step, ms=ms, tokens=1).replace("tokens per sample: 1.0 | ", "") + "\n"
+        for step, ms in ((1, 1000.0), (2, 500.0))
+    ))
+    outcome, _ = run_script(tmp_path, "3b", LOG_TEXT=str(text))
+    assert outcome.stdout.splitlines()[-2:] == [
+        "Elapsed Time Per iteration: 750.0",
+        "Average Samples per Second: 341.333",
+    ]
+
+
+def test_log_without_iterations_keeps_the_status(tmp_path):
+    outcome, _ = run_script(tmp_path, "3b", STATUS="2")
+    assert "No iteration lines" in outcome.stdout
+    assert outcome.returncode == 2
+
+
+def test_peer_awk_cuts_the_same_step_time():
+    """Users' own scripts take field 5 of the line, split at colons."""
+    line = LINE.format(second=5, step=1, samples=192, ms=870.0, tokens=500.0)
+    assert line.split(":")[4].split("|")[0].strip() == "870.0"
+
+
+def test_hostfile_gives_rank_and_master(tmp_path):
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("# two nodes\n10.255.255.1\n\nlocalhost\n")
+    outcome, argv = run_script(tmp_path, "32b", HOSTFILE=str(hostfile))
+    assert outcome.returncode == 0, outcome.stderr
+    values = {flag: argv[argv.index(flag) + 1] for flag in ("--nnodes", "--node_rank", "--master_addr")}
+    assert values == {"--nnodes": "2", "--node_rank": "1", "--master_addr": "10.255.255.1"}
+
+
+@pytest.mark.parametrize(("environment", "what"), [
+    ({"HOSTFILE": "hosts.txt"}, "belongs to this machine"),
+    ({}, "need a common master"),
+    ({"NNODES": "1"}, "not a multiple of TP x PP x CP"),
+])
+def test_wrong_nodes_are_refused_before_launch(tmp_path, environment, what):
+    (tmp_path / "hosts.txt").write_text("10.255.255.1\n10.255.255.2\n")
+    if "HOSTFILE" in environment:
+        environment = {"HOSTFILE": str(tmp_path / "hosts.txt")}
+    outcome, argv = run_script(tmp_path, "32b", **environment)
+    assert outcome.returncode == 2
+    assert what in outcome.stderr
+    assert argv == []
+
+
+def test_environment_of_the_runtime(tmp_path):
+    toolkit = tmp_path / "set_env.sh"
+    toolkit.write_text('export FROM_TOOLKIT="yes$UNSET_VARIABLE"\nfalse\n')
+    run_script(tmp_path, "72b", "--dry-run", CANN_ENV=str(toolkit), HCCL_CONNECT_TIMEOUT="7")
+    recorded = dict(line.split("=", 1) for line in (tmp_path / "argv.env").read_text().splitlines() if "=" in line)
+    expected = {"FROM_TOOLKIT": "yes", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CPU_AFFINITY_CONF": "2",
+                "HCCL_CONNECT_TIMEOUT": "7", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: recorded.get(name) for name in expected} == expected
+    assert "WORLD_SIZE" not in recorded
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)
+def test_every_model_json_loads(path):
+    assert read_model(path).config.vision.num_layers > 0
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("data_*.json")), ids=lambda path: path.name)
+def test_every_data_json_loads(path):
+    assert read_data(path).config.dataset

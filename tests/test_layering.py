@@ -1,0 +1,204 @@
+"""The layering of the source: who may import whom, who alone touches what, and how long things may get."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("mm", "checkpoint", "demo")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+PURE = (
+    "mm.errors", "mm.config", "mm.config_keys", "mm.json_schema", "mm.json_file", "mm.placement", "mm.arguments",
+    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.data.sampler", "mm.data.microbatch",
+)  # fmt: skip
+"""Mathematics and rules: testable without processes."""
+
+CHECKPOINT_MAY_IMPORT = {
+    "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.model", "mm.model.weights",
+    "mm.hf", "mm.hf_config",
+}  # fmt: skip
+"""mm-convert runs on machines without accelerators or process groups."""
+
+MAY_NAME_TORCH_NPU = {"mm.device", "mm.model.attention"}
+MAY_PATCH = {"mm.device"}
+MAY_USE_PARALLEL_STATE = {"mm.parallel"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of ours."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    def imports(self) -> Iterator[tuple[str, bool]]:
+        """Every imported dotted name, and whether it is imported when the module is (not inside a function)."""
+        top_level = set(_outside_functions(self.tree))
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield alias.name, node in top_level
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.name}:{node.lineno} imports relatively"
+                for alias in node.names:
+                    yield f"{node.module}.{alias.name}", node in top_level
+                yield str(node.module), node in top_level
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _outside_functions(child)
+
+
+@cache
+def sources() -> dict[str, Source]:
+    """Our modules by dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = Source(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def our_imports(source: Source, *, top_level_only: bool = False) -> set[str]:
+    """Which of our modules ``source`` imports."""
+    names = {name for name, top_level in source.imports() if top_level or not top_level_only}
+    return {name for name in names if name in sources()} - {source.name}
+
+
+def reachable(name: str) -> set[str]:
+    """Our modules that are loaded when ``name`` is imported."""
+    found, queue = set(), [name]
+    while queue:
+        for imported in our_imports(sources()[queue.pop()], top_level_only=True) - found:
+            found.add(imported)
+            queue.append(imported)
+    return found
+
+
+def each_source() -> list:
+    return [pytest.param(source, id=name) for name, source in sources().items()]
+
+
+def test_the_sources_are_found():
+    assert {"mm.config", "mm.placement", "mm.device", "mm.parallel", "demo.run"} <= set(sources())
+
+
+def test_no_import_cycles():
+    for name in sources():
+        assert name not in reachable(name), f"importing {name} leads back to it"
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_arrows_point_down(source: Source):
+    """mm <- checkpoint (a few modules of mm only) <- nothing; mm <- demo <- nothing."""
+    package = source.name.partition(".")[0]
+    others = {name for name in our_imports(source) if name.partition(".")[0] != package}
+    if package == "mm":
+        assert not others
+    elif package == "checkpoint":
+        assert others <= CHECKPOINT_MAY_IMPORT
+    else:
+        assert all(name.partition(".")[0] == "mm" for name in others)
+
+
+def test_the_proof_of_export_uses_nothing_of_ours():
+    assert our_imports(sources()["demo.evaluate"]) == set()
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_need_no_processes(name: str):
+    """Neither directly nor through another module of ours."""
+    for loaded in {name} | reachable(name):
+        for imported, _ in sources()[loaded].imports():
+            assert not _is_under(imported, "torch.distributed"), f"{name} loads {imported} through {loaded}"
+            assert not _is_under(imported, "megatron"), f"{name} loads {imported} through {loaded}"
+
+
+def _is_under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_one_file_knows_the_devices(source: Source):
+    if source.name not in MAY_NAME_TORCH_NPU:
+        named = [name for name, _ in source.imports() if _is_under(name, "torch_npu")]
+        named += [node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == "torch_npu"]
+        assert not named
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_one_file_touches_parallel_state(source: Source):
+    if source.name not in MAY_USE_PARALLEL_STATE:
+        forbidden = ("megatron.core.parallel_state", "megatron.core.mpu")
+        assert not [name for name, _ in source.imports() if any(_is_under(name, module) for module in forbidden)]
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_one_file_patches(source: Source):
+    """No assignment to an attribute of an imported module, or to a class of one; no setattr on one; no sys.modules."""
+    if source.name in MAY_PATCH:
+        return
+    foreign = _imported_names(source)
+    for node in ast.walk(source.tree):
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
+            targets = node.targets if isinstance(node, ast.Delete) else [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            targets = [ast.Attribute(value=node.args[0], attr="")]
+        for target in targets:
+            where = f"{source.path}:{node.lineno} patches {ast.unparse(target)}"
+            if isinstance(target, ast.Attribute):
+                assert _base_name(target.value) not in foreign, where
+            if isinstance(target, ast.Subscript):
+                assert ast.unparse(target.value) != "sys.modules", where
+
+
+def _imported_names(source: Source) -> set[str]:
+    """Names that stand for something imported at the top of the module."""
+    names = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names
+
+
+def _base_name(node: ast.AST) -> str | None:
+    """``a`` of ``a.b.c``; None when the expression does not start with a name."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def each_python_file() -> list:
+    folders = (*PACKAGES, "tests", "benchmarks")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+
+
+@pytest.mark.parametrize("path", each_python_file())
+def test_files_and_functions_stay_short(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES, f"{path} has {text.count(chr(10))} lines; split it along a real seam"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = node.end_lineno - node.lineno + 1
+            assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {num_lines} lines"
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_every_module_says_what_it_is_for(source: Source):
+    assert ast.get_docstring(source.tree) or not source.path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,189 @@
+"""A small random Qwen2.5-VL, as transformers' model and as our config, and random mixed batches for both.
+
+The transformers side is the oracle of the parity tests: it sees each sample alone, unpacked, and computes its own
+positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from mm.config import LanguageConfig, ModelConfig, PipelineLayout, ProjectorConfig, VisionConfig
+from mm.data.microbatch import IGNORE_INDEX, Grid, Microbatch
+from mm.model.rope import mrope_positions
+from mm.model.weights import Weight, canonical_hf_name, fuse
+
+IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
+VOCAB = 256
+NUM_VISION_LAYERS, NUM_LANGUAGE_LAYERS = 4, 4
+
+
+def our_config(
+    vision_layout: PipelineLayout,
+    language_layout: PipelineLayout,
+    tied: bool = False,
+    freeze: tuple[str, ...] = (),
+) -> ModelConfig:
+    """The small model on the given layout; ``freeze`` names frozen parts."""
+    return ModelConfig(
+        vision=VisionConfig(
+            num_layers=NUM_VISION_LAYERS,
+            pipeline_num_layers=vision_layout,
+            hidden_size=32,
+            ffn_hidden_size=42,
+            num_attention_heads=4,
+            window_attn_size=56,
+            fullatt_block_indexes=(1, 3),
+            freeze="vision" in freeze,
+        ),
+        projector=ProjectorConfig(
+            input_size=32, ffn_hidden_size=128, hidden_size=48, freeze="projector" in freeze
+        ),
+        language=LanguageConfig(
+            num_layers=NUM_LANGUAGE_LAYERS,
+            pipeline_num_layers=language_layout,
+            hidden_size=48,
+            ffn_hidden_size=72,
+            num_attention_heads=4,
+            num_query_groups=2,
+            vocab_size=VOCAB,
+            max_position_embeddings=512,
+            mrope_section=(2, 2, 2),
+            kv_channels=12,
+            rope_theta=10000.0,
+            untie_embeddings_and_output_weights=not tied,
+            freeze="language" in freeze,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+    )
+
+
+def hf_model(tied: bool = False, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    """transformers' model of the same sizes, with random weights that leave nothing at a special value."""
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCAB,
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "num_hidden_layers": NUM_LANGUAGE_LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
+            "tie_word_embeddings": tied,
+        },
+        vision_config={
+            "depth": NUM_VISION_LAYERS,
+            "hidden_size": 32,
+            "intermediate_size": 42,
+            "num_heads": 4,
+            "out_hidden_size": 48,
+            "window_size": 56,
+            "fullatt_block_indexes": [1, 3],
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name or "ln_q" in name else 0.15 * noise)
+    return model
+
+
+def hf_tensors(model: Qwen2_5_VLForConditionalGeneration, gradients: bool = False) -> dict[str, Tensor]:
+    """Weights, or gradients where there are any, under their published names."""
+    return {
+        canonical_hf_name(name): (parameter.grad if gradients else parameter.detach())
+        for name, parameter in model.named_parameters()
+        if not gradients or parameter.grad is not None
+    }
+
+
+def whole(weight: Weight, tensors: dict[str, Tensor]) -> Tensor:
+    """The fused tensor of ``weight`` from Hugging Face tensors."""
+    return fuse(weight, [tensors[name] for name in weight.hf_names])
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """One unpacked sample."""
+
+    token_ids: Tensor
+    is_target: Tensor
+    """bool: positions whose token is to be predicted."""
+    grids: tuple[Grid, ...]
+    pixel_values: Tensor | None
+
+
+def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
+    """Text with the images somewhere before its end; the last third of the text is to be learnt."""
+    text = torch.randint(0, 200, (num_text_tokens,), generator=generator)
+    parts, targets = [text[:3]], [torch.zeros(3, dtype=torch.bool)]
+    for t, h, w in grids:
+        span = torch.tensor([VISION_START] + [IMAGE] * (t * h * w // 4) + [VISION_END])
+        parts.append(span)
+        targets.append(torch.zeros(len(span), dtype=torch.bool))
+    rest = text[3:]
+    parts.append(rest)
+    targets.append(torch.arange(len(rest)) >= len(rest) // 3)
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176, generator=generator) if grids else None
+    return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels)
+
+
+def microbatch(samples: list[RawSample]) -> Microbatch:
+    """Pack ``samples`` in the order given."""
+    labels, positions = [], []
+    for sample in samples:
+        shifted = torch.full_like(sample.token_ids, IGNORE_INDEX)
+        shifted[:-1][sample.is_target[1:]] = sample.token_ids[1:][sample.is_target[1:]]
+        labels.append(shifted)
+        positions.append(mrope_positions(sample.token_ids, sample.grids, IMAGE, VISION_START, 2))
+    pixels = [sample.pixel_values for sample in samples if sample.pixel_values is not None]
+    return Microbatch(
+        token_ids=torch.cat([sample.token_ids for sample in samples]),
+        labels=torch.cat(labels),
+        positions=torch.cat(positions, dim=1),
+        segment_lengths=tuple(len(sample.token_ids) for sample in samples),
+        image_grids=tuple(grid for sample in samples for grid in sample.grids),
+        pixel_values=torch.cat(pixels) if pixels else None,
+    )
+
+
+def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> Tensor:
+    """[num_tokens, vocabulary] of one sample alone."""
+    extra = {}
+    if sample.grids:
+        extra = {"pixel_values": sample.pixel_values, "image_grid_thw": torch.tensor(sample.grids)}
+    return model(
+        input_ids=sample.token_ids[None],
+        mm_token_type_ids=(sample.token_ids == IMAGE).int()[None],
+        **extra,
+    ).logits[0]
+
+
+def hf_loss(model: Qwen2_5_VLForConditionalGeneration, samples: list[RawSample], per_sample: bool = False) -> Tensor:
+    """Mean token loss over all target tokens of ``samples``, or the mean of each sample's mean."""
+    sums, counts = [], []
+    for sample in samples:
+        target = sample.is_target[1:]
+        logits = hf_logits(model, sample)[:-1][target]
+        sums.append(torch.nn.functional.cross_entropy(logits.float(), sample.token_ids[1:][target], reduction="sum"))
+        counts.append(int(target.sum()))
+    if per_sample:
+        return torch.stack([total / count for total, count in zip(sums, counts, strict=True) if count]).mean()
+    return torch.stack(sums).sum() / sum(counts)
