@@ -18,6 +18,10 @@ PICTURE_SIDE = 84
 QUESTION = "<image>Which digit is this?"
 TWO_PICTURES_QUESTION = "<image><image>Which two digits are these?"
 NUM_HELD_OUT = 360
+NUM_MOVED = 3
+"""Further pictures of each training scan, a little shifted and turned: 1,437 scans alone are soon learnt by heart."""
+_MAX_SHIFT_PIXELS = 6
+_MAX_TURN_DEGREES = 10.0
 NUM_TWO_PICTURES = 60
 NUM_TEXT_ONLY = 30
 _MAX_INK = 16  # load_digits counts inked pixels of a 4x4 block
@@ -35,9 +39,9 @@ class DigitsDataset:
 def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None) -> DigitsDataset:
     """Write the pictures and both JSON files into ``directory``.
 
-    The split is random by picture, so training and held-out pictures share writers.  The training part holds one
-    sample per picture, ``NUM_TWO_PICTURES`` samples with two of its pictures and ``NUM_TEXT_ONLY`` without any; the
-    held-out part has one sample per picture only, and of those the first ``num_held_out_samples`` where it is given.
+    The split is random by scan, so training and held-out scans share writers.  The training part holds one sample per
+    scan, ``NUM_MOVED`` more with it moved, ``NUM_TWO_PICTURES`` samples with two scans and ``NUM_TEXT_ONLY`` without
+    any.  The held-out part has one sample per scan, and of those the first ``num_held_out_samples`` where it is given.
     """
     scans = load_digits()
     pictures = directory / "pictures"
@@ -54,6 +58,11 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
     rng.shuffle(order)
     train, held_out = order[NUM_HELD_OUT:], order[:NUM_HELD_OUT][:num_held_out_samples]
     samples = [_one_picture(names[index], digits[index]) for index in train]
+    for index in train:
+        for number in range(NUM_MOVED):
+            name = f"pictures/{index:04d}_moved{number}.png"
+            _moved(picture(scans.images[index]), rng).save(directory / name)
+            samples.append(_one_picture(name, digits[index]))
     for _ in range(NUM_TWO_PICTURES):
         left, right = rng.sample(train, 2)
         samples.append(
@@ -78,6 +87,12 @@ def picture(scan: np.ndarray) -> Image.Image:
     """An 8x8 scan (ink from 0 to 16) as a grey picture of ``PICTURE_SIDE`` pixels, white ink on black."""
     grey = Image.fromarray(np.round(scan * (255 / _MAX_INK)).astype(np.uint8))
     return grey.resize((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.BICUBIC)
+
+
+def _moved(scan: Image.Image, rng: random.Random) -> Image.Image:
+    shift = (rng.randint(-_MAX_SHIFT_PIXELS, _MAX_SHIFT_PIXELS), rng.randint(-_MAX_SHIFT_PIXELS, _MAX_SHIFT_PIXELS))
+    turn = rng.uniform(-_MAX_TURN_DEGREES, _MAX_TURN_DEGREES)
+    return scan.rotate(turn, Image.Resampling.BICUBIC, translate=shift)
 
 
 def _one_picture(name: str, digit: int) -> dict:

@@ -40,7 +40,7 @@ class Plan:
     minimum_accuracy: float
 
 
-FULL = Plan(train_iters=500, exit_iteration=250, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY)
+FULL = Plan(train_iters=800, exit_iteration=600, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY)
 QUICK = Plan(train_iters=6, exit_iteration=3, num_held_out=24, minimum_accuracy=0.0)
 
 

@@ -242,7 +242,7 @@ def _convert(field: dataclasses.Field, text: str) -> Any:
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices:
         if text not in choices:
-            raise ValueError(f"is {text!r}; expected one of {', '.join(choices)}{nearest(text, choices)}")
+            raise ValueError(f"is {text!r}; expected one of {', '.join(choices)}")
         return text
     kind = _plain_type(field.type)
     if kind is str:

@@ -104,9 +104,31 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of x = [gate; up], keeping x alone and writing both gradients into one buffer.
+
+    Autograd's own form keeps silu(gate) too and joins the two gradients by a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        x_gradient = torch.empty_like(x)
+        gate_gradient, up_gradient = x_gradient.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), gradient, out=up_gradient)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
+        return x_gradient
+
+
 def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _SwiGLU.apply(x)
 
 
 def _npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

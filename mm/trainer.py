@@ -86,10 +86,10 @@ class Trainer:
         if first >= last:
             self._say(f"the checkpoint is at iteration {first} of {args.train_iters}: nothing to train")
             return
-        data = self._data(last - first)
+        data = self.data(last - first)
         try:
             for plan in data:
-                self._step(plan)
+                self.step(plan)
                 iteration = self.progress.iteration
                 if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
                     self._save()
@@ -120,7 +120,8 @@ class Trainer:
             self.metrics.close()
         parallel.stop()
 
-    def _step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> tuple[float, float]:
+        """One optimizer step; returns the loss of the global batch and the gradient norm."""
         self.device.synchronize()
         start = time.perf_counter()
         self.model.zero_grad_buffer()
@@ -143,6 +144,7 @@ class Trainer:
         self.num_skipped += not result.updated
         if self.metrics is not None:
             self.metrics.write(self._measured(plan, loss, lr, result, time.perf_counter() - start))
+        return loss, result.grad_norm
 
     def _global(self, loss: Tensor) -> float:
         """Sum over replicas and stages, so that every rank sees the same number and decides alike."""
@@ -174,7 +176,8 @@ class Trainer:
             num_skipped=self.num_skipped,
         )
 
-    def _data(self, num_steps: int) -> DataOwner:
+    def data(self, num_steps: int) -> DataOwner:
+        """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
         run, mesh = self.run, self.mesh
         if mesh.owns_data:
             self.loader = StepLoader(

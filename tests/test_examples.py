@@ -1,4 +1,4 @@
-"""The shipped JSON files and shell scripts, run as a user runs them, with a stand-in for Python where they would train."""
+"""The shipped JSON files and shell scripts, run as a user runs them; a recorder stands in for Python."""
 
 import os
 import subprocess

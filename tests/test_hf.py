@@ -1,4 +1,4 @@
-"""Hugging Face directories: real ones that transformers wrote, round trips on disk, and every kind of bad one."""
+"""Hugging Face directories: real ones from transformers, round trips on disk, and tensors that fit no weight."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ from mm.model.weights import (
     Weight,
     model_weights,
     shard,
-    spell,
     stage_weights,
     unshard,
 )
 from mm.placement import Placement
 from tests import tiny
+from tests.saved_hf import as_single_file, save, weight_files
 
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 """Two chunks of three stages; the ViT ends in mid-stage and one slot is without any layer."""
@@ -33,44 +33,13 @@ VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def saved(request, tmp_path_factory) -> Path:
-    """A random model as transformers saves it, in several bfloat16 shards, beside files of other kinds."""
-    directory = tmp_path_factory.mktemp("saved")
-    reference = tiny.hf_model(request.param).bfloat16()
-    reference.save_pretrained(directory, max_shard_size="60KB")
-    assert len(list(directory.glob("*.safetensors"))) > 3
-    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
-    (directory / "preprocessor_config.json").write_text("{}")
-    (directory / "training_args.bin").write_bytes(b"a pickle")
-    return directory
+    return save(tmp_path_factory.mktemp("saved"), tied=request.param)
 
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """``saved``, to be damaged."""
+    """``saved``, to be changed."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
-
-
-def as_single_file(directory: Path, spelling: Spelling = Spelling.PUBLISHED) -> dict[str, torch.Tensor]:
-    """Rewrite the weights of ``directory`` as one file; return them."""
-    tensors = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= {spell(name, spelling): tensor for name, tensor in load_file(file).items()}
-        file.unlink()
-    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return tensors
-
-
-def edit_index(directory: Path, edit) -> None:
-    path = directory / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    edit(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
-def weight_files(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir() if "model.safetensors" in file.name
-            or file.suffix == ".safetensors"}
 
 
 def test_a_real_directory_is_covered_exactly(saved):
@@ -185,27 +154,6 @@ def test_a_given_dtype_is_written_into_the_config_too(saved, tmp_path):
     assert index["metadata"]["total_size"] == 2 * hf.index["metadata"]["total_size"]
 
 
-def flat(config: dict) -> dict:
-    """The config as transformers 4 published it."""
-    text = dict(config["text_config"])
-    rope = text.pop("rope_parameters")
-    vision = dict(config["vision_config"])
-    vision["in_chans"] = vision.pop("in_channels")
-    top = {key: value for key, value in config.items() if key not in ("text_config", "dtype")}
-    return {**text, **top, "vision_config": vision, "torch_dtype": "bfloat16", "rope_theta": rope["rope_theta"],
-            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
-
-
-def test_flat_and_nested_configs_describe_the_same_model(saved, copy, tmp_path):
-    nested = HFDirectory.open(saved)
-    (copy / "config.json").write_text(json.dumps(flat(nested.config)))
-    hf = HFDirectory.open(copy)
-    assert hf.model_config() == nested.model_config()
-    hf.check(nested.model_config())
-    write_hf(tmp_path / "out", copy, hf.model_config(), hf.load_weight, dtype=torch.float16)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**hf.config, "torch_dtype": "float16"}
-
-
 def test_a_tied_model_may_carry_an_equal_output_layer_only(copy, tmp_path):
     tied = HFDirectory.open(copy).model_config().language.tied
     tensors = as_single_file(copy)
@@ -227,151 +175,6 @@ def test_a_tied_model_may_carry_an_equal_output_layer_only(copy, tmp_path):
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight, which is no weight of the model .*untie_embeddings"):
         HFDirectory.open(copy).check(hf.model_config())
-
-
-# Bad directories: (damage, what the message must say)
-
-
-def first_shard(directory: Path) -> Path:
-    return min(directory.glob("*.safetensors"))
-
-
-def lfs(directory: Path) -> None:
-    first_shard(directory).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
-
-
-def config_lfs(directory: Path) -> None:
-    (directory / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
-
-
-def missing_shard(directory: Path) -> None:
-    first_shard(directory).unlink()
-
-
-def missing_index(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").unlink()
-
-
-def absent_tensor(directory: Path) -> None:
-    edit_index(directory, lambda weight_map: weight_map.update({"model.ghost": first_shard(directory).name}))
-
-
-def unlisted_tensor(directory: Path) -> None:
-    edit_index(directory, lambda weight_map: weight_map.pop("model.norm.weight"))
-
-
-def outside(directory: Path) -> None:
-    edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": "../x.safetensors"}))
-
-
-def header_of_another_kind(directory: Path) -> None:
-    first_shard(directory).write_bytes((2).to_bytes(8, "little") + b"[]")
-
-
-def truncated(directory: Path) -> None:
-    data = first_shard(directory).read_bytes()
-    first_shard(directory).write_bytes(data[:-7])
-
-
-def truncated_in_header(directory: Path) -> None:
-    first_shard(directory).write_bytes(first_shard(directory).read_bytes()[:40])
-
-
-def empty_file(directory: Path) -> None:
-    first_shard(directory).write_bytes(b"")
-
-
-def damaged_header(directory: Path) -> None:
-    data = bytearray(first_shard(directory).read_bytes())
-    data[8:10] = b"!!"
-    first_shard(directory).write_bytes(bytes(data))
-
-
-def edited_config(**changes):
-    def damage(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return damage
-
-
-def broken_config(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
-
-
-def no_config(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def adapter(directory: Path) -> None:
-    for file in directory.iterdir():
-        file.unlink()
-    (directory / "adapter_config.json").write_text("{}")
-    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
-
-
-def only_pickle(directory: Path) -> None:
-    for name in weight_files(directory):
-        (directory / name).unlink()
-    (directory / "training_args.bin").rename(directory / "pytorch_model.bin")
-
-
-def nothing(directory: Path) -> None:
-    only_pickle(directory)
-    (directory / "pytorch_model.bin").unlink()
-
-
-def both(directory: Path) -> None:
-    shutil.copy(first_shard(directory), directory / "model.safetensors")
-
-
-def twice(directory: Path) -> None:
-    tensors = as_single_file(directory)
-    tensors["model.language_model.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, directory / "model.safetensors")
-
-
-def quantized(directory: Path) -> None:
-    tensors = as_single_file(directory)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    save_file(tensors, directory / "model.safetensors")
-
-
-@pytest.mark.parametrize(("damage", "says"), [
-    (lfs, r"model-00001-of-\d+\.safetensors is a Git-LFS pointer.*git lfs pull"),
-    (config_lfs, r"config\.json is a Git-LFS pointer.*git lfs pull"),
-    (missing_shard, r"lacks 1 of the \d+ shards .*model-00001-of-\d+\.safetensors\. .*finish it"),
-    (missing_index, r"no model\.safetensors\.index\.json; the download was probably interrupted"),
-    (absent_tensor, r"model-00001-of-\d+\.safetensors holds model\.ghost, which it does not; download"),
-    (unlisted_tensor, r"holds model\.norm\.weight, not listed for it"),
-    (outside, r"names '\.\./x\.safetensors'; expected plain file names"),
-    (truncated, r"model-00001-of-\d+\.safetensors has \d+ bytes, but its header describes \d+; download it again"),
-    (truncated_in_header, r"model-00001-of-\d+\.safetensors \(40 bytes\) is truncated.*download it again"),
-    (empty_file, r"model-00001-of-\d+\.safetensors \(0 bytes\) is truncated.*download it again"),
-    (damaged_header, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
-    (header_of_another_kind, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
-    (edited_config(model_type="qwen3_vl"), r"config\.json has model_type 'qwen3_vl'; expected 'qwen2_5_vl'"),
-    (edited_config(quantization_config={}), r"quantization_config.*unquantized model"),
-    (broken_config, r"config\.json is not valid JSON"),
-    (no_config, r"config\.json does not exist"),
-    (adapter, r"LoRA adapter \(adapter_config\.json, adapter_model\.safetensors\).*base model"),
-    (only_pickle, r"only as pytorch_model\.bin, a pickle.*save_pretrained"),
-    (nothing, r"holds no weights; expected model\.safetensors"),
-    (both, r"holds both .* remove the one"),
-    (twice, r"holds model\.language_model\.norm\.weight .* holds model\.norm\.weight: the same weight twice|"
-     r"holds model\.norm\.weight .* holds model\.language_model\.norm\.weight: the same weight twice"),
-    (quantized, r"model\.norm\.weight has dtype I8; expected one of"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
-def test_bad_directories_are_refused(copy, damage, says):
-    damage(copy)
-    with pytest.raises(UserError, match=says) as refused:
-        HFDirectory.open(copy)
-    assert str(copy) in str(refused.value)
-
-
-def test_a_path_that_is_no_directory_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a directory"):
-        HFDirectory.open(tmp_path / "absent")
 
 
 def changed_tensors(directory: Path, **changes: torch.Tensor | None) -> HFDirectory:

@@ -138,7 +138,8 @@ def test_object_becomes_dataclass(tmp_path):
 
 
 def test_all_problems_are_collected(tmp_path):
-    tower, reader = built(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n"activation": "gelu",\n"dropout": 0.1}')
+    tower, reader = built(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n'
+                                    '"activation": "gelu",\n"dropout": 0.1}')
     assert tower is None
     told = [problem.removeprefix(f"{tmp_path}/file.json") for problem in reader.problems]
     assert told == [

@@ -127,7 +127,7 @@ report_speed() {
         echo "No iteration lines in $log (the node of the last rank writes them)"
         return 0
     fi
-    samples_per_second=$(awk -v gbs="$gbs" -v ms="$step_time" 'BEGIN {printf "%.3f", ms > 0 ? gbs * 1000 / ms : 0}')
+    samples_per_second=$(awk -v gbs="$gbs" -v ms="$step_time" 'BEGIN {if (ms) printf "%.3f", gbs * 1000 / ms}')
     echo "Elapsed Time Per iteration: $step_time"
     echo "Average Samples per Second: $samples_per_second"
     tokens=$(mean_of "tokens per sample" "$log")

@@ -7,6 +7,8 @@ The price is that a script which trains needs its ``if __name__ == "__main__"`` 
 
 import itertools
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,9 +55,6 @@ class StepLoader:
                 f"global batch size {global_batch_size} is not divisible by micro batch size {micro_batch_size} x "
                 f"data-parallel size {dp_size}."
             )
-        self._global_batch_size = global_batch_size
-        self.consumed_samples = consumed_samples
-        """Samples of all ranks up to the step yielded last; what a checkpoint keeps."""
         source = _MicrobatchSource(
             dataset=dataset,
             encoder=encoder,
@@ -83,7 +82,6 @@ class StepLoader:
             if isinstance(item, _Refusal):
                 raise UserError(item.problems)
             step.append(item)
-        self.consumed_samples += self._global_batch_size
         return step
 
     def close(self) -> None:
@@ -149,6 +147,20 @@ def _as_it_is(item: Microbatch | _Refusal) -> Microbatch | _Refusal:
     return item
 
 
+def _end_with_trainer(worker: int) -> None:
+    """In a worker: exit when the trainer dies, however it does.
+
+    torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.
+    """
+    trainer = multiprocessing.parent_process()
+
+    def watch() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _start_workers(
     source: _MicrobatchSource, num_workers: int, prefetch_factor: int
 ) -> Iterator[Microbatch | _Refusal]:
@@ -164,5 +176,7 @@ def _start_workers(
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context="forkserver",  # torch keeps one CPU thread in each worker
+            worker_init_fn=_end_with_trainer,
+            generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
         )
     )

@@ -6,13 +6,14 @@ Knows nothing of images beyond the visual tokens handed to it, and nothing of pi
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from mm.config import LanguageConfig
 from mm.data.microbatch import Microbatch
 from mm.model.attention import Segments
 from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm, never_initialize
+from mm.model.linear import ColumnLinear
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
 
@@ -82,7 +83,7 @@ class LanguageModel(nn.Module):
         if spec.has_head:
             self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, build)
             self.shares_embedding = config.tied and spec.has_embedding
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = ColumnLinear(
                 config.hidden_size,
                 config.vocab_size,
                 config=build.parallel,
@@ -100,5 +101,4 @@ class LanguageModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank."""
         weight = self.embedding.word_embeddings.weight if self.shares_embedding else None
-        logits, _ = self.output_layer(self.decoder.final_layernorm(x), weight=weight)
-        return logits
+        return self.output_layer(self.decoder.final_layernorm(x), weight)

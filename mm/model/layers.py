@@ -7,12 +7,12 @@ Knows nothing of pipeline stages, images or tokens.
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.device import Kernels
 from mm.model.attention import Segments
+from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
 from mm.model.weights import padded_ffn
 
@@ -28,15 +28,15 @@ class Build:
     def tp_size(self) -> int:
         return self.parallel.tensor_model_parallel_size
 
-    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnParallelLinear:
+    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""
-        return ColumnParallelLinear(
+        return ColumnLinear(
             input_size, output_size, config=self.parallel, init_method=never_initialize, bias=bias, gather_output=False
         )
 
-    def row(self, input_size: int, output_size: int, bias: bool) -> RowParallelLinear:
+    def row(self, input_size: int, output_size: int, bias: bool) -> RowLinear:
         """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
-        return RowParallelLinear(
+        return RowLinear(
             input_size,
             output_size,
             config=self.parallel,
@@ -109,14 +109,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         num_rows = x.shape[0]
-        qkv, _ = self.linear_qkv(x)
-        qkv = qkv.view(num_rows, self.num_groups, self.heads_per_group + 2, self.head_dim)
+        qkv = self.linear_qkv(x).view(num_rows, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=2)
         q = apply_rope(q.reshape(num_rows, -1, self.head_dim), inputs.cos, inputs.sin)
         k = apply_rope(k.squeeze(2), inputs.cos, inputs.sin)
         out = self.attention(q, k, v.squeeze(2), inputs.segments, inputs.causal)
-        out, _ = self.linear_proj(out.reshape(num_rows, -1))
-        return out
+        return self.linear_proj(out.reshape(num_rows, -1))
 
 
 class GatedMLP(nn.Module):
@@ -130,9 +128,7 @@ class GatedMLP(nn.Module):
         self.linear_fc2 = build.row(ffn, shape.hidden_size, shape.linear_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, _ = self.linear_fc1(x)
-        x, _ = self.linear_fc2(self.swiglu(x))
-        return x
+        return self.linear_fc2(self.swiglu(self.linear_fc1(x)))
 
 
 class TransformerLayer(nn.Module):

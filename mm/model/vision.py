@@ -123,6 +123,5 @@ class Projector(nn.Module):
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         x = self.layernorm(x).view(-1, self.merged_size)
-        x, _ = self.encoder.linear_fc1(x)
-        x, _ = self.encoder.linear_fc2(F.gelu(x))
+        x = self.encoder.linear_fc2(F.gelu(self.encoder.linear_fc1(x)))
         return x[inputs.token_restore]

@@ -1,4 +1,6 @@
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -72,7 +74,6 @@ def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_confi
 def test_resume_goes_on_where_the_run_stopped(make_loader):
     loader = make_loader()
     before = take(loader, 2)
-    assert loader.consumed_samples == 16
     after = take(loader, 2)
     assert_same(take(make_loader(consumed_samples=16), 2), after)
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
@@ -111,18 +112,47 @@ def is_running(pid):
     return True
 
 
-def test_close_ends_the_workers(make_loader):
-    loader = make_loader(num_workers=2)
-    next(loader)
-    pids = [worker.pid for worker in loader._workers._workers]
-    assert len(pids) == 2 and all(map(is_running, pids))
-    loader.close()
-    deadline = time.monotonic() + 10
+def assert_end(pids):
+    deadline = time.monotonic() + 20
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
+
+
+def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_loader):
+    random_state = torch.get_rng_state()
+    loader = make_loader(num_workers=2)
+    next(loader)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    pids = [worker.pid for worker in loader._workers._workers]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    loader.close()
+    assert_end(pids)
     with pytest.raises(StopIteration):
         next(loader)
+
+
+def start_and_die(dataset, encoder, pids):
+    loader = StepLoader(dataset, encoder, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1, seed=0,
+                        shuffle=True, num_workers=2)  # fmt: skip
+    next(loader)
+    pids.send([worker.pid for worker in loader._workers._workers])
+    pids.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_end_with_a_trainer_that_is_killed(write_dataset, model_config):
+    data = write_dataset()
+    dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    trainer = context.Process(target=start_and_die, args=(dataset, encoder, sender))
+    trainer.start()
+    assert receiver.poll(60)
+    pids = receiver.recv()
+    trainer.join()
+    assert trainer.exitcode == -signal.SIGKILL
+    assert_end(pids)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -139,13 +169,12 @@ def test_an_unusable_sample_surfaces_as_a_plain_sentence(make_loader, tmp_path, 
         next(loader)
     (problem,) = error.value.problems
     assert problem.startswith(f"{tmp_path}/data.json:4: {path}: the image is damaged")
-    assert loader.consumed_samples == 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_defect_surfaces_with_the_sample(make_loader, write_dataset, model_config, num_workers):
     encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
-    broken = replace(encoder, images=None)  # text-only samples do not notice until positions need its merge size
+    broken = replace(encoder, images=None)
     loader = make_loader(encoder=broken, shuffle=False, num_workers=num_workers)
     with pytest.raises(AttributeError) as error:
         next(loader)

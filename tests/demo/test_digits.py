@@ -24,7 +24,8 @@ def read(path: Path) -> list[dict]:
 
 def test_every_scan_is_a_picture_of_that_scan(dataset: digits.DigitsDataset):
     scans = load_digits()
-    assert len(list((dataset.directory / "pictures").iterdir())) == len(scans.images) == 1797
+    scanned = [path for path in (dataset.directory / "pictures").iterdir() if "moved" not in path.name]
+    assert len(scanned) == len(scans.images) == 1797
     for index in (0, 1000, 1796):
         with Image.open(dataset.directory / f"pictures/{index:04d}.png") as picture:
             assert picture.size == (84, 84)
@@ -33,9 +34,14 @@ def test_every_scan_is_a_picture_of_that_scan(dataset: digits.DigitsDataset):
         assert correlation > 0.95
 
 
-def test_no_held_out_picture_is_trained_on(dataset: digits.DigitsDataset):
-    trained = {name for sample in read(dataset.train) for name in sample["images"]}
-    held_out = {name for sample in read(dataset.held_out) for name in sample["images"]}
+def scan_of(name: str) -> int:
+    """``pictures/0012.png`` and ``pictures/0012_moved1.png`` are of scan 12."""
+    return int(Path(name).stem[:4])
+
+
+def test_no_held_out_scan_is_trained_on_moved_or_not(dataset: digits.DigitsDataset):
+    trained = {scan_of(name) for sample in read(dataset.train) for name in sample["images"]}
+    held_out = {scan_of(name) for sample in read(dataset.held_out) for name in sample["images"]}
     assert len(held_out) == digits.NUM_HELD_OUT
     assert len(trained) == 1797 - digits.NUM_HELD_OUT
     assert not trained & held_out
@@ -44,7 +50,7 @@ def test_no_held_out_picture_is_trained_on(dataset: digits.DigitsDataset):
 def test_answers_are_the_labels(dataset: digits.DigitsDataset):
     labels = load_digits().target
     for sample in read(dataset.train) + read(dataset.held_out):
-        shown = " and ".join(str(labels[int(Path(name).stem)]) for name in sample["images"])
+        shown = " and ".join(str(labels[scan_of(name)]) for name in sample["images"])
         if sample["images"]:
             assert sample["messages"][1] == {"role": "assistant", "content": shown}
 
@@ -53,10 +59,21 @@ def test_training_mixes_text_one_and_two_pictures(dataset: digits.DigitsDataset)
     counts = [len(sample["images"]) for sample in read(dataset.train)]
     assert counts.count(0) == digits.NUM_TEXT_ONLY
     assert counts.count(2) == digits.NUM_TWO_PICTURES
-    assert counts.count(1) == 1797 - digits.NUM_HELD_OUT
+    assert counts.count(1) == (1797 - digits.NUM_HELD_OUT) * (1 + digits.NUM_MOVED)
     for sample in read(dataset.train):
         assert sample["messages"][0]["content"].count("<image>") == len(sample["images"])
     assert counts != sorted(counts)
+
+
+def test_moved_pictures_differ_from_the_scan_and_stay_in_the_frame(dataset: digits.DigitsDataset):
+    moved = sorted((dataset.directory / "pictures").glob("*_moved*.png"))
+    assert len(moved) == (1797 - digits.NUM_HELD_OUT) * digits.NUM_MOVED
+    for path in moved[::200]:
+        with Image.open(path) as picture, Image.open(path.with_name(f"{path.stem[:4]}.png")) as scan:
+            ink, original = np.asarray(picture, float), np.asarray(scan, float)
+        assert ink.shape == original.shape
+        assert not np.array_equal(ink, original)
+        assert ink.sum() > 0.8 * original.sum()
 
 
 def test_same_seed_same_files(dataset: digits.DigitsDataset, tmp_path: Path):

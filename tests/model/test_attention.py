@@ -1,10 +1,7 @@
 """Every kernel against dense masked attention in float32, forward and gradients."""
 
 import functools
-import importlib
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +15,6 @@ from mm.model.window import plan_vision
 fast = settings(max_examples=40, deadline=None)
 some_lengths = st.lists(st.integers(0, 9), max_size=8)
 heads = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)])
-
-
-@pytest.fixture(scope="module")
-def torch_npu():
-    """The stand-in, importable as torch_npu for the tests of this file only."""
-    folder = str(Path(__file__).parents[1] / "stand_ins")
-    sys.path.insert(0, folder)
-    yield importlib.import_module("torch_npu")
-    sys.path.remove(folder)
-    del sys.modules["torch_npu"]
 
 
 def inputs(num_tokens, num_heads, num_kv_heads, head_dim=8, device="cpu", dtype=torch.float32):

@@ -1,0 +1,161 @@
+"""The small model in training under one layout, for scenarios that need several layouts in one set of processes."""
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm.device import Device
+
+DEVICE = Device.pick("cpu")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
+
+from mm import arguments, parallel, state  # noqa: E402
+from mm.config import ModelConfig  # noqa: E402
+from mm.data.totals import BatchTotals  # noqa: E402
+from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.model.qwen2_5_vl import build_stage  # noqa: E402
+from mm.model.weights import local_shape, model_weights, stage_weights, unshard  # noqa: E402
+from mm.optimizer import build_optimizer, optimizer_step  # noqa: E402
+from mm.optimizer_state import owned_states, scaler_state  # noqa: E402
+from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.placement import Placement  # noqa: E402
+from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
+from tests.tiny import microbatch, our_config, random_sample  # noqa: E402
+
+LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the small model is laid out on two ranks and trained."""
+
+    vision: tuple[int, ...] = (4,)
+    language: tuple[int, ...] = (4,)
+    tp: int = 1
+    tied: bool = False
+    freeze: tuple[str, ...] = ()
+    precision: str = "fp32"
+    flags: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> ModelConfig:
+        return our_config((self.vision,), (self.language,), self.tied, self.freeze)
+
+
+@dataclass
+class CurrentMesh:
+    """The one mesh that exists at a time; kept while it fits, because every group has threads of its own."""
+
+    key: object = None
+    mesh: parallel.Mesh | None = None
+
+    def of(self, layout: Layout) -> parallel.Mesh:
+        key = (layout.vision, layout.language, layout.tp, layout.tied)
+        if key != self.key:
+            parallel.stop_mesh()
+            gc.collect()
+            for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+                dist.destroy_process_group(group)
+            placement = Placement.from_config(layout.model)
+            self.mesh = parallel.build_mesh(placement, layout.tied, layout.tp, parallel.timedelta(minutes=2))
+            self.key = key
+        return self.mesh
+
+
+CURRENT = CurrentMesh()
+
+
+class Run:
+    """Training under one layout, from random weights."""
+
+    def __init__(self, layout: Layout, seed: int = 1, model: ModelConfig | None = None) -> None:
+        self.layout, self.config = layout, model or layout.model
+        placement = Placement.from_config(self.config)
+        self.mesh = CURRENT.of(layout)
+        settings = parallel_config(self.mesh, layout.precision)
+        stage = build_stage(self.config, placement, self.mesh.pp_rank, settings, DEVICE)
+        self.weights = stage_weights(self.config, placement[self.mesh.pp_rank], placement)
+        state.initialize(stage, self.weights, self.mesh, seed, std=0.15)
+        args = arguments.parse(
+            ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
+            + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
+            + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
+        )
+        self.model = DistributedDataParallel(settings, ddp_config(args), stage)
+        self.optimizer = build_optimizer(optimizer_config(args, layout.precision), self.model, self.mesh)
+        bind_schedule(self.model, self.mesh)
+        shapes = MessageShapes.of(self.config)
+        self.communicator = PipelineCommunicator(self.mesh, placement, shapes, settings, torch.device("cpu"))
+        self.progress = state.Progress(0, 0)
+
+    def train(self, num_steps: int) -> list[float]:
+        """Losses of that many steps; the data depends on how far training has come."""
+        losses = []
+        for _ in range(num_steps):
+            generator = torch.Generator().manual_seed(self.progress.iteration)
+            grids = ((), ((1, 4, 6),), ((1, 4, 4), (1, 2, 4)), ())
+            samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
+            batch = [microbatch(samples[:2]), microbatch(samples[2:])]
+            share = len(batch) // self.mesh.dp_size
+            mine = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            plan = StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
+            loss = run_schedule(self.model, plan, self.communicator, self.mesh, torch.device("cpu"))
+            for group in (self.mesh.groups.dp, self.mesh.groups.pp):
+                dist.all_reduce(loss, group=group)
+            optimizer_step(self.optimizer, LR)
+            self.progress = state.Progress(self.progress.iteration + 1, self.progress.consumed_samples + len(samples))
+            losses.append(float(loss))
+        return losses
+
+    def save(self, directory: Path, **options: object) -> Path:
+        return state.save(
+            directory, self.progress, self.model, self.optimizer, self.weights, self.mesh, {"seed": 1}, **options
+        )
+
+    def load(self, directory: Path, **options: object) -> "Run":
+        self.progress = state.load(directory, self.model, self.optimizer, self.weights, self.mesh, **options)
+        return self
+
+    def local(self) -> dict[str, Tensor]:
+        """Every number on this rank that training goes on from."""
+        if self.model.ddp_config.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)
+        found = {name: parameter.detach().clone() for name, parameter in self.model.module.named_parameters()}
+        for owned in owned_states(self.optimizer, self.model):
+            found |= {f"{owned.name}:{part}": tensor.clone() for part, tensor in owned.tensors().items()}
+            found[f"{owned.name}:step"] = torch.tensor(owned.step)
+        found |= {f"scaler:{key}": torch.tensor(value) for key, value in (scaler_state(self.optimizer) or {}).items()}
+        return found
+
+    def whole(self) -> dict[str, Tensor]:
+        """The same of the whole model, put together from all ranks without any file."""
+        mesh, stage = self.mesh, self.model.module
+        mine = [
+            ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in stage.named_parameters()
+        ] + [
+            ((owned.name, part), owned.start, tensor)
+            for owned in owned_states(self.optimizer, self.model)
+            for part, tensor in owned.tensors().items()
+        ]
+        gathered: list = [None] * mesh.world_size
+        dist.all_gather_object(gathered, (mesh.tp_rank, mine))
+        shards: dict[tuple[str, str], list[Tensor]] = {}
+        for weight in model_weights(self.config):
+            for part in ("weight", "master", "exp_avg", "exp_avg_sq"):
+                shape = local_shape(weight, mesh.tp_size)
+                flat = [torch.full(shape, torch.nan).reshape(-1) for _ in range(mesh.tp_size)]
+                found = [(tp, start, tensor) for tp, one in gathered for key, start, tensor in one
+                         if key == (weight.name, part)]
+                for tp, start, tensor in found:
+                    flat[tp][start : start + tensor.numel()] = tensor.float()
+                if found:
+                    shards[weight.name, part] = [one.reshape(shape) for one in flat]
+        by_name = {weight.name: weight for weight in model_weights(self.config)}
+        return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}

@@ -1,0 +1,260 @@
+"""Saves and loads training checkpoints on two ranks in many layouts and writes what it saw as JSON.
+
+Launched by tests/test_state.py: ``torchrun ... -m tests.parallel.state_worker DIRECTORY``.  In the last scenario rank 1
+kills itself in the middle of a save, so the launch fails after the JSON was written.
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from mm.device import Device
+
+Device.pick("cpu")  # before megatron is imported
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mm import parallel, state  # noqa: E402
+from mm.errors import UserError  # noqa: E402
+from mm.megatron import DTYPES  # noqa: E402
+from tests.parallel.state_run import Layout, Run  # noqa: E402
+
+DISTRIBUTED = ("--use-distributed-optimizer",)
+OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
+TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
+SAME_LAYOUT = {
+    "dp2": Layout(),
+    "dp2-distributed": DP2,
+    "dp2-distributed-overlap": Layout(flags=OVERLAP),
+    "dp2-distributed-bf16": Layout(precision="bf16", flags=DISTRIBUTED),
+    "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
+    "dp2-vision-frozen": Layout(freeze=("vision",), flags=DISTRIBUTED),
+    "tp2": TP2,
+    "tp2-bf16": Layout(tp=2, precision="bf16"),
+    "pp2": PP2,
+    "pp2-tied": Layout((4, 0), (1, 3), tied=True),
+    "pp2-nothing-trained-on-first": Layout((4, 0), (0, 4), freeze=("vision", "projector")),
+}
+CHAINS = {
+    "untied": (TP2, PP2, DP2),
+    "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2)),
+    "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
+    "frozen": tuple(dataclasses.replace(one, freeze=("vision",)) for one in (PP2, DP2)),
+}
+
+
+def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what is not equal bit for bit, on any rank."""
+    names = [name for name in sorted(one.keys() | other.keys())
+             if name not in one or name not in other or not torch.equal(one[name], other[name])]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, names)
+    return sorted(set().union(*gathered))
+
+
+def problems_of(action: Callable[[], object]) -> list[list[str]]:
+    """The problems that ``action`` raises on each rank; it must raise on all."""
+    found: list[str] = []
+    try:
+        action()
+    except UserError as error:
+        found = list(error.problems)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return gathered
+
+
+def resume(directory: Path, layout: Layout) -> dict:
+    """Four steps in one go, and two steps, save, load into a fresh run, two steps."""
+    first = Run(layout)
+    first.train(2)
+    first.save(directory)
+    expected_random = torch.rand(3)
+    losses = first.train(2)
+    second = Run(layout, seed=2).load(directory)
+    is_random_equal = torch.equal(torch.rand(3), expected_random)
+    at_load = dataclasses.asdict(second.progress)
+    return {
+        "losses": losses,
+        "resumed_losses": second.train(2),
+        "different": different(first.local(), second.local()),
+        "num_compared": len(first.local()),
+        "is_random_equal": is_random_equal,
+        "progress": at_load,
+    }
+
+
+def reshard(directory: Path, layouts: tuple[Layout, ...]) -> list[dict]:
+    """Train and save under the first layout; load and save again under each of the others in turn."""
+    run = Run(layouts[0])
+    run.train(2)
+    expected, results = run.whole(), []
+    run.save(directory / "0")
+    losses = run.train(2)
+    for index, layout in enumerate(layouts[1:]):
+        run = Run(layout, seed=2).load(directory / str(index))
+        found, notes = run.whole(), run.progress.notes
+        run.save(directory / str(index + 1))
+        results.append({
+            "different": different(expected, found),
+            "num_compared": len(expected),
+            "notes": notes,
+            "losses": losses,
+            "resumed_losses": run.train(2),
+        })
+    return results
+
+
+def to_fp32(directory: Path) -> list[str]:
+    """A bf16 checkpoint goes on in fp32 from its fp32 copies."""
+    run = Run(dataclasses.replace(DP2, precision="bf16"))
+    run.train(2)
+    run.save(directory)
+    expected = run.whole()
+    found = Run(TP2, seed=2).load(directory).whole()
+    names = [name for name in found if name.endswith(":weight")]
+    masters = {name: expected[name.replace(":weight", ":master")] for name in names}
+    moments = {name: tensor for name, tensor in expected.items() if "exp_avg" in name}
+    return different(masters | moments, {name: found[name] for name in (*names, *moments)})
+
+
+def refusals(directory: Path) -> dict[str, list[list[str]]]:
+    """Loads that must not happen."""
+    frozen = Layout(freeze=("vision",))
+    run = Run(frozen)
+    run.train(1)
+    run.save(directory / "frozen")
+    run.save(directory / "bare", save_optim=False, save_rng=False)
+    found = {}
+    trained = Run(Layout(), seed=2)
+    found["other freezing"] = problems_of(lambda: trained.load(directory / "frozen"))
+    found["no optimizer state"] = problems_of(lambda: trained.load(directory / "bare"))
+    found["missing"] = problems_of(lambda: trained.load(directory / "frozen", iteration=7))
+    language = dataclasses.replace(Layout().model.language, rope_theta=5.0, layernorm_epsilon=0.5)
+    other = Run(Layout(), model=dataclasses.replace(Layout().model, language=language))
+    found["other model"] = problems_of(lambda: other.load(directory / "bare"))
+    return found
+
+
+def without_optimizer(directory: Path) -> dict:
+    """--no-load-optim goes on with new state, --finetune starts anew; both take the weights, in bf16 too."""
+    saved = Run(Layout(freeze=("vision",), precision="bf16"))
+    saved.train(2)
+    saved.save(directory)
+    weights = {name: tensor for name, tensor in saved.whole().items() if name.endswith(":weight")}
+    results = {}
+    for name, options in (("no_load_optim", {"load_optim": False}), ("finetune", {"finetune": True})):
+        run = Run(dataclasses.replace(DP2, precision="bf16"), seed=2).load(directory, **options)
+        found = run.whole()
+        results[name] = {
+            "different": different(weights, {name: found[name] for name in weights}),
+            "stale_masters": [name for name in weights
+                              if not torch.equal(found[name], found[name.replace(":weight", ":master")])],
+            "moments": [name for name in found if "exp_avg" in name],
+            "progress": dataclasses.astuple(run.progress)[:2],
+        }
+    return results
+
+
+def damage(directory: Path) -> list[list[str]]:
+    """One flipped bit in what one rank reads; all ranks must name it."""
+    run = Run(TP2)
+    folder = run.save(directory)
+    if run.mesh.rank == 0:
+        path = folder / "weights_tp01_pp00.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    return problems_of(lambda: Run(TP2).load(directory))
+
+
+def disk_full(directory: Path) -> dict:
+    """Rank 1 may not write large files: the save fails everywhere and the old checkpoint stays."""
+    run = Run(TP2)
+    run.save(directory)
+    run.train(1)
+    if run.mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    problems = problems_of(lambda: run.save(directory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    left = sorted(path.name for path in directory.iterdir())
+    resumed = Run(TP2).load(directory).progress
+    run.save(directory)  # and now there is room
+    return {"problems": problems, "left": left, "resumed": dataclasses.astuple(resumed)[:2],
+            "later": dataclasses.astuple(Run(TP2).load(directory).progress)[:2]}
+
+
+def retention(directory: Path) -> list[str]:
+    """Four saves, one of them twice, with two kept."""
+    run = Run(DP2)
+    for iteration in (1, 2, 3, 4, 4):
+        run.progress = state.Progress(iteration, 0)
+        run.save(directory, keep_last=2)
+    return sorted(path.name for path in directory.iterdir())
+
+
+def from_hf(directory: Path) -> None:
+    """Load the Hugging Face directories made by the test and save them untouched under two layouts."""
+    for tied in (False, True):
+        for name, layout in (("tp2", TP2), ("pp2", PP2)):
+            layout = dataclasses.replace(layout, tied=tied)
+            vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)  # transformers' default
+            run = Run(layout, model=dataclasses.replace(layout.model, vision=vision))
+            source = directory / ("hf-tied" if tied else "hf")
+            state.load_hf(run.model.module, run.weights, run.mesh, source, DTYPES["fp32"])
+            run.save(directory / f"{name}{'-tied' if tied else ''}")
+
+
+def random_weights() -> dict[str, list[str]]:
+    """Which random weights differ from those of another layout."""
+    expected = {name: tensor for name, tensor in Run(PP2).whole().items() if name.endswith(":weight")}
+    found = {}
+    for name, run in (("tp2", Run(TP2)), ("dp2", Run(Layout())), ("seed", Run(TP2, seed=2))):
+        found[name] = different(expected, {key: value for key, value in run.whole().items() if key in expected})
+    return found
+
+
+def killed(directory: Path) -> None:
+    """Rank 1 dies while it writes the second checkpoint."""
+    run = Run(TP2)
+    run.save(directory)
+    run.train(1)
+    if run.mesh.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in the middle of the file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    run.save(directory)
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=parallel.timedelta(minutes=2))
+    results = {
+        "resume": {name: resume(directory / "resume" / name, layout) for name, layout in SAME_LAYOUT.items()},
+        "reshard": {name: reshard(directory / "reshard" / name, layouts) for name, layouts in CHAINS.items()},
+        "refusals": refusals(directory / "refusals"),
+        "without_optimizer": without_optimizer(directory / "without_optimizer"),
+        "retention": retention(directory / "retention"),
+        "to_fp32": to_fp32(directory / "to_fp32"),
+        "damage": damage(directory / "damage"),
+        "disk_full": disk_full(directory / "disk_full"),
+        "random_weights": random_weights(),
+    }
+    from_hf(directory)
+    if dist.get_rank() == 0:
+        (directory / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    dist.barrier()
+    killed(directory / "killed")
+    os._exit(3)  # not reached
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,36 @@
+"""A small random model as transformers saves it, to be read, copied and damaged."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mm.model.weights import Spelling, spell
+from tests import tiny
+
+
+def save(directory: Path, tied: bool) -> Path:
+    """Write the small model of ``tests.tiny`` in several bfloat16 shards, beside files of other kinds."""
+    tiny.hf_model(tied).bfloat16().save_pretrained(directory, max_shard_size="60KB")
+    assert len(list(directory.glob("*.safetensors"))) > 3
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "preprocessor_config.json").write_text("{}")
+    (directory / "training_args.bin").write_bytes(b"a pickle")
+    return directory
+
+
+def as_single_file(directory: Path, spelling: Spelling = Spelling.PUBLISHED) -> dict[str, torch.Tensor]:
+    """Rewrite the weights of ``directory`` as one file; return them."""
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= {spell(name, spelling): tensor for name, tensor in load_file(file).items()}
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def weight_files(directory: Path) -> dict[str, bytes]:
+    """Contents of the shards and the index by file name."""
+    return {file.name: file.read_bytes() for file in directory.iterdir() if "model.safetensors" in file.name
+            or file.suffix == ".safetensors"}
