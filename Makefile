@@ -16,11 +16,11 @@ test: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 
-# The CPU build of torch comes first and by exact version, so that setup.py's range is met already and never pulls the
-# gigabytes of a CUDA build.  PyTorch's own index serves it where no configured index or wheel folder does.
+# torch comes first and by exact version, so that setup.py's range is met already and never pulls another build.  Where
+# a CPU build is at hand (a wheel folder or index that pip is set up with) pip takes it.
 $(READY): setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[test]'
 	@touch $@
 

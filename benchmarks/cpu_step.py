@@ -23,6 +23,8 @@ import numpy as np
 from PIL import Image
 
 NUM_SAMPLES = 64
+NUM_WARMUP = 3
+LR = 1e-4
 SIZES = {
     "vision_layers": 8,
     "vision_hidden_size": 320,
@@ -46,34 +48,16 @@ def write_inputs(directory: Path, num_stages: int) -> None:
     """A checkpoint, a data set of one-image and text-only samples, and the two JSON files."""
     from demo.tiny_checkpoint import Sizes, build
 
-    rng = np.random.default_rng(0)
-    words = ["window", "figure", "table", "street", "letter", "number", "colour", "shape", "left", "right"]
-    records = []
-    for index in range(NUM_SAMPLES):
-        height, width = (224, 336) if index % 2 else (336, 224)
-        pixels = rng.integers(0, 256, (height // 14, width // 14, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((width, height)).save(directory / f"{index}.png")
-        text = " ".join(rng.choice(words, 12))
-        answer = " ".join(rng.choice(words, 24))
-        has_image = index % 4 != 3
-        records.append({
-            "messages": [
-                {"role": "user", "content": ("<image>" if has_image else "") + text},
-                {"role": "assistant", "content": answer},
-            ],
-            "images": [f"{index}.png"] if has_image else [],
-        })  # fmt: skip
-    (directory / "data.json").write_text(json.dumps(records))
-    sizes = Sizes(**SIZES)
+    records, sizes = _write_samples(directory), Sizes(**SIZES)
     texts = [message["content"] for record in records for message in record["messages"]]
     if not (directory / "hf").exists():
         build(directory / "hf", texts, seed=0, sizes=sizes)
     examples = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
     model = json.loads((examples / "model_tiny.json").read_text())
-    layouts = {1: ([8], [8]), 2: ([8, 0], [0, 8])}[num_stages]
+    vision_layout, language_layout = {1: ([8], [8]), 2: ([8, 0], [0, 8])}[num_stages]
     model["image_encoder"]["vision_encoder"] |= {
         "num_layers": sizes.vision_layers,
-        "pipeline_num_layers": layouts[0],
+        "pipeline_num_layers": vision_layout,
         "hidden_size": sizes.vision_hidden_size,
         "ffn_hidden_size": sizes.vision_ffn_size,
         "num_attention_heads": sizes.vision_heads,
@@ -88,7 +72,7 @@ def write_inputs(directory: Path, num_stages: int) -> None:
     }
     model["text_decoder"] |= {
         "num_layers": sizes.language_layers,
-        "pipeline_num_layers": layouts[1],
+        "pipeline_num_layers": language_layout,
         "hidden_size": sizes.language_hidden_size,
         "ffn_hidden_size": sizes.language_ffn_size,
         "num_attention_heads": sizes.language_heads,
@@ -110,6 +94,28 @@ def write_inputs(directory: Path, num_stages: int) -> None:
     }
     (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
     (directory / "data_config.json").write_text(json.dumps(data))
+
+
+def _write_samples(directory: Path) -> list[dict]:
+    """Pictures of 384 patches and short texts; every fourth sample has no picture."""
+    rng = np.random.default_rng(0)
+    words = ["window", "figure", "table", "street", "letter", "number", "colour", "shape", "left", "right"]
+    records = []
+    for index in range(NUM_SAMPLES):
+        height, width = (224, 336) if index % 2 else (336, 224)
+        pixels = rng.integers(0, 256, (height // 14, width // 14, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((width, height)).save(directory / f"{index}.png")
+        has_image = index % 4 != 3
+        question, answer = " ".join(rng.choice(words, 12)), " ".join(rng.choice(words, 24))
+        records.append({
+            "messages": [
+                {"role": "user", "content": ("<image>" if has_image else "") + question},
+                {"role": "assistant", "content": answer},
+            ],
+            "images": [f"{index}.png"] if has_image else [],
+        })  # fmt: skip
+    (directory / "data.json").write_text(json.dumps(records))
+    return records
 
 
 class Peer:
@@ -180,63 +186,68 @@ def measure(directory: Path, num_stages: int, rounds: int, micro_batch_size: int
 
     device = Device.pick("cpu")
     import torch
-    import torch.distributed as dist
 
     from mm.run_config import load_run
     from mm.trainer import Trainer
 
-    lr, gradient_accumulation = 1e-4, 4
+    gradient_accumulation = 4
     run = load_run([
         "--mm-model", str(directory / f"model_{num_stages}.json"), "--mm-data", str(directory / "data_config.json"),
         "--load", str(directory / "hf"), "--micro-batch-size", str(micro_batch_size),
         "--global-batch-size", str(micro_batch_size * gradient_accumulation), "--seq-length", "1024",
-        "--train-iters", str(rounds + 3), "--lr", str(lr), "--lr-decay-style", "constant", "--weight-decay", "0.01",
-        "--clip-grad", "1.0", "--num-workers", "0", "--log-dir", str(directory / f"logs_{num_stages}"),
-        "--log-interval", "1000", "--seed", "1",
+        "--train-iters", str(rounds + NUM_WARMUP), "--lr", str(LR), "--lr-decay-style", "constant",
+        "--weight-decay", "0.01", "--clip-grad", "1.0", "--num-workers", "0", "--log-interval", "1000", "--seed", "1",
+        "--log-dir", str(directory / f"logs_{num_stages}"),
     ])  # fmt: skip
     torch.set_num_threads(1)
     trainer = Trainer(run, device)
     is_first = trainer.mesh.rank == 0
-    peer = Peer(directory / "hf", lr) if is_first else None
-    ours, theirs, tokens, patches = [], [], [], []
-    for number, plan in enumerate(trainer.data(rounds + 3)):
-        dist.barrier()
-        start = time.perf_counter()
-        loss, grad_norm = trainer.step(plan)
-        elapsed = time.perf_counter() - start
-        dist.barrier()
-        if is_first:
-            batches = peer_batches(plan.microbatches, run.model.image_token_id)
-            torch.set_num_threads(num_stages)
-            start = time.perf_counter()
-            peer_loss, peer_norm = peer.step(batches, plan.totals.num_target_tokens)
-            peer_elapsed = time.perf_counter() - start
-            torch.set_num_threads(1)
-            if number == 0:
-                agree = abs(loss - peer_loss) < 1e-5 * peer_loss and abs(grad_norm - peer_norm) < 1e-4 * peer_norm
-                assert agree, f"not the same model: loss {loss} {peer_loss}, gradient norm {grad_norm} {peer_norm}"
-            if number >= 3:  # the first steps allocate
-                ours.append(elapsed)
-                theirs.append(peer_elapsed)
-                tokens.append(plan.totals.num_tokens)
-                patches.append(plan.totals.num_patches)
-        dist.barrier()
+    times = _alternate(trainer, Peer(directory / "hf", LR) if is_first else None, rounds, num_stages)
     trainer.close()
     if not is_first:
         return None
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    ratios = [row["theirs"] / row["ours"] for row in times]
     return {
         "processes": num_stages,
         "micro_batch_size": micro_batch_size,
-        "our_tokens_per_second": statistics.median(n / s for n, s in zip(tokens, ours, strict=True)),
-        "peer_tokens_per_second": statistics.median(n / s for n, s in zip(tokens, theirs, strict=True)),
+        "our_tokens_per_second": statistics.median(row["tokens"] / row["ours"] for row in times),
+        "peer_tokens_per_second": statistics.median(row["tokens"] / row["theirs"] for row in times),
         "our_speed_over_peer": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
-        "tokens_per_step": statistics.mean(tokens),
-        "patches_per_step": statistics.mean(patches),
+        "tokens_per_step": statistics.mean(row["tokens"] for row in times),
+        "patches_per_step": statistics.mean(row["patches"] for row in times),
         "rounds": len(ratios),
     }
+
+
+def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: int) -> list[dict]:  # noqa: F821
+    """One step of ours, one of the peer on the first rank, and so on; seconds of each round after the warm-up."""
+    import torch
+    import torch.distributed as dist
+
+    times = []
+    for number, plan in enumerate(trainer.data(rounds + NUM_WARMUP)):
+        dist.barrier()
+        start = time.perf_counter()
+        loss, norm = trainer.step(plan)
+        ours = time.perf_counter() - start
+        dist.barrier()
+        if peer is not None:
+            batches = peer_batches(plan.microbatches, trainer.run.model.image_token_id)
+            torch.set_num_threads(num_stages)
+            start = time.perf_counter()
+            peer_loss, peer_norm = peer.step(batches, plan.totals.num_target_tokens)
+            theirs = time.perf_counter() - start
+            torch.set_num_threads(1)
+            agree = abs(loss - peer_loss) < 1e-5 * peer_loss and abs(norm - peer_norm) < 1e-4 * peer_norm
+            assert number or agree, f"not the same model: loss {loss} {peer_loss}, gradient norm {norm} {peer_norm}"
+            if number >= NUM_WARMUP:
+                totals = plan.totals
+                times.append({"ours": ours, "theirs": theirs, "tokens": totals.num_tokens,
+                              "patches": totals.num_patches})  # fmt: skip
+        dist.barrier()
+    return times
 
 
 def launch(num_stages: int, directory: Path, rounds: int, micro_batch_size: int) -> dict:

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from safetensors.torch import load_file
+from transformers.utils import logging as transformers_logging
 
 from demo import digits, evaluate, figures, tiny_checkpoint
 from demo.stages import ROOT, DemoError, run_python, run_script
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps and no bar on accuracy")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (runs/demo)")
     flags = parser.parse_args()
+    transformers_logging.disable_progress_bar()
     try:
         demo(Run(flags.directory.resolve()), QUICK if flags.quick else FULL)
     except DemoError as error:

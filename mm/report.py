@@ -79,7 +79,7 @@ def _run_lines(run: RunConfig) -> list[str]:
                 f"data {run.data_parallel_size}")
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
-        f"Ranks     {parallel}{', sequence parallel' if run.sequence_parallel else ''}",
+        f"Ranks     {parallel}",
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
         f"microbatches x data {run.data_parallel_size}; at most {args.seq_length} tokens per sample",
         f"Training  {args.train_iters} steps in {run.precision}, loss: {run.loss}, optimizer state "

@@ -58,6 +58,9 @@ def flag_problems(args: Arguments) -> list[str]:
          f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"),
         (not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
          "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        (not args.sequence_parallel or args.tensor_model_parallel_size == 1,
+         "--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
+         "residuals are held whole on every tensor-parallel rank"),
         (args.context_parallel_size == 1,
          f"--context-parallel-size is {args.context_parallel_size}; this version supports 1"),
         (args.virtual_pipeline_model_parallel_size in (None, 1),

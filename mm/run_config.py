@@ -61,11 +61,6 @@ class RunConfig:
         return "per_sample" if self.args.calculate_per_sample_loss else "global_tokens"
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are split between tensor-parallel ranks; never with one such rank, as in Megatron."""
-        return self.args.sequence_parallel and self.args.tensor_model_parallel_size > 1
-
-    @property
     def lr_decay_iters(self) -> int:
         """Step at which the lowest learning rate is reached."""
         return self.args.lr_decay_iters or self.args.train_iters
@@ -117,7 +112,6 @@ def resolved(run: RunConfig) -> dict[str, Any]:
         "num_microbatches": run.num_microbatches,
         "precision": run.precision,
         "loss": run.loss,
-        "sequence_parallel": run.sequence_parallel,
         "lr_decay_iters": run.lr_decay_iters,
         "lr_warmup_iters": run.lr_warmup_iters,
         "notes": run.notes,
@@ -181,6 +175,9 @@ def _notes(args: Arguments) -> list[str]:
     notes = []
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         notes.append("command line: --sequence-parallel has no effect with one tensor-parallel rank")
+    if args.recompute_granularity == "selective":
+        notes.append("command line: --recompute-granularity selective has no effect: attention never keeps its score "
+                     "matrix here, so there is nothing of it to recompute; full recomputes whole layers")
     if args.load is None:
         notes.append("command line: no --load, so training starts from random weights")
     if args.save is None:

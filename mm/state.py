@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mm import checkpoint_files as files
 from mm.checkpoint_files import Manifest, Piece, find_load_kind, has_iteration, remove
 from mm.checkpoint_reader import CheckpointReader, check_model, export_hf, stored_name
+from mm.config import ModelConfig
 from mm.errors import UserError
 from mm.hf import HFDirectory
 from mm.model.weights import Weight, shard
@@ -124,6 +125,7 @@ def save(
         planned |= _optimizer_files(owned, weights, mesh)
     if save_rng:
         planned |= _random_files(mesh)
+    counters = (owned[0].step if owned else None, scaler_state(optimizer)) if save_optim else None
     num_bytes = torch.tensor(sum(piece.num_bytes for pieces in planned.values() for piece, _ in pieces))
     dist.all_reduce(num_bytes, group=mesh.control_group)
     temporary = _on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
@@ -131,19 +133,7 @@ def save(
         written = _together(mesh, lambda: [
             piece for file, pieces in planned.items() for piece in files.write_pieces(temporary, file, pieces)
         ])
-        optimizer_facts = _gather(mesh, (owned[0].step if owned else None, scaler_state(optimizer)))
-        pieces = _gather(mesh, written)
-        final = _on_first(mesh, lambda: files.commit(temporary, Manifest(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            world_size=mesh.world_size,
-            tp_size=mesh.tp_size,
-            pp_size=mesh.pp_size,
-            model=dataclasses.asdict(model.module.model),
-            optimizer=_optimizer_facts(optimizer_facts) if save_optim else None,
-            facts=run_facts,
-            pieces=tuple(piece for one in pieces for piece in one),
-        )))
+        final = _commit(mesh, temporary, progress, model.module.model, written, counters, run_facts)
     except UserError:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -194,10 +184,42 @@ def _random_files(mesh: Mesh) -> Planned:
     return {file: [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state) for name, state in states.items()]}
 
 
-def _optimizer_facts(facts: list[tuple[int | None, dict[str, float] | None]]) -> dict[str, Any]:
-    steps = {step for step, _ in facts if step is not None}
+def _commit(
+    mesh: Mesh,
+    temporary: Path,
+    progress: Progress,
+    model: ModelConfig,
+    written: list[Piece],
+    counters: tuple[int | None, dict[str, float] | None] | None,
+    run_facts: Mapping[str, Any],
+) -> Path:
+    """Bring together what all ranks wrote; rank 0 makes it the newest checkpoint.
+
+    ``counters`` are this rank's number of updates (None where it trains nothing) and loss scale; None without
+    optimizer state.
+    """
+    gathered = _gather(mesh, (written, counters))
+
+    def commit() -> Path:
+        return files.commit(temporary, Manifest(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            world_size=mesh.world_size,
+            tp_size=mesh.tp_size,
+            pp_size=mesh.pp_size,
+            model=dataclasses.asdict(model),
+            optimizer=None if counters is None else _optimizer_facts([counters for _, counters in gathered]),
+            facts=run_facts,
+            pieces=tuple(piece for pieces, _ in gathered for piece in pieces),
+        ))
+
+    return _on_first(mesh, commit)
+
+
+def _optimizer_facts(counters: list[tuple[int | None, dict[str, float] | None]]) -> dict[str, Any]:
+    steps = {step for step, _ in counters if step is not None}
     assert len(steps) <= 1, f"ranks made different numbers of updates: {steps}"
-    scalers = [scaler for _, scaler in facts if scaler is not None]
+    scalers = [scaler for _, scaler in counters if scaler is not None]
     return {"step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 

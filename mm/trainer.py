@@ -67,6 +67,11 @@ class Trainer:
                 load_rng=not args.no_load_rng,
                 finetune=args.finetune,
             )
+        if kind is not None:
+            self._say(f"loaded {'a Hugging Face' if kind == 'hf' else 'a training'} checkpoint from {args.load}, "
+                      f"iteration {self.progress.iteration}")
+        for note in self.progress.notes:
+            self._say(f"note: {note}")
         bind_schedule(self.model, self.mesh)
         self.communicator = PipelineCommunicator(
             self.mesh, self.placement, MessageShapes.of(run.model), settings, device.torch_device

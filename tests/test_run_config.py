@@ -38,10 +38,10 @@ def test_derived_numbers(tmp_path):
     run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
     assert (run.num_stages, run.data_parallel_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
     assert (run.precision, run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", "global_tokens", 100, 12.5)
-    run = load(tmp_path, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--calculate-per-sample-loss",
+    run = load(tmp_path, "--tensor-model-parallel-size", "2", "--calculate-per-sample-loss",
                "--lr-warmup-iters", "3", "--lr-decay-iters", "50")
     assert (run.data_parallel_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
-    assert (run.sequence_parallel, run.loss, run.lr_decay_iters, run.lr_warmup_iters) == (True, "per_sample", 50, 3)
+    assert (run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("per_sample", 50, 3)
 
 
 def test_run_cannot_be_changed(tmp_path):

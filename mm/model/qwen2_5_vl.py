@@ -120,9 +120,10 @@ class Stage(nn.Module):
 def _num_recomputed(recompute: RecomputeConfig, layers: range) -> int:
     """How many of a stage's layers recompute in the backward pass.
 
-    "uniform" recomputes all of them; "block" the first ``num_layers`` of the stage, as in Megatron.
+    "selective" means the attention scores, which our kernels never keep: nothing to recompute.  Method "uniform"
+    recomputes all of a stage's layers, "block" the first ``num_layers`` of them, as in Megatron.
     """
-    if recompute.granularity is None:
+    if recompute.granularity != "full":
         return 0
     return len(layers) if recompute.method == "uniform" else min(recompute.num_layers or len(layers), len(layers))
 

@@ -55,7 +55,7 @@ def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: torch.de
     )
 
 
-class PatchEmbedding(nn.Module):
+class PatchProjection(nn.Module):
     """Flattened patches to hidden states.
 
     The weight keeps the shape of the 3-D convolution it is in Hugging Face's files; kernel equals stride there, so
@@ -64,14 +64,12 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: VisionConfig, build: Build) -> None:
         super().__init__()
-        self.proj = nn.Module()
-        self.proj.weight = build.empty(
+        self.weight = build.empty(
             config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
         )
 
     def forward(self, patches: Tensor) -> Tensor:
-        weight = self.proj.weight
-        return F.linear(patches.to(weight.dtype), weight.view(weight.shape[0], -1))
+        return F.linear(patches.to(self.weight.dtype), self.weight.view(self.weight.shape[0], -1))
 
 
 class VisionEncoder(nn.Module):
@@ -81,7 +79,8 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.full_attention = frozenset(config.fullatt_block_indexes)
         if spec.has_patch_embedding:
-            self.patch_embed = PatchEmbedding(config, build)
+            self.patch_embed = nn.Module()
+            self.patch_embed.proj = PatchProjection(config, build)
         shape = LayerShape(
             hidden_size=config.hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
@@ -96,7 +95,7 @@ class VisionEncoder(nn.Module):
 
     def embed(self, pixel_values: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, elements] in the processor's order -> [num_patches, hidden] in window order."""
-        return self.patch_embed(pixel_values)[inputs.patch_order]
+        return self.patch_embed.proj(pixel_values)[inputs.patch_order]
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         for layer in self.blocks.layers:

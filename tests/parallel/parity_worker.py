@@ -3,11 +3,10 @@
 Launched by tests/test_parity.py: ``torchrun ... -m tests.parallel.parity_worker OUTPUT.json``.
 """
 
-import copy
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mm.device import Device
 
@@ -16,14 +15,15 @@ DEVICE = Device.pick("cpu")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm import arguments, parallel  # noqa: E402
-from mm.config import RecomputeConfig  # noqa: E402
+from mm.config import ModelConfig, RecomputeConfig  # noqa: E402
 from mm.data.totals import BatchTotals  # noqa: E402
 from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
 from mm.model.qwen2_5_vl import build_stage  # noqa: E402
-from mm.model.weights import shard, stage_weights  # noqa: E402
+from mm.model.weights import Weight, shard, stage_weights  # noqa: E402
 from mm.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
 from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
 from mm.placement import Placement  # noqa: E402
@@ -60,9 +60,12 @@ def reference(case: Case) -> dict:
         {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
+    with torch.no_grad():
+        loss_after = 0.0 if case.batch == "no targets" else float(hf_loss(model, samples, case.per_sample))
     return {
         "before": before,
         "loss": float(loss),
+        "loss_after": loss_after,
         "gradients": gradients,
         "norm": float(norm),
         "after": hf_tensors(model),
@@ -79,93 +82,126 @@ def relative_error(pairs: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup 
     return float((sums[0] / sums[1].clamp_min(1e-30)).sqrt()) if sums[0] > 0 else 0.0
 
 
-def run_case(case: Case) -> dict:
+@dataclass
+class Engine:
+    """Our side of one case, on this rank."""
+
+    case: Case
+    config: ModelConfig
+    placement: Placement
+    mesh: parallel.Mesh
+    weights: dict[str, Weight]
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    communicator: PipelineCommunicator
+    plan: StepPlan
+
+    def pass_over_batch(self) -> float:
+        """Forward and backward of the whole global batch; the loss, equal on all ranks."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = run_schedule(self.model, self.plan, self.communicator, self.mesh, torch.device("cpu"))
+        dist.all_reduce(loss, group=self.mesh.groups.dp)
+        dist.all_reduce(loss, group=self.mesh.groups.pp)
+        return float(loss)
+
+    def cut(self, tensors: dict[str, Tensor], name: str) -> Tensor:
+        """This rank's part of weight ``name`` made from Hugging Face tensors."""
+        weight = self.weights[name]
+        return shard(weight, whole(weight, tensors), self.case.tp, self.mesh.tp_rank)
+
+
+def config_of(case: Case) -> ModelConfig:
     config = our_config((case.vision,), (case.language,), case.tied, case.freeze)
-    if case.recompute:
-        recompute = RecomputeConfig("full", case.recompute, 1)
-        config = replace(
-            config,
-            vision=replace(config.vision, recompute=recompute),
-            language=replace(config.language, recompute=recompute),
-        )
+    if case.recompute is None:
+        return config
+    recompute = RecomputeConfig("full", case.recompute, 1)
+    vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
+    return replace(config, vision=vision, language=language)
+
+
+def build(case: Case, before: dict[str, Tensor]) -> Engine:
+    """Mesh, stage with the weights ``before``, DDP, optimizer and this replica's part of the batch."""
+    config = config_of(case)
     placement = Placement.from_config(config)
     args = arguments.parse(
         ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", "0.0", "--train-iters", "1"]
         + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]
         + ["--use-distributed-optimizer"] * case.distributed_optimizer
         + ["--overlap-grad-reduce"] * case.overlap
+        + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(placement, case.tied, case.tp, parallel.timedelta(minutes=2))
     settings = parallel_config(mesh, "fp32")
     stage = build_stage(config, placement, mesh.pp_rank, settings, DEVICE, case.per_sample)
-    expected = reference(case)
-    weights = {w.name: w for w in stage_weights(config, placement[mesh.pp_rank], placement)}
-    cut = {
-        kind: {
-            name: shard(weight, whole(weight, expected[kind]), case.tp, mesh.tp_rank)
-            for name, weight in weights.items()
-            if kind != "gradients" or stage.get_parameter(name).requires_grad
-        }
-        for kind in ("before", "gradients", "after")
-    }
+    weights = {weight.name: weight for weight in stage_weights(config, placement[mesh.pp_rank], placement)}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
-            parameter.copy_(cut["before"][name])
+            parameter.copy_(shard(weights[name], whole(weights[name], before), case.tp, mesh.tp_rank))
     model = DistributedDataParallel(settings, ddp_config(args), stage)
     optimizer = build_optimizer(optimizer_config(args, "fp32"), model, mesh)
     bind_schedule(model, mesh)
     communicator = PipelineCommunicator(mesh, placement, MessageShapes.of(config), settings, torch.device("cpu"))
-    batches = batch_of(case)
-    everything = [microbatch(pair) for rank in batches for pair in rank]
-    mine = tuple(microbatch(pair) for pair in batches[mesh.dp_rank])
-    plan = StepPlan(mine, BatchTotals.of(everything, config.vision))
-    # Twice: with overlapped reduction the first batch only learns which gradients to wait for.
-    for _ in range(2):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = run_schedule(model, plan, communicator, mesh, torch.device("cpu"))
-    dist.all_reduce(loss, group=mesh.groups.dp)
-    dist.all_reduce(loss, group=mesh.groups.pp)
+    batches = [[microbatch(pair) for pair in rank] for rank in batch_of(case)]
+    totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
+    plan = StepPlan(tuple(batches[mesh.dp_rank]), totals)
+    return Engine(case, config, placement, mesh, weights, model, optimizer, communicator, plan)
 
-    ranges = owned_ranges(optimizer, model)
-    gradient_errors, uncovered = {}, []
-    for name, parameter in stage.named_parameters():
+
+def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
+    """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
+    ranges = owned_ranges(engine.optimizer, engine.model)
+    copies = 1 if engine.case.distributed_optimizer else engine.case.dp
+    errors, uncovered = {}, []
+    for name, parameter in engine.model.module.named_parameters():
         if not parameter.requires_grad:
             continue
         start, end = ranges.get(name, (0, 0))
         covered = torch.tensor(end - start)
-        dist.all_reduce(covered, group=mesh.groups.dp)
-        if int(covered) != parameter.numel() * (1 if case.distributed_optimizer else case.dp):
+        dist.all_reduce(covered, group=engine.mesh.groups.dp)
+        if int(covered) != parameter.numel() * copies:
             uncovered.append(name)
-        ours = parameter.main_grad.flatten()[start:end]
-        gradient_errors[name] = relative_error(
-            [(ours, cut["gradients"][name].flatten()[start:end])], mesh.groups.dp
-        )
-    result = optimizer_step(optimizer, LR)
-    weight_errors = {
-        name: relative_error([(parameter.detach(), cut["after"][name])], None)
-        for name, parameter in stage.named_parameters()
+        pair = (parameter.main_grad.flatten()[start:end], engine.cut(expected, name).flatten()[start:end])
+        errors[name] = relative_error([pair], engine.mesh.groups.dp)
+    return errors, uncovered
+
+
+def run_case(case: Case) -> dict:
+    expected = reference(case)
+    engine = build(case, expected["before"])
+    engine.pass_over_batch()  # with overlapped reduction the first pass only learns which gradients to wait for
+    loss = engine.pass_over_batch()
+    by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
+    result = optimizer_step(engine.optimizer, LR)
+    loss_after = engine.pass_over_batch()  # with overlapped gathering this is what brings the updated weights
+    by_weight = {
+        name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
+        for name, parameter in engine.model.module.named_parameters()
     }
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (gradient_errors, weight_errors, uncovered))
+    dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))
     parallel.stop_mesh()
     worst = [max(((e, n) for g in gathered for n, e in g[i].items()), default=(0.0, "")) for i in (0, 1)]
+
+    def error(ours: float, theirs: float) -> float:
+        return abs(ours - theirs) / max(abs(theirs), 1e-30)
+
     return {
-        "loss": float(loss),
-        "expected_loss": expected["loss"],
-        "loss_error": abs(float(loss) - expected["loss"]) / max(abs(expected["loss"]), 1e-30),
+        "loss": loss,
+        "loss_error": error(loss, expected["loss"]),
+        "loss_after_error": error(loss_after, expected["loss_after"]),
         "gradient_error": worst[0][0],
         "gradient_worst": worst[0][1],
         "num_gradients": sum(len(g[0]) for g in gathered),
         "expected_gradients": case.tp * case.dp * sum(
             weight.part not in case.freeze
-            for spec in placement.slots
-            for weight in stage_weights(config, spec, placement)
+            for spec in engine.placement.slots
+            for weight in stage_weights(engine.config, spec, engine.placement)
         ),
         "uncovered": sorted({name for g in gathered for name in g[2]}),
         "weight_error": worst[1][0],
         "weight_worst": worst[1][1],
-        "grad_norm_error": abs(result.grad_norm - expected["norm"]) / max(expected["norm"], 1e-30),
+        "grad_norm_error": error(result.grad_norm, expected["norm"]),
         "grad_norm": result.grad_norm,
     }
 
@@ -176,7 +212,7 @@ def main(output: str, only: list[str]) -> None:
     results = {}
     for case in CASES:
         if case.world_size == dist.get_world_size() and (not only or case.name in only):
-            results[case.name] = run_case(copy.deepcopy(case))
+            results[case.name] = run_case(case)
             if dist.get_rank() == 0:
                 print(case.name, json.dumps(results[case.name]), flush=True)
     if dist.get_rank() == 0:
