@@ -1,6 +1,6 @@
 """Training steps per second on the CPU: this trainer and a plain transformers loop, in turn, in one run.
 
-    python -m benchmarks.cpu_step [--rounds 9] [--micro-batch-size 1] [--output FILE.json]
+    python -m benchmarks.cpu_step [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8] [--output FILE.json]
 
 Two parts: one process with one thread for each side (TP1 PP1); then our two-stage pipeline on two processes with one
 thread each, against transformers in one process with two threads.  The peer is tuned: fp32, fused AdamW, SDPA, and
@@ -180,7 +180,9 @@ def peer_batches(microbatches: tuple, image_token_id: int) -> list[dict]:
     return batches
 
 
-def measure(directory: Path, num_stages: int, rounds: int, micro_batch_size: int) -> dict | None:
+def measure(
+    directory: Path, num_stages: int, rounds: int, micro_batch_size: int, num_microbatches: int
+) -> dict | None:
     """Time both sides in turn on this rank; the result is returned on the first rank only."""
     from mm.device import Device
 
@@ -190,11 +192,10 @@ def measure(directory: Path, num_stages: int, rounds: int, micro_batch_size: int
     from mm.run_config import load_run
     from mm.trainer import Trainer
 
-    gradient_accumulation = 4
     run = load_run([
         "--mm-model", str(directory / f"model_{num_stages}.json"), "--mm-data", str(directory / "data_config.json"),
         "--load", str(directory / "hf"), "--micro-batch-size", str(micro_batch_size),
-        "--global-batch-size", str(micro_batch_size * gradient_accumulation), "--seq-length", "1024",
+        "--global-batch-size", str(micro_batch_size * num_microbatches), "--seq-length", "1024",
         "--train-iters", str(rounds + NUM_WARMUP), "--lr", str(LR), "--lr-decay-style", "constant",
         "--weight-decay", "0.01", "--clip-grad", "1.0", "--num-workers", "0", "--log-interval", "1000", "--seed", "1",
         "--log-dir", str(directory / f"logs_{num_stages}"),
@@ -210,6 +211,7 @@ def measure(directory: Path, num_stages: int, rounds: int, micro_batch_size: int
     return {
         "processes": num_stages,
         "micro_batch_size": micro_batch_size,
+        "num_microbatches": num_microbatches,
         "our_tokens_per_second": statistics.median(row["tokens"] / row["ours"] for row in times),
         "peer_tokens_per_second": statistics.median(row["tokens"] / row["theirs"] for row in times),
         "our_speed_over_peer": statistics.median(ratios),
@@ -250,7 +252,7 @@ def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: i
     return times
 
 
-def launch(num_stages: int, directory: Path, rounds: int, micro_batch_size: int) -> dict:
+def launch(num_stages: int, directory: Path, flags: argparse.Namespace) -> dict:
     """Run ``measure`` on ``num_stages`` processes and return its result."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
@@ -258,8 +260,9 @@ def launch(num_stages: int, directory: Path, rounds: int, micro_batch_size: int)
     result = directory / f"result_{num_stages}.json"
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_stages), "--master_port", str(port),
-         "-m", "benchmarks.cpu_step", "--worker", str(directory), "--output", str(result), "--rounds", str(rounds),
-         "--micro-batch-size", str(micro_batch_size)],
+         "-m", "benchmarks.cpu_step", "--worker", str(directory), "--output", str(result),
+         "--rounds", str(flags.rounds), "--micro-batch-size", str(flags.micro_batch_size), "--num-microbatches",
+         str(flags.num_microbatches)],
         check=True, env={**os.environ, "OMP_NUM_THREADS": str(num_stages)},
     )  # fmt: skip
     return json.loads(result.read_text())
@@ -269,11 +272,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--num-microbatches", type=int, default=8, help="microbatches of one optimizer step")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", type=Path, help="internal: directory of the inputs")
     flags = parser.parse_args()
     if flags.worker:
-        result = measure(flags.worker, int(os.environ["WORLD_SIZE"]), flags.rounds, flags.micro_batch_size)
+        result = measure(
+            flags.worker, int(os.environ["WORLD_SIZE"]), flags.rounds, flags.micro_batch_size, flags.num_microbatches
+        )
         if result is not None:
             flags.output.write_text(json.dumps(result))
         return
@@ -282,7 +288,7 @@ def main() -> None:
         directory = Path(name)
         for num_stages in (1, 2):
             write_inputs(directory, num_stages)
-            results.append(launch(num_stages, directory, flags.rounds, flags.micro_batch_size))
+            results.append(launch(num_stages, directory, flags))
             print(json.dumps(results[-1], indent=2), flush=True)
     if flags.output:
         flags.output.write_text(json.dumps(results, indent=2) + "\n")

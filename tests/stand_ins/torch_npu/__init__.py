@@ -2,11 +2,17 @@
 
 Signatures, argument rules and limits are those of torch_npu 2.13 (schema of the wheel; pages of the operators in
 github.com/Ascend/op-plugin, docs/context).  What the real operator refuses or silently computes otherwise, this does
-too; what it can do and mm does not use raises NotImplementedError.  Nothing of mm is imported.
+too; what it can do and mm does not use raises NotImplementedError.  Nothing of mm is imported.  Importing it makes
+``torch.npu`` and the device name "npu" known to torch, as importing the real package does.
 """
 
 import torch
 from torch import Tensor
+
+from torch_npu import npu
+
+torch.utils.rename_privateuse1_backend("npu")
+torch.npu = npu
 
 _MAX_VARLEN_SEGMENTS = 1024
 _MAX_VARLEN_TOKENS = 2**20

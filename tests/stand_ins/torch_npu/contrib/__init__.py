@@ -1,0 +1,1 @@
+"""Extras of torch_npu that are imported by name only."""

@@ -1,0 +1,51 @@
+"""What ``torch.npu`` offers that mm asks for: two devices without memory, that remember which one was chosen.
+
+Names and signatures are those of torch_npu 2.13's ``torch_npu/npu``.
+"""
+
+import torch
+
+_NUM_DEVICES = 2
+_chosen = 0
+
+
+def is_available():
+    return True
+
+
+def device_count():
+    return _NUM_DEVICES
+
+
+def current_device():
+    return _chosen
+
+
+def set_device(device):
+    """``device``: index, string or torch.device."""
+    global _chosen
+    index = device if isinstance(device, int) else torch.device(device).index
+    if not 0 <= index < _NUM_DEVICES:
+        raise RuntimeError(f"invalid device index {index}; this machine has {_NUM_DEVICES}")
+    _chosen = index
+
+
+def get_device_name(device_name=None):
+    return "Ascend910B3"
+
+
+def synchronize(device=None): ...
+
+
+def empty_cache(): ...
+
+
+def max_memory_allocated(device=None):
+    return 0
+
+
+def manual_seed_all(seed): ...
+
+
+def _is_in_bad_fork():
+    return False
