@@ -1,0 +1,107 @@
+"""The program itself: a run that stops and goes on equals the uninterrupted one, and its export is the same file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo.tiny_checkpoint import build
+from tests.launch import ROOT, free_port
+
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, ten samples (text-only, one and two pictures) and JSON files for one and two stages."""
+    directory = tmp_path_factory.mktemp("train")
+    rng = np.random.default_rng(0)
+    records = []
+    for index in range(10):
+        images = []
+        for number in range(index % 3):
+            name = f"{index}_{number}.png"
+            size = (56 + 28 * number, 84)
+            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(directory / name)
+            images.append(name)
+        question = "<image>" * len(images) + f"How many pictures are in sample number {index}?"
+        records.append({
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"There are {len(images)} pictures in it."},
+            ],
+            "images": images,
+        })  # fmt: skip
+    (directory / "samples.json").write_text(json.dumps(records))
+    build(directory / "hf", [json.dumps(record) for record in records], seed=0)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
+    data["dataset_param"]["basic_parameters"] |= {
+        "dataset": str(directory / "samples.json"),
+        "dataset_dir": str(directory),
+    }
+    (directory / "data.json").write_text(json.dumps(data))
+    for num_stages, vision, language in ((1, [8], [4]), (2, [5, 3], [0, 4])):
+        model = json.loads((EXAMPLES / "model_tiny.json").read_text())
+        model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = vision
+        model["text_decoder"]["pipeline_num_layers"] = language
+        (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
+    return directory
+
+
+def run(inputs: Path, name: str, num_stages: int, *flags: str, num_processes: int | None = None) -> str:
+    """Run mm.train; logs, checkpoints and export go to ``inputs / name``."""
+    num_processes = num_processes or num_stages
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes),
+        "--master_addr", "localhost", "--master_port", str(free_port()), "-m", "mm.train", "--device", "cpu",
+        "--mm-model", str(inputs / f"model_{num_stages}.json"), "--mm-data", str(inputs / "data.json"),
+        "--micro-batch-size", "2", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "6",
+        "--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.2", "--seed", "3",
+        "--log-interval", "1", "--num-workers", "1", "--log-tps", "--save", str(inputs / name / "save"),
+        "--log-dir", str(inputs / name / "logs"), *flags,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(inputs: Path, name: str) -> list[dict]:
+    return [json.loads(row) for row in (inputs / name / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
+    hf = ("--load", str(inputs / "hf"))
+    run(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
+    first = run(inputs, "halves", 1, *hf, "--exit-interval", "3", "--export-hf", str(inputs / "halves" / "hf"))
+    assert not (inputs / "halves" / "hf").exists()  # an export is of the finished training
+    assert "elapsed time per iteration (ms):" in first and "loaded a Hugging Face checkpoint" in first
+    second = run(
+        inputs, "halves", 1, "--load", str(inputs / "halves" / "save"), "--export-hf", str(inputs / "halves" / "hf")
+    )
+    assert "loaded a training checkpoint" in second
+    whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")
+    assert [row["iteration"] for row in halves] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "lr", "grad_norm", "num_tokens", "num_patches", "consumed_samples"):
+        assert [row[key] for row in whole] == [row[key] for row in halves], key
+    exports = [(inputs / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "halves")]
+    assert exports[0] == exports[1]
+
+
+def test_another_layout_continues_to_rounding(inputs: Path) -> None:
+    """Runs after the test above: from its checkpoint at iteration 3, as two stages, then as two replicas."""
+    checkpoint = inputs / "halves" / "save"
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
+    run(inputs, "stages", 2, "--load", str(checkpoint))
+    run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", num_processes=2)
+    expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
+    for name in ("stages", "replicas"):
+        assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured 2e-7
