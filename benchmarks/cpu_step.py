@@ -42,13 +42,21 @@ SIZES = {
     "vocab_size": 1024,
     "initializer_range": 0.03,
 }
+QUICK_SIZES = SIZES | {
+    "vision_hidden_size": 64,
+    "vision_ffn_size": 128,
+    "language_hidden_size": 128,
+    "language_ffn_size": 256,
+    "mrope_section": (4, 6, 6),
+}
+"""As many layers and far fewer numbers: to see that everything runs, not to measure."""
 
 
-def write_inputs(directory: Path, num_stages: int) -> None:
+def write_inputs(directory: Path, num_stages: int, model_sizes: dict) -> None:
     """A checkpoint, a data set of one-image and text-only samples, and the two JSON files."""
     from demo.tiny_checkpoint import Sizes, build
 
-    records, sizes = _write_samples(directory), Sizes(**SIZES)
+    records, sizes = _write_samples(directory), Sizes(**model_sizes)
     texts = [message["content"] for record in records for message in record["messages"]]
     if not (directory / "hf").exists():
         build(directory / "hf", texts, seed=0, sizes=sizes)
@@ -273,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--num-microbatches", type=int, default=8, help="microbatches of one optimizer step")
+    parser.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", type=Path, help="internal: directory of the inputs")
     flags = parser.parse_args()
@@ -287,7 +296,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for num_stages in (1, 2):
-            write_inputs(directory, num_stages)
+            write_inputs(directory, num_stages, QUICK_SIZES if flags.quick else SIZES)
             results.append(launch(num_stages, directory, flags))
             print(json.dumps(results[-1], indent=2), flush=True)
     if flags.output:

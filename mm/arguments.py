@@ -40,7 +40,7 @@ class Arguments:
 
     # Machines
     device: str = _flag("auto", "what to run on", choices=("auto", "npu", "cuda", "cpu"))
-    world_size: int | None = _flag(None, "number of ranks for --dry-run; a launcher sets WORLD_SIZE instead", least=1)
+    world_size: int | None = _flag(None, "ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead", least=1)
     tensor_model_parallel_size: int = _flag(1, "tensor-parallel ranks", least=1)
     pipeline_model_parallel_size: int | None = _flag(
         None, "pipeline stages; must equal the length of the pipeline lists, which decide when it is absent", least=1)
@@ -110,6 +110,7 @@ class Arguments:
     log_tps: bool = _flag(False, "add tokens per sample to the log line")
     log_throughput: bool = _flag(False, "add model FLOP/s to the log line")
     dry_run: bool = _flag(False, "check everything, print what each stage would hold, and stop")
+    check: bool = _flag(False, "check everything, what must be there and every sample too, and stop")
 
 
 @dataclass(frozen=True)

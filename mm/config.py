@@ -221,7 +221,7 @@ def read_model(path: str | Path) -> ModelFile:
             if "hidden_size" in values and "num_attention_heads" in values:
                 values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
             else:
-                values.pop("kv_channels", None)
+                values["kv_channels"] = 0  # not used: of the two, what is wrong is told
         return reader.build(cls, key_path, values, table)
 
     vision = tower(VisionConfig, "image_encoder.vision_encoder", keys.VISION_KEYS)
@@ -263,7 +263,7 @@ def _take_recompute(reader: SchemaReader, key_path: str, values: dict[str, Any])
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str) -> list[str]:
     """Megatron's rules for the three recompute settings; ``prefix`` is how their names start in messages."""
-    problems = []
+    problems, count = [], prefix + ("num-layers" if prefix.startswith("--") else "num_layers")
     if recompute.granularity not in (None, "full", "selective"):
         problems.append(f"{prefix}granularity is {recompute.granularity!r}; supported: 'full' or 'selective'"
                         f"{nearest(recompute.granularity, ('full', 'selective'))}")
@@ -271,9 +271,9 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str) -> list[str]:
         problems.append(f"{prefix}method is {recompute.method!r}; supported: 'uniform' or 'block'")
     if recompute.granularity == "full" and (recompute.method is None or recompute.num_layers is None):
         problems.append(f"{prefix}granularity is 'full', which also needs {prefix}method ('uniform' or 'block') and "
-                        f"{prefix}num_layers, for example 'uniform' and 1")
+                        f"{count}, for example 'uniform' and 1")
     elif recompute.granularity != "full" and (recompute.method or recompute.num_layers):
-        problems.append(f"{prefix}method and {prefix}num_layers only go with {prefix}granularity 'full'; "
+        problems.append(f"{prefix}method and {count} only go with {prefix}granularity 'full'; "
                         f"it is {recompute.granularity!r}")
     return problems
 
@@ -341,6 +341,7 @@ def read_data(path: str | Path) -> DataFile:
         where = reader.document.at("dataloader_param.sampler_type")
         reader.problems.append(f"{where} is {shown(sampler)}; supported: {', '.join(keys.SHUFFLING_SAMPLERS)}"
                                f"{nearest(sampler, keys.SHUFFLING_SAMPLERS)}")
+    reader.problems += [f"{reader.document.path}: {problem}" for problem in _attribute_problems(attr)]
     reader.require("dataset_param.preprocess_parameters.model_name_or_path", TEXT)
     reader.require("dataset_param.basic_parameters.dataset", PATHS)
     if reader.problems:
@@ -349,3 +350,18 @@ def read_data(path: str | Path) -> DataFile:
     values["shuffle"] = keys.SHUFFLING_SAMPLERS[sampler] and values.get("shuffle", True)
     data = DataConfig(**{name: value for name, value in values.items() if value is not None or name == "max_samples"})
     return DataFile(data, tuple(reader.notes()))
+
+
+def _attribute_problems(attr: Attributes | None) -> list[str]:
+    """Names that must differ, because one would hide the other; None has problems of its own."""
+    if attr is None:
+        return []
+    columns, keys_of_turn, roles = (
+        ("messages", "images", "system"), ("role_tag", "content_tag"), ("user_tag", "assistant_tag", "system_tag"))
+    problems = []
+    for tags in (columns, keys_of_turn, roles):
+        names = [getattr(attr, tag) for tag in tags if getattr(attr, tag) is not None]
+        if len(set(names)) < len(names):
+            values = ", ".join(f"{tag} = {getattr(attr, tag)!r}" for tag in tags)
+            problems.append(f"dataset_param.attr has {values}; expected names that differ")
+    return problems

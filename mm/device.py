@@ -6,6 +6,7 @@ imported, because some of its modules look at the device while they are imported
 """
 
 import importlib
+import importlib.util
 import os
 import resource
 from collections.abc import Callable
@@ -63,12 +64,13 @@ class Device:
         if kind == "npu":
             importlib.import_module("torch_npu.contrib.transfer_to_npu")
             torch.npu.set_device(index)
+            _apply(_common_shims())
             return cls("npu", index, "hccl", Kernels(npu_attention, _npu_rms_norm, _npu_swiglu))
         if kind == "cuda":
             torch.cuda.set_device(index)
-            _apply(COMMON_SHIMS)
+            _apply(_common_shims())
             return cls("cuda", index, "nccl", Kernels(cuda_attention, _rms_norm, _swiglu))
-        _apply(CPU_SHIMS + COMMON_SHIMS)
+        _apply(CPU_SHIMS + _common_shims())
         return cls("cpu", 0, "gloo", Kernels(cpu_attention, _rms_norm, _swiglu))
 
     def max_memory_bytes(self) -> int:
@@ -233,7 +235,12 @@ COMMON_SHIMS: tuple[Shim, ...] = (
         "megatron's fallback without apex takes one norm, and one host-device sync, per tensor",
     ),
 )
-"""Replacements of slow fallbacks, on every device where apex is absent."""
+"""Replacements of slow fallbacks, on every device, where the packages with the fast forms are absent."""
+
+
+def _common_shims() -> tuple[Shim, ...]:
+    has_fast_forms = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
+    return () if has_fast_forms else COMMON_SHIMS
 
 
 def _apply(shims: tuple[Shim, ...]) -> None:

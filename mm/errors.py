@@ -19,6 +19,10 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class AgreedError(UserError):
+    """A UserError that every rank of a run raises alike, so that one of them is enough to tell it."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -215,7 +215,7 @@ def write_hf(
     base.check(model)
     target = Path(target_dir).resolve()
     shards = _shards_of_base(base, model, dtype) if base.tensors else _new_shards(base, model, dtype)
-    _check_target(target, base.path.resolve(), overwrite, sum(o.num_bytes for part in shards.values() for o in part))
+    check_target(target, base.path.resolve(), overwrite, sum(o.num_bytes for part in shards.values() for o in part))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
@@ -274,8 +274,8 @@ def _output(key: str, source: str, dtype: torch.dtype, shape: tuple[int, ...]) -
     return _Output(key, source, dtype, torch.Size(shape).numel() * dtype.itemsize)
 
 
-def _check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> None:
-    """Refuse, before any work, a target that must not or cannot be written."""
+def check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> None:
+    """Refuse, before any work, a target that must not or cannot be written.  Both paths are resolved."""
     if base.is_relative_to(target):
         raise UserError(f"The target {target} is or contains the base directory {base}; give another target.")
     if target.exists() and not target.is_dir():

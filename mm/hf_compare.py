@@ -33,20 +33,37 @@ def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> l
     model_type = found.get("model_type") if isinstance(found, dict) else None
     if model_type != MODEL_TYPE:
         return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
+    broken = _broken_sections(found)
+    if broken:
+        return [f"{path}: {key} is {value!r}; expected an object {{...}}" for key, value in broken]
     rows = [(key, ours, theirs) for key, ours, theirs in _pairs(model, found) if theirs is not None]
     differing = [row for row in rows if not _equal(row[1], row[2])]
     if not differing:
         return []
     width = max(len(key) for key, _, _ in differing)
-    table = "\n".join(f"    {key:<{width}}  {ours}  |  {theirs}" for key, ours, theirs in differing)
+    table = "\n".join(f"    {key:<{width}}  {_plain(ours)}  |  {theirs}" for key, ours, theirs in differing)
     return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
             f"(model JSON | config.json):\n{table}"]
+
+
+def _broken_sections(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Where a value stands in the place of the sections that are read below."""
+    text = found.get("text_config")
+    inner = text if isinstance(text, dict) and text else found
+    sections = [("text_config", text), ("vision_config", found.get("vision_config"))]
+    sections += [(key, inner.get(key)) for key in ("rope_parameters", "rope_scaling")]
+    return [(key, value) for key, value in sections if not isinstance(value, dict | None)]
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, float) and isinstance(theirs, int | float):
         return math.isclose(ours, theirs, rel_tol=_TOLERANCE)
-    return list(ours) == theirs if isinstance(ours, tuple) else ours == theirs
+    return _plain(ours) == theirs
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _pairs(model: ModelConfig, found: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

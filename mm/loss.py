@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mm.data.microbatch import IGNORE_INDEX, Microbatch
 from mm.data.totals import BatchTotals, targets_per_segment
+from mm.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, d
     else:
         weights = torch.full((len(index),), 1.0 / max(totals.num_target_tokens, 1), dtype=torch.float64)
     return LossInputs(
-        index.to(device, non_blocking=True),
-        microbatch.labels[index].to(device, non_blocking=True),
-        weights.float().to(device, non_blocking=True),
+        to_device(index, device),
+        to_device(microbatch.labels[index], device),
+        to_device(weights.float(), device),
     )
 
 

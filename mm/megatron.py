@@ -42,11 +42,16 @@ def parallel_config(mesh: Mesh, precision: str) -> TransformerConfig:
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """Gradient buffers in fp32, summed over data-parallel ranks."""
+    """Gradient buffers in fp32, summed over data-parallel ranks.
+
+    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``mm.pipeline``
+    starts them, in one order on all ranks, because a rank without images never calls the ViT's hooks.
+    """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
+        align_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
         average_in_collective=False,
     )
@@ -66,7 +71,8 @@ def optimizer_config(args: Arguments, precision: str) -> OptimizerConfig:
         params_dtype=DTYPES[precision],
         bf16=precision == "bf16",
         fp16=precision == "fp16",
-        loss_scale=args.loss_scale,
+        # megatron divides gradients by a given scale in every precision; the loss is multiplied by it in fp16 only
+        loss_scale=args.loss_scale if precision == "fp16" else None,
         initial_loss_scale=args.initial_loss_scale,
         min_loss_scale=args.min_loss_scale,
         loss_scale_window=args.loss_scale_window,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from mm.arguments import Arguments
@@ -41,8 +42,10 @@ class StepMetrics:
     """Steps since the last log line that updated nothing because a scaled gradient overflowed."""
 
 
-def log_line(step: StepMetrics, train_iters: int, elapsed_ms: float, log_tps: bool, log_throughput: bool) -> str:
-    """One line in the shape of MindSpeed-MM's log; ``elapsed_ms`` is the mean per iteration since the last line.
+def log_line(
+    step: StepMetrics, train_iters: int, elapsed_ms: float, loss: float, log_tps: bool, log_throughput: bool
+) -> str:
+    """One line in the shape of MindSpeed-MM's log; ``elapsed_ms`` and ``loss`` are means since the last line.
 
     Field 5 between colons must begin with the elapsed time: the timestamp's two colons count.
     """
@@ -55,7 +58,7 @@ def log_line(step: StepMetrics, train_iters: int, elapsed_ms: float, log_tps: bo
         f"learning rate: {step.lr:.6E}",
         f"global batch size: {step.global_batch_size:5d}",
         *([f"tokens per sample: {tokens_per_sample:.1f}"] * log_tps),
-        f"loss: {step.loss:.6E}",
+        f"loss: {loss:.6E}",
         f"loss scale: {step.loss_scale:.1f}",
         f"grad norm: {step.grad_norm:.3f}",
         f"number of skipped iterations: {step.num_skipped:3d}",
@@ -68,10 +71,12 @@ class MetricsWriter:
     """Prints and stores the metrics of a run; only one rank has one."""
 
     def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int) -> None:
-        """Open the files of ``args.log_dir``; rows of iterations that will be run again are dropped."""
+        """Open the files of ``args.log_dir``.
+
+        A resumed run drops the rows of iterations that will be run again; a new one puts an earlier run's file aside.
+        """
         self._args = args
-        self._milliseconds: list[float] = []
-        self._num_skipped = 0
+        self._since_line: list[StepMetrics] = []
         directory = Path(args.log_dir)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "run.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
@@ -90,12 +95,13 @@ class MetricsWriter:
                 value = getattr(step, name)
                 if value is not None:
                     self._board.add_scalar(name, value, step.iteration)
-        self._milliseconds.append(1000 * step.step_seconds)
+        self._since_line.append(step)
         if step.iteration % self._args.log_interval == 0:
-            elapsed = sum(self._milliseconds) / len(self._milliseconds)
-            print(log_line(step, self._args.train_iters, elapsed, self._args.log_tps, self._args.log_throughput),
-                  flush=True)
-            self._milliseconds.clear()
+            elapsed_ms = 1000 * fmean(one.step_seconds for one in self._since_line)
+            loss = fmean(one.loss for one in self._since_line)
+            args = self._args
+            print(log_line(step, args.train_iters, elapsed_ms, loss, args.log_tps, args.log_throughput), flush=True)
+            self._since_line.clear()
 
     def close(self) -> None:
         self._file.close()
@@ -104,11 +110,18 @@ class MetricsWriter:
 
 
 def _rows_before(path: Path, iteration: int) -> list[str]:
-    """Rows of an earlier run of the same training that come before ``iteration``; none when it starts afresh."""
-    if not path.exists() or iteration == 0:
+    """Rows of an earlier run of the same training up to ``iteration``; a fresh start moves the file aside."""
+    if not path.exists():
+        return []
+    if iteration == 0:
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
         return []
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
+    try:
+        return [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
 
 
 def _tensorboard(directory: str | None) -> Any | None:

@@ -16,7 +16,9 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from mm.errors import AgreedError
 from mm.parallel import Mesh
 
 
@@ -88,11 +90,24 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 
 def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
-    """Clip and update with learning rate ``lr``."""
+    """Clip and update with learning rate ``lr``.
+
+    A gradient that overflowed under loss scaling makes the optimizer skip the step.  Any other gradient that is not
+    finite raises AgreedError on all ranks, before a weight has changed: the norm is the same number everywhere.
+    """
     for group in torch_param_groups(optimizer):
         group["lr"] = lr * group.get("lr_mult", 1.0)
-    updated, grad_norm, _ = optimizer.step()
-    return StepResult(updated, float(grad_norm or 0.0), float(optimizer.get_loss_scale()))
+    loss_scale = float(optimizer.get_loss_scale())
+    if optimizer.prepare_grads():
+        return StepResult(updated=False, grad_norm=0.0, loss_scale=loss_scale)
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        raise AgreedError(f"the gradient norm is {grad_norm}: a gradient is not finite, so no weight was changed")
+    max_norm = optimizer.config.clip_grad
+    for chained in optimizer.chained_optimizers:
+        if max_norm > 0.0 and not chained.is_stub_optimizer and chained.get_parameters():
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), max_norm=max_norm, total_norm=grad_norm)
+    return StepResult(optimizer.step_with_ready_grads(), grad_norm, loss_scale)
 
 
 def owned_ranges(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mm.device import Device
 from mm.placement import Placement
 
+CONTROL_TIMEOUT = timedelta(days=1)
+"""Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -32,8 +35,8 @@ class Mesh:
     """megatron's groups, on the device's backend."""
     replica_group: dist.ProcessGroup
     """gloo, all ranks of this replica; its first rank owns the data.  Used by the data thread alone."""
-    owners_group: dist.ProcessGroup
-    """gloo, ranks of the same place in all replicas.  Used by the data thread alone."""
+    owners_group: dist.ProcessGroup | None
+    """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_group: dist.ProcessGroup | None
     """gloo, the data owner and the ranks with the patch embedding; None when that is one rank, or on other ranks."""
     control_group: dist.ProcessGroup
@@ -97,9 +100,9 @@ def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelt
         dp_size=dp_size,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         replica_group=gloo([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps]),
-        owners_group=gloo([[at(pp, dp, tp) for dp in dps] for pp in pps for tp in tps]),
+        owners_group=gloo([[at(0, dp, 0) for dp in dps]]),
         pixel_group=gloo(pixel_ranks) if len(pixel_ranks[0]) > 1 else None,
-        control_group=gloo([list(range(world_size))]),
+        control_group=_my_group([list(range(world_size))], rank, "gloo", CONTROL_TIMEOUT),
         tied_group=_my_group(tied_ranks, rank, None, timeout) if tied and embedding != head else None,
         replica_owner=at(0, dp_rank, 0),
     )

@@ -52,6 +52,8 @@ class PipelineCommunicator:
         self._inbox: deque[Tensor | None] = deque()
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._microbatches: dict[str, Iterator[Microbatch]] = {}
+        # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
+        dist.all_reduce(torch.zeros(1, device=device), group=self.pp_group)
 
     def begin(self, plan: StepPlan) -> None:
         """Start a step."""
@@ -146,9 +148,15 @@ class PipelineCommunicator:
         return self._shapes.shape(message, microbatch)
 
     def _run(self, operations: list[dist.P2POp], sent: list[Tensor]) -> None:
-        """Issue as one batch; wait for receives, and keep what is sent alive until it has left."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            self._in_flight.popleft()
+        """Issue as one batch; wait for receives, and keep what is sent alive until it has left.
+
+        gloo tells only by waiting that a send has left.  A neighbour is never more than a pipeline's depth of
+        messages behind in either direction, so waiting for one twice that old never holds both sides up.
+        """
+        while self._in_flight and (
+            self._in_flight[0][0].is_completed() or len(self._in_flight) > 4 * self.pp_group.size()
+        ):
+            self._in_flight.popleft()[0].wait()
         if not operations:
             return
         works = dist.batch_isend_irecv(operations)
@@ -186,6 +194,9 @@ def run_schedule(
         return output, _loss_is_output
 
     communicator.begin(plan)
+    if model.ddp_config.overlap_param_gather:
+        for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
+            group.start_param_sync()
     arguments = {
         "forward_step_func": forward_step,
         "data_iterator": iter(plan.microbatches),
@@ -223,6 +234,9 @@ def finalize_gradients(
     is the order in which a rank with images reports them: no rank ever waits for another's images.
     """
     (model,) = models
+    if model.ddp_config.overlap_param_gather:
+        for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
     for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
         for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
             group.register_grad_ready(parameter)

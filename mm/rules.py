@@ -52,6 +52,9 @@ def flag_problems(args: Arguments) -> list[str]:
          f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})"),
         (args.adam_beta1 < 1 and args.adam_beta2 < 1,
          f"--adam-beta1 is {args.adam_beta1:g} and --adam-beta2 is {args.adam_beta2:g}; expected both below 1"),
+        (args.adam_eps > 0,
+         f"--adam-eps is {args.adam_eps:g}, by which a weight without gradient is divided; expected more than 0, for "
+         f"example 1e-8"),
         (args.save is not None or args.save_interval is None,
          f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the checkpoints"),
         (args.save is not None or args.keep_last_checkpoints is None,
@@ -112,6 +115,8 @@ def _tensor_parallel_problems(args: Arguments, model: ModelConfig) -> list[str]:
 
 def _size_problems(args: Arguments, model: ModelConfig, world_size: int) -> list[str]:
     num_stages = model.num_stages
+    if not num_stages:
+        return []  # the empty list is told by layout_problems
     replica_size = args.tensor_model_parallel_size * num_stages
     if world_size % replica_size:
         return [f"The world size is {world_size}, not a multiple of tensor x pipeline parallel size = "
@@ -140,6 +145,9 @@ def _data_problems(args: Arguments, model: ModelConfig, data: DataConfig) -> lis
         (data.image_min_pixels <= data.image_max_pixels,
          f"{args.mm_data}: image_min_pixels is {data.image_min_pixels}, above image_max_pixels = "
          f"{data.image_max_pixels}"),
+        (not (data.train_on_prompt and data.mask_history),
+         f"{args.mm_data}: train_on_prompt and mask_history are both true; they exclude each other, so set one to "
+         f"false"),
         (max(model.image_token_id, model.vision_start_token_id) < model.language.vocab_size,
          f"{args.mm_model}: img_context_token_id is {model.image_token_id} and vision_start_token_id is "
          f"{model.vision_start_token_id}; expected both below vocab_size = {model.language.vocab_size}"),

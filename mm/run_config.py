@@ -84,11 +84,12 @@ def load_run(argv: Sequence[str], world_size: int | None = None,
     args, problems = parsed.arguments, list(parsed.problems)
     model_file = _attempt(read_model, args.mm_model, problems)
     data_file = _attempt(read_data, args.mm_data, problems)
+    missing = _missing_paths(args, None if data_file is None else data_file.config)
     if model_file is None or data_file is None or parsed.problems:
-        raise UserError(problems + ([] if parsed.problems else rules.flag_problems(args)))
+        problems += [] if parsed.problems else rules.flag_problems(args)
+        raise UserError(problems + ([] if args.dry_run else missing))
     model, data = _with_recompute_flags(model_file.config, args), data_file.config
     world_size = world_size or _world_size(args, environment, problems)
-    missing = _missing_paths(args, data)
     problems += rules.problems(args, model, data, world_size)
     problems += rules.claim_problems(args, model_file)
     problems += _other_model_problems(args, model_file, data)
@@ -132,6 +133,8 @@ def _attempt(read: Callable[[str], Read], path: str, problems: list[str]) -> Rea
 
 def _world_size(args: Arguments, environment: Mapping[str, str], problems: list[str]) -> int:
     launched = environment.get("WORLD_SIZE")
+    if not (args.dry_run or args.check):
+        problems += _launcher_problems(args, environment)
     if launched is None:
         return args.world_size or 1
     if not launched.isdecimal() or int(launched) < 1:
@@ -141,6 +144,19 @@ def _world_size(args: Arguments, environment: Mapping[str, str], problems: list[
         problems.append(f"--world-size is {args.world_size}, but the launcher started {launched} ranks (WORLD_SIZE); "
                         f"leave the flag out, or unset the variable for a dry run")
     return int(launched)
+
+
+def _launcher_problems(args: Arguments, environment: Mapping[str, str]) -> list[str]:
+    """A run that waits for ranks which nobody started would wait until its time is up."""
+    given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
+    if len(given) == 1 and (given[0] == "RANK" or environment[given[0]] != "1"):
+        missing = "RANK" if given[0] == "WORLD_SIZE" else "WORLD_SIZE"
+        return [f"The environment variable {given[0]} is set, but {missing} is not; start the ranks with torchrun, "
+                f"which sets both, or unset {given[0]} to train on one rank"]
+    if not given and args.world_size not in (None, 1):
+        return [f"--world-size is {args.world_size}, but no launcher started these ranks (WORLD_SIZE is not set); "
+                f"start them with torchrun, or add --dry-run"]
+    return []
 
 
 def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
@@ -153,17 +169,18 @@ def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
     return dataclasses.replace(model, vision=vision, language=language)
 
 
-def _missing_paths(args: Arguments, data: DataConfig) -> list[str]:
-    directories = {
-        f"{args.mm_data}: model_name_or_path (a Hugging Face directory)": data.model_name_or_path,
-        f"{args.mm_data}: dataset_dir": data.dataset_dir,
-    }
+def _missing_paths(args: Arguments, data: DataConfig | None) -> list[str]:
+    directories, datasets = {}, ()
+    if data is not None:
+        directories[f"{args.mm_data}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
+        directories[f"{args.mm_data}: dataset_dir"] = data.dataset_dir
+        datasets = data.dataset
     if args.load is not None:
         directories["--load"] = args.load
     missing = [f"{what} is {path!r}, which is not a directory"
                for what, path in directories.items() if not Path(path).is_dir()]
     return missing + [f"{args.mm_data}: dataset is {path!r}, which is not a file"
-                      for path in data.dataset if not Path(path).is_file()]
+                      for path in datasets if not Path(path).is_file()]
 
 
 def _other_model_problems(args: Arguments, model_file: ModelFile, data: DataConfig) -> list[str]:
@@ -175,6 +192,9 @@ def _notes(args: Arguments) -> list[str]:
     notes = []
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         notes.append("command line: --sequence-parallel has no effect with one tensor-parallel rank")
+    if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
+        notes.append("command line: --recompute-num-layers has no effect with --recompute-method uniform: every layer "
+                     "is a group of its own, which keeps one hidden state per layer")
     if args.recompute_granularity == "selective":
         notes.append("command line: --recompute-granularity selective has no effect: attention never keeps its score "
                      "matrix here, so there is nothing of it to recompute; full recomputes whole layers")

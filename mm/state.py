@@ -9,7 +9,7 @@ import hashlib
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from mm import checkpoint_files as files
-from mm.checkpoint_files import Manifest, Piece, find_load_kind, has_iteration, remove
+from mm.agreement import gather, on_first, together
+from mm.checkpoint_files import Manifest, Piece, find_checkpoint, find_load_kind, remove
 from mm.checkpoint_reader import CheckpointReader, check_model, export_hf, stored_name
 from mm.config import ModelConfig
 from mm.errors import UserError
@@ -32,7 +33,7 @@ from mm.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, rest
 from mm.parallel import Mesh
 
 __all__ = [
-    "Progress", "export_hf", "find_load_kind", "has_iteration", "initialize", "load", "load_hf", "remove", "save",
+    "Progress", "export_hf", "find_checkpoint", "find_load_kind", "initialize", "load", "load_hf", "remove", "save",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -82,7 +83,7 @@ def load_hf(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, hf_dir: str
         for weight in weights:
             _fill(stage, weight, directory.load_weight(weight, mesh.tp_size, mesh.tp_rank, dtype=dtype))
 
-    _together(mesh, read)
+    together(mesh, read)
 
 
 def _fill(stage: nn.Module, weight: Weight, tensor: Tensor) -> None:
@@ -128,9 +129,9 @@ def save(
     counters = (owned[0].step if owned else None, scaler_state(optimizer)) if save_optim else None
     num_bytes = torch.tensor(sum(piece.num_bytes for pieces in planned.values() for piece, _ in pieces))
     dist.all_reduce(num_bytes, group=mesh.control_group)
-    temporary = _on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
+    temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
     try:
-        written = _together(mesh, lambda: [
+        written = together(mesh, lambda: [
             piece for file, pieces in planned.items() for piece in files.write_pieces(temporary, file, pieces)
         ])
         final = _commit(mesh, temporary, progress, model.module.model, written, counters, run_facts)
@@ -198,7 +199,7 @@ def _commit(
     ``counters`` are this rank's number of updates (None where it trains nothing) and loss scale; None without
     optimizer state.
     """
-    gathered = _gather(mesh, (written, counters))
+    gathered = gather(mesh, (written, counters))
 
     def commit() -> Path:
         return files.commit(temporary, Manifest(
@@ -213,7 +214,7 @@ def _commit(
             pieces=tuple(piece for pieces, _ in gathered for piece in pieces),
         ))
 
-    return _on_first(mesh, commit)
+    return on_first(mesh, commit)
 
 
 def _optimizer_facts(counters: list[tuple[int | None, dict[str, float] | None]]) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def load(
         UserError: on every rank, when there is no such checkpoint, something in it is missing or damaged, it is of
             another model, or it has no optimizer state for a parameter that is now trained.
     """
-    folder, notes = _on_first(mesh, lambda: files.find_checkpoint(directory, iteration))
+    folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory, iteration))
 
     def restore() -> tuple[CheckpointReader, tuple[str, ...]]:
         reader = CheckpointReader(folder)
@@ -259,7 +260,7 @@ def load(
                 _load_optimizer(reader, optimizer, model, weights, mesh)
         return reader, _load_random(reader, mesh) if load_rng and not finetune else ()
 
-    reader, more_notes = _together(mesh, restore)
+    reader, more_notes = together(mesh, restore)
     stored = reader.manifest
     progress = (0, 0) if finetune else (stored.iteration, stored.consumed_samples)
     return Progress(*progress, (*notes, *more_notes))
@@ -345,40 +346,3 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 # Acting together
-
-
-def _together(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on every rank; when it fails on one, raise the same UserError on all."""
-    result, problems = _attempt(mesh, action)
-    gathered: list[tuple[str, ...]] = [()] * mesh.world_size
-    dist.all_gather_object(gathered, problems, group=mesh.control_group)
-    found = tuple(dict.fromkeys(problem for one in gathered for problem in one))
-    if found:
-        raise UserError(found)
-    return result
-
-
-def _on_first(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on rank 0 and give every rank its result, or its UserError."""
-    outcome = [_attempt(mesh, action) if mesh.rank == 0 else None]
-    dist.broadcast_object_list(outcome, src=0, group=mesh.control_group)
-    result, problems = outcome[0]
-    if problems:
-        raise UserError(problems)
-    return result
-
-
-def _attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:
-    try:
-        return action(), ()
-    except UserError as error:
-        return None, error.problems
-    except OSError as error:
-        return None, (f"rank {mesh.rank}: {error}",)
-
-
-def _gather(mesh: Mesh, value: Result) -> list[Result]:
-    """Every rank's value, on rank 0; elsewhere an empty list."""
-    gathered: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
-    dist.gather_object(value, gathered, dst=0, group=mesh.control_group)
-    return gathered or []

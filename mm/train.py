@@ -1,35 +1,68 @@
 """The program, top to bottom: flags and JSON -> config -> device -> mesh -> stage -> optimizer -> loop -> export.
 
-Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` it needs neither launcher nor device.
+Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
 """
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
-from mm.errors import UserError
+from mm.errors import AgreedError, UserError
 from mm.report import stage_report
 from mm.run_config import RunConfig, load_run
+
+_HEAD_START_SECONDS = 5.0
+"""What is wrong before the start is found by all ranks of a node, and what ranks agree on by all of the run.  The first
+one tells it, whereupon the launcher ends the others; only if it found nothing do they speak."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit status: 0, or 2 after telling every mistake that the user can mend."""
-    is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
-        run = load_run(sys.argv[1:] if argv is None else argv)
-        if run.args.dry_run:
-            print(stage_report(run))
-            return 0
-        if is_first_rank:
-            for note in run.notes:
-                print(f"note: {note}", flush=True)
+        run = prepare(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_HEAD_START_SECONDS)
+        return _refuse(error)
+    if run.args.dry_run or run.args.check:
+        print(stage_report(run) if run.args.dry_run else "Everything that can be checked beforehand is in order.")
+        return 0
+    try:
         train(run)
     except UserError as error:
-        rank = "" if is_first_rank else f"[rank {os.environ['RANK']}] "
-        for problem in error.problems:
-            print(f"{rank}error: {problem}", file=sys.stderr, flush=True)
-        return 2
+        return _refuse(error)
     return 0
+
+
+def prepare(argv: Sequence[str]) -> RunConfig:
+    """Read and check everything that needs no device; raises UserError with all that is wrong.
+
+    Of a run's ranks the first one alone looks at the files; the samples are left to the ranks that read them.
+    """
+    run = load_run(argv)
+    is_rehearsal = run.args.dry_run or run.args.check
+    if not is_rehearsal and os.environ.get("RANK", "0") != "0":
+        return run
+    from mm import preflight  # imports transformers, which the other ranks may not need
+
+    problems = preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else [])
+    if problems:
+        raise UserError(problems)
+    for note in () if is_rehearsal else run.notes:
+        print(f"note: {note}", flush=True)
+    return run
+
+
+def _refuse(error: UserError) -> int:
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, AgreedError) and rank != "0":
+        time.sleep(_HEAD_START_SECONDS)
+        return 2
+    start = "error: " if rank == "0" else f"[rank {rank}] error: "
+    sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
+    sys.stderr.flush()
+    return 2
 
 
 def train(run: RunConfig) -> None:
@@ -41,11 +74,9 @@ def train(run: RunConfig) -> None:
     from mm.trainer import Trainer
 
     trainer = Trainer(run, device)
-    try:
-        trainer.run_steps()
-        trainer.export()
-    finally:
-        trainer.close()
+    trainer.run_steps()
+    trainer.export()
+    trainer.close()
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mm import flops, parallel, state
+from mm.agreement import on_first, together
 from mm.data.batch import SampleEncoder
 from mm.data.dataset import Dataset
 from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
 from mm.device import Device
-from mm.errors import UserError
+from mm.errors import AgreedError
 from mm.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
 from mm.metrics import MetricsWriter, StepMetrics
 from mm.model.qwen2_5_vl import build_stage
@@ -56,7 +57,10 @@ class Trainer:
         self.model = DistributedDataParallel(settings, ddp_config(args), stage)
         self.optimizer = build_optimizer(optimizer_config(args, run.precision), self.model, self.mesh)
         self.progress = state.Progress(0, 0)
+        self.checkpoint: Path | None = None
+        """The training checkpoint that holds the weights as they are now."""
         if kind == "training":
+            self.checkpoint, _ = state.find_checkpoint(args.load)
             self.progress = state.load(
                 args.load,
                 self.model,
@@ -77,7 +81,6 @@ class Trainer:
             self.mesh, self.placement, MessageShapes.of(run.model), settings, device.torch_device
         )
         self.learning_rate = _learning_rate(run)
-        self.loader: StepLoader | None = None
         self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self._reports() else None
         self.peak_flops = flops.peak_flops(device.name)
         self.num_skipped = 0
@@ -92,53 +95,59 @@ class Trainer:
             self._say(f"the checkpoint is at iteration {first} of {args.train_iters}: nothing to train")
             return
         data = self.data(last - first)
-        try:
-            for plan in data:
-                self.step(plan)
-                iteration = self.progress.iteration
-                if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
-                    self._save()
-        finally:
-            data.close()
-            if self.loader is not None:
-                self.loader.close()
+        for _ in range(last - first):
+            started = time.perf_counter()
+            self.step(next(data), started)
+            iteration = self.progress.iteration
+            if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
+                self._save()
+        data.close()
 
     def export(self) -> None:
         """Write the model in Hugging Face format when the run has come to its end and that is asked for."""
         args = self.run.args
-        if args.export_hf is None or self.progress.iteration < args.train_iters:
+        if args.export_hf is None:
+            return
+        if self.progress.iteration < args.train_iters:
+            self._say(f"note: nothing was exported to {args.export_hf}: the run stands at iteration "
+                      f"{self.progress.iteration} of {args.train_iters}; resume it with the same --export-hf")
             return
         target = Path(args.export_hf)
-        checkpoint = args.save or f"{target}.checkpoint"
-        if args.save is None or not state.has_iteration(args.save, self.progress.iteration):
-            self._save(checkpoint)
-        self._say(f"exporting to {target}")
-        if self.mesh.rank == 0:
-            state.export_hf(checkpoint, self.run.data.model_name_or_path, target, self.run.model, overwrite=False)
-            if args.save is None:
-                state.remove(checkpoint)
-        dist.barrier(group=self.mesh.control_group)
+        passing = f"{target}.checkpoint" if self.checkpoint is None else None
+        if passing is not None:
+            self._save(passing)
+        self._say(f"exporting {self.checkpoint} to {target}")
+
+        def write() -> None:
+            base = self.run.data.model_name_or_path
+            state.export_hf(self.checkpoint, base, target, self.run.model, overwrite=False)
+            if passing is not None:
+                state.remove(passing)
+
+        on_first(self.mesh, write)
 
     def close(self) -> None:
-        """Close files and leave the process group."""
+        """Close files and leave the process group, after success only: it waits for all ranks."""
         if self.metrics is not None:
             self.metrics.close()
         parallel.stop()
 
-    def step(self, plan: StepPlan) -> tuple[float, float]:
-        """One optimizer step; returns the loss of the global batch and the gradient norm."""
-        self.device.synchronize()
-        start = time.perf_counter()
+    def step(self, plan: StepPlan, started: float | None = None) -> tuple[float, float]:
+        """One optimizer step; returns the loss of the global batch and the gradient norm.
+
+        ``started``: when the step began, by time.perf_counter, if that was before its data was there.
+        """
+        started = time.perf_counter() if started is None else started
+        self.checkpoint = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._global(
             run_schedule(self.model, plan, self.communicator, self.mesh, self.device.torch_device)
         )
         if not math.isfinite(loss):
-            raise UserError(
-                f"the loss of iteration {self.progress.iteration + 1} is {loss}; weights and checkpoints are as they "
-                f"were before it. Look at the samples of this step, the learning rate and the precision; the same "
-                f"command goes on from the last checkpoint"
+            raise AgreedError(
+                f"the loss of iteration {self.progress.iteration + 1} is {loss}, so no weight was changed by it; look "
+                f"at the samples of this step, the learning rate and the precision, and resume from the last checkpoint"
             )
         lr = self.learning_rate.at(self.progress.consumed_samples)
         result = optimizer_step(self.optimizer, lr)
@@ -148,7 +157,9 @@ class Trainer:
         )
         self.num_skipped += not result.updated
         if self.metrics is not None:
-            self.metrics.write(self._measured(plan, loss, lr, result, time.perf_counter() - start))
+            self.metrics.write(self._measured(plan, loss, lr, result, time.perf_counter() - started))
+        if self.progress.iteration % self.run.args.log_interval == 0:
+            self.num_skipped = 0
         return loss, result.grad_norm
 
     def _global(self, loss: Tensor) -> float:
@@ -184,8 +195,11 @@ class Trainer:
     def data(self, num_steps: int) -> DataOwner:
         """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
         run, mesh = self.run, self.mesh
-        if mesh.owns_data:
-            self.loader = StepLoader(
+
+        def open_loader() -> StepLoader | None:
+            if not mesh.owns_data:
+                return None
+            return StepLoader(
                 Dataset(run.data),
                 SampleEncoder.from_config(run.data, run.model, run.args.seq_length),
                 micro_batch_size=run.args.micro_batch_size,
@@ -199,7 +213,7 @@ class Trainer:
                 prefetch_factor=run.data.prefetch_factor,
             )
         holds_patches = self.placement[mesh.pp_rank].has_patch_embedding
-        return DataOwner(self.loader, mesh, num_steps, holds_patches, run.model.vision)
+        return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patches, run.model.vision)
 
     def _save(self, directory: str | None = None) -> None:
         args = self.run.args
@@ -215,6 +229,7 @@ class Trainer:
             save_rng=not args.no_save_rng and directory is None,
             keep_last=args.keep_last_checkpoints if directory is None else None,
         )
+        self.checkpoint = path
         self._say(f"saved {path}")
 
     def _reports(self) -> bool:

@@ -130,6 +130,7 @@ def test_precision_claims():
     ({f"{LANGUAGE}.recompute_granularity": "ful"}, "granularity is 'ful'; supported: 'full' or 'selective' (did you"),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
     ({f"{LANGUAGE}.recompute_num_layers": 1}, "only go with text_decoder.recompute_granularity 'full'"),
+    ({f"{LANGUAGE}.recompute_granularity": "full"}, "and text_decoder.recompute_num_layers, for example"),
 ])
 def test_refused_model(tmp_path, changes, what):
     found = problems(load_model, tmp_path, "model_7b.json", changes)
@@ -140,6 +141,7 @@ def test_refused_model(tmp_path, changes, what):
 def test_one_mistake_is_one_problem_and_many_are_told_together(tmp_path):
     assert len(problems(load_model, tmp_path, "model_7b.json", {"text_decoder": ABSENT})) == 1
     assert len(problems(load_model, tmp_path, "model_7b.json", {f"{VISION}.num_layers": "32"})) == 1
+    assert len(problems(load_model, tmp_path, "model_7b.json", {f"{LANGUAGE}.hidden_size": 0})) == 1
     found = problems(load_model, tmp_path, "model_7b.json", {
         f"{VISION}.num_layers": "32", f"{PROJECTOR}.freez": True, f"{LANGUAGE}.vocab_size": ABSENT, "model_id": "x"})
     assert len(found) == 4
@@ -191,6 +193,9 @@ def test_several_datasets_and_loader_settings(tmp_path):
     ({"dataset_param.preprocess_parameters.image_max_pixel": 3}, "did you mean 'image_max_pixels'?"),
     ({"dataset_param.attr": ABSENT}, "dataset_param.attr is missing; expected an object"),
     ({"dataset_param": ABSENT}, "dataset_param is missing; expected an object"),
+    ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
+    ({"dataset_param.attr.content_tag": "role"}, "role_tag = 'role', content_tag = 'role'; expected names that differ"),
+    ({"dataset_param.attr.images": "messages"}, "messages = 'messages', images = 'messages'"),
     ({"dataloader_param.sampler_type": "BucketBatchSampler"}, "supported: BaseRandomBatchSampler"),
     ({"dataloader_param.sampler_type": 3}, "expected a string"),
     ({"dataloader_param.collate_param.model_name": "internvl"}, 'supported: "qwen2vl"'),

@@ -1,6 +1,7 @@
 """The shipped JSON files and shell scripts, run as a user runs them; a recorder stands in for Python."""
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,7 @@ SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
     "72b": (64, 2, 8, 4, 384, 73_410_777_344),
 }
 STAND_IN = """#!/bin/bash
+if [[ "${*: -1}" == --check ]]; then echo "checked" >&2; exit "${CHECK_STATUS:-0}"; fi
 printf '%s\\0' "$@" > "$RECORD"
 env > "$RECORD.env"
 if [[ -f "${LOG_TEXT:-}" ]]; then cat "$LOG_TEXT"; fi
@@ -166,6 +168,10 @@ def test_hostfile_gives_rank_and_master(tmp_path):
     ({"HOSTFILE": "hosts.txt"}, "belongs to this machine"),
     ({}, "need a common master"),
     ({"NNODES": "1"}, "not a multiple of TP x PP x CP"),
+    ({"TP": "0", "MBS": "2.5"}, "TP is '0'; expected an integer of at least 1. MBS is '2.5'"),
+    ({"TP": "x"}, "TP is 'x'"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; expected at most 65535"),
+    ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is '2'; expected 0 to 1"),
 ])
 def test_wrong_nodes_are_refused_before_launch(tmp_path, environment, what):
     (tmp_path / "hosts.txt").write_text("10.255.255.1\n10.255.255.2\n")
@@ -175,6 +181,31 @@ def test_wrong_nodes_are_refused_before_launch(tmp_path, environment, what):
     assert outcome.returncode == 2
     assert what in outcome.stderr
     assert argv == []
+
+
+def test_a_port_in_use_is_refused_before_launch(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        outcome, argv = run_script(tmp_path, "3b", MASTER_PORT=str(port))
+    assert outcome.returncode == 2
+    assert f"MASTER_PORT {port} is in use" in outcome.stderr
+    assert argv == []
+
+
+def test_what_the_check_refuses_is_not_launched(tmp_path):
+    outcome, argv = run_script(tmp_path, "3b", CHECK_STATUS="2")
+    assert (outcome.returncode, outcome.stderr, argv) == (2, "checked\n", [])
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_launches_nothing(tmp_path, flag):
+    outcome, argv = run_script(tmp_path, "3b", flag)
+    assert outcome.returncode == 0
+    assert argv[:2] == ["-m", "mm.train"]
+    assert not (tmp_path / "logs").exists()
 
 
 def test_environment_of_the_runtime(tmp_path):

@@ -78,3 +78,15 @@ def test_other_model_types_and_broken_files(tmp_path):
     model = load_model(EXAMPLES / "model_3b.json")
     assert "config.json:1:2" in hf_problems(model, tmp_path, "m")[0]
     assert hf_problems(model, tmp_path / "none", "m") == []
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("text_config", 5), ("vision_config", [1]), ("rope_scaling", "mrope"), ("rope_parameters", "mrope")])
+def test_a_value_in_the_place_of_a_section_is_named(tmp_path, key, value):
+    (problem,) = told(tmp_path, FLAT_3B | {key: value})
+    assert f"{key} is {value!r}; expected an object" in problem
+
+
+def test_lists_are_shown_as_json_has_them(tmp_path):
+    (problem,) = told(tmp_path, FLAT_3B | {"rope_scaling": {"mrope_section": [8, 28, 28]}})
+    assert "[16, 24, 24]  |  [8, 28, 28]" in problem

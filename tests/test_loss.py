@@ -81,7 +81,7 @@ def test_without_targets_loss_and_gradient_are_zero(per_sample: bool) -> None:
     logits = torch.randn(4, VOCAB, requires_grad=True)
     loss = weighted_cross_entropy(logits[inputs.target_index], inputs, tp_size=1)
     loss.backward()
-    assert float(loss) == 0.0 and torch.equal(logits.grad, torch.zeros(4, VOCAB))
+    assert loss.item() == 0.0 and torch.equal(logits.grad, torch.zeros(4, VOCAB))
 
 
 def test_the_loss_is_computed_in_float32() -> None:

@@ -24,7 +24,7 @@ def _awk(line: str, program: str, separator: str) -> str:
 
 
 def test_the_peers_awk_reads_the_line() -> None:
-    line = log_line(STEP, 10000, 870.04, log_tps=True, log_throughput=False)
+    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
     field = _awk(line, "{print$5}", ":")
     assert _awk(field, "{print$1}", "|") == "870.0"
     tokens = _awk(line, "{print$2}", "tokens per sample:")
@@ -32,13 +32,13 @@ def test_the_peers_awk_reads_the_line() -> None:
 
 
 def test_the_line_is_the_peers_to_the_letter() -> None:
-    line = log_line(STEP, 10000, 870.04, log_tps=True, log_throughput=False)
+    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
         " [TIME] iteration        5/   10000 | consumed samples:          960 | elapsed time per iteration (ms): 870.0 "
         "| learning rate: 1.000000E-05 | global batch size:   192 | tokens per sample: 689.0 | loss: 1.250000E+00 "
         "| loss scale: 1.0 | grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    assert "tokens per sample" not in log_line(STEP, 10000, 1.0, log_tps=False, log_throughput=False)
+    assert "tokens per sample" not in log_line(STEP, 10000, 1.0, 1.25, log_tps=False, log_throughput=False)
 
 
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:
@@ -59,4 +59,7 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
     assert [row["iteration"] for row in rows] == list(range(1, 8))
     assert [row["loss"] for row in rows] == [1.25] * 3 + [9.0] * 4
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
+    MetricsWriter(args, {}, 0).close()
+    aside = [path for path in tmp_path.glob("metrics_*.jsonl")]
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and len(aside[0].read_text().splitlines()) == 7
     assert list((tmp_path / "board").iterdir())

@@ -25,8 +25,9 @@ from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_samp
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 LOSS_TOLERANCE = 1e-6  # measured 0
-GRADIENT_TOLERANCE = 1e-5  # measured 1.1e-6, relative, by norm of each gradient
-WEIGHT_TOLERANCE = 1e-6  # measured 0: Adam's first update is the sign of the gradient
+GRADIENT_TOLERANCE = 1e-5  # measured 2.0e-6, relative, by norm of each gradient
+# measured 4.2e-6: Adam's first update is the sign of the gradient, and rounding decides the sign of some elements
+WEIGHT_TOLERANCE = 1e-4
 
 
 # Picking the device, in a process of its own: it patches torch

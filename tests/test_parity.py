@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import torchrun
-from tests.parallel.cases import CASES, Case
+from tests.parallel.cases import CASES, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.6e-7 (before and after the update), gradient 6.3e-6,
 # weight 6.3e-5, gradient norm 4.8e-7.
@@ -43,6 +43,12 @@ def test_layout_equals_transformers(case: Case, errors) -> None:
     assert measured["weight_error"] <= WEIGHT_TOLERANCE, measured
     assert measured["grad_norm_error"] <= NORM_TOLERANCE, measured
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(name: str, errors) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    assert errors(case)["refused"] is True
 
 
 def test_every_world_size_is_run() -> None:

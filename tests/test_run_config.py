@@ -181,3 +181,52 @@ def test_real_environment_is_the_default(tmp_path, monkeypatch):
     load(tmp_path)
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"), *FLAGS]
     assert run_config.load_run(argv).world_size == 2
+
+
+def refused(argv: list[str], environment: dict[str, str]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_run(argv, environment=environment)
+    return list(caught.value.problems)
+
+
+def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_path):
+    load(tmp_path)
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            *(flag for flag in FLAGS if flag != "--dry-run")]
+    for environment, flags, what in (
+        ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is set, but RANK is not"),
+        ({"RANK": "1"}, (), "RANK is set, but WORLD_SIZE is not"),
+        ({}, ("--world-size", "2"), "--world-size is 2, but no launcher started these ranks"),
+    ):
+        assert any(what in problem for problem in refused([*argv, *flags], environment)), what
+    for environment, flags in (
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ()),
+        ({}, ("--world-size", "2", "--check")),
+    ):
+        told = refused([*argv, *flags], environment)
+        assert len(told) == 3, told  # the paths that are missing
+        assert all("which is not a" in problem for problem in told)
+
+
+def test_missing_paths_are_told_together_with_the_mistakes_of_a_file(tmp_path):
+    load(tmp_path)
+    (tmp_path / "model_7b.json").write_text("{")
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            "--load", "nowhere", "--sed", "1", *(flag for flag in FLAGS if flag != "--dry-run")]
+    told = refused(argv, {})
+    assert len(told) == 6
+    for what in ("--sed is not", "model_7b.json:1", "--load is 'nowhere'", "model_name_or_path", "dataset_dir"):
+        assert any(what in problem for problem in told), what
+
+
+@pytest.mark.parametrize(("flags", "how", "what"), [
+    ((), {"model": {f"{LANGUAGE}.pipeline_num_layers": []}}, "text_decoder.pipeline_num_layers is empty"),
+    (("--adam-eps", "0"), {}, "--adam-eps is 0"),
+    (("--recompute-granularity", "full"), {}, "and --recompute-num-layers, for example"),
+    ((), {"data": {"dataset_param.basic_parameters.mask_history": True,
+                   "dataset_param.basic_parameters.train_on_prompt": True}}, "they exclude each other"),
+])
+def test_refused_before_the_start(tmp_path, flags, how, what):
+    found = problems(tmp_path, *flags, **how)
+    assert len(found) == 1
+    assert what in found[0]

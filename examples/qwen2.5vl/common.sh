@@ -2,7 +2,8 @@
 #
 # A script sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the environment), calls
 # `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
-# Flags after the script's name are passed on; with --dry-run one process checks everything and nothing is launched.
+# Flags after the script's name are passed on; with --dry-run or --check nothing is launched.  Else one process checks
+# everything first, so that a mistake is told once and ends the script with status 2.
 # All paths are relative to the repository root.
 #
 # From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
@@ -69,6 +70,14 @@ nodes_from_hostfile() {
 
 # WORLD_SIZE, DP and GBS from the variables of the script.
 derive_sizes() {
+    local name wrong=()
+    for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP MASTER_PORT; do
+        [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
+    done
+    ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
+    [[ "$NODE_RANK" =~ ^[0-9]{1,8}$ ]] && ((10#$NODE_RANK < NNODES)) ||
+        fail "NODE_RANK is '$NODE_RANK'; expected 0 to $((NNODES - 1)), for NNODES is $NNODES"
+    ((MASTER_PORT < 65536)) || fail "MASTER_PORT is $MASTER_PORT; expected at most 65535"
     WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
     local replica=$((TP * PP * CP))
     if ((WORLD_SIZE % replica != 0)); then
@@ -82,16 +91,22 @@ derive_sizes() {
 # launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.
 launch() {
     local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+    local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.train "${flags[@]}"
+        --world-size "$WORLD_SIZE")
     local flag log status
     for flag in "$@"; do
-        if [[ "$flag" == --dry-run ]]; then
-            exec env -u WORLD_SIZE "$PYTHON" -m mm.train "${flags[@]}" --world-size "$WORLD_SIZE"
+        if [[ " --dry-run --check --help -h " == *" $flag "* ]]; then
+            exec "${rehearse[@]}"
         fi
     done
     if ((NNODES > 1)) && [[ "$MASTER_ADDR" == localhost ]]; then
         fail "$NNODES nodes need a common master: write the addresses into ${HOSTFILE:-a hostfile}, or set" \
             "MASTER_ADDR, NNODES and NODE_RANK"
     fi
+    if [[ "$NODE_RANK" == 0 ]] && (exec 3<>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
+        fail "MASTER_PORT $MASTER_PORT is in use on this machine, perhaps by another run; set another one"
+    fi
+    "${rehearse[@]}" --check || exit
     mkdir -p "$LOG_DIR"
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     set +e

@@ -3,6 +3,7 @@
 Knows nothing of parallelism or of the order of samples.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mm.config import DataConfig, ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
-from mm.data.dataset import Sample
+from mm.data.dataset import ImagePart, Message, Sample
 from mm.data.media import ImageProcessor, load_image
 from mm.data.microbatch import Grid, Microbatch
 from mm.errors import UserError
@@ -71,6 +72,7 @@ class SampleEncoder:
         ]
         if problems:
             raise UserError(problems)
+        _try_template(chat, directory)
         return cls(chat, images)
 
     def encode(self, sample: Sample) -> EncodedSample:
@@ -100,6 +102,16 @@ class SampleEncoder:
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
         return values
+
+
+def _try_template(chat: ChatEncoder, directory: str) -> None:
+    """Encode a conversation of every kind of part, so that a template of another model is found at once."""
+    side = math.isqrt(chat.merge_area)
+    conversation = [Message("user", (ImagePart(""), "question")), Message("assistant", ("answer",))]
+    try:
+        chat.encode(conversation, [(1, side, side)])
+    except UserError as error:
+        raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
 
 
 def pack(samples: Sequence[EncodedSample]) -> Microbatch:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -36,11 +37,11 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise UserError(f"model_name_or_path = {directory!r} is no directory; give a local Hugging Face checkpoint.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises errors of many types on broken files
         raise UserError(f"{directory}: its tokenizer does not load: {error}") from error
     legacy = path / "chat_template.json"
     if legacy.is_file() and not (path / "chat_template.jinja").is_file():
-        tokenizer.chat_template = json.loads(legacy.read_text(encoding="utf-8"))["chat_template"]
+        tokenizer.chat_template = _legacy_template(legacy)
     problems = []
     if not tokenizer.chat_template:
         problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")
@@ -52,6 +53,17 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     if problems:
         raise UserError(problems)
     return tokenizer
+
+
+def _legacy_template(path: Path) -> str:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; copy it from the published checkpoint.") from error
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise UserError(f"{path}: has no text 'chat_template'; copy it from the published checkpoint.")
+    return template
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class ChatEncoder:
             raise UserError("train_on_prompt and mask_history exclude each other; set one of them to false.")
         self._tokenizer = tokenizer
         self._seq_length = seq_length
-        self._merge_area = spatial_merge_size**2
+        self.merge_area = spatial_merge_size**2
         self._train_on_prompt = train_on_prompt
         self._mask_history = mask_history
         self.image_token_id: int = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -116,7 +128,7 @@ class ChatEncoder:
         if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(f"the chat template shows {len(places)} images of {len(grids)}; use Qwen2.5-VL's template.")
         repeats = np.ones(len(token_ids), dtype=np.int64)
-        repeats[places] = [t * h * w // self._merge_area for t, h, w in grids]
+        repeats[places] = [t * h * w // self.merge_area for t, h, w in grids]
         ends = np.cumsum(repeats)[places] + 1
         starts = ends - repeats[places] - 2
         num_tokens, num_images = _cut(int(repeats.sum()), list(zip(starts, ends, strict=True)), self._seq_length)
@@ -139,7 +151,10 @@ class ChatEncoder:
             else:
                 content = "".join(message.parts)
             turns.append({"role": message.role, "content": content})
-        return self._tokenizer.apply_chat_template(turns, tokenize=False)
+        try:
+            return self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except TemplateError as error:
+            raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
     def _answer_spans(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]]:
         """Where in ``text`` the characters to be learnt stand: answers with the end of their turn."""

@@ -25,8 +25,7 @@ from mm.errors import UserError
 class StepLoader:
     """Endless iterator over optimizer steps: each item is the list of this data-parallel rank's microbatches.
 
-    What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once, so they
-    prepare the first step while the model is still being built.
+    What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ class ImageProcessor:
         Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
         """
         path, values = _read_config(Path(directory))
-        size = values.get("size") or {}
+        size = values.get("size") if isinstance(values.get("size"), dict) else {}
         bounds = {
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
             "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
@@ -144,6 +144,7 @@ class ImageProcessor:
         missing = [key for key in required if key not in values] + [key for key in bounds if bounds[key] is None]
         if missing:
             raise UserError(f"{path}: has no {', '.join(missing)}; copy the file from the published checkpoint.")
+        _check_numbers(path, {key: values[key] for key in required} | bounds)
         lower, upper = max(bounds["min_pixels"], min_pixels), min(bounds["max_pixels"], max_pixels or math.inf)
         if lower > upper:
             raise UserError(
@@ -205,8 +206,10 @@ def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: not valid JSON: {error}.") from error
-        if name == "processor_config.json":
+        if name == "processor_config.json" and isinstance(values, dict):
             values = values.get("image_processor")
+        if not isinstance(values, dict | None):
+            raise UserError(f"{path}: holds {str(values)[:40]!r}; expected an object with the processor's settings.")
         if values is not None:
             _check_settings(path, values)
             return path, values
@@ -228,5 +231,22 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
         for key, value in expected.items()
         if values.get(key, value) != value
     ]
+    if problems:
+        raise UserError(problems)
+
+
+def _check_numbers(path: Path, values: dict[str, Any]) -> None:
+    """Refuse what is no number, and what would make pixels infinite."""
+    problems = []
+    for key, value in values.items():
+        numbers, expected = [value], "an integer of at least 1"
+        if key in ("image_mean", "image_std"):
+            numbers = value if isinstance(value, list) and len(value) == 3 else [None]
+            expected = "three numbers, above 0 for image_std"
+        kind, least = (int | float, 0) if key in ("image_mean", "image_std") else (int, 1)
+        is_number = all(isinstance(one, kind) and not isinstance(one, bool) for one in numbers)
+        if not is_number or min(numbers) < least or (key == "image_std" and min(numbers) == 0):
+            problems.append(f"{path}: {key} is {value!r}; expected {expected}. Copy the file from the published "
+                            f"checkpoint.")
     if problems:
         raise UserError(problems)

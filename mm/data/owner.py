@@ -6,9 +6,11 @@ ranks that hold the patch embedding.  A thread does this for step n+1 while step
 replica, owners and pixel groups.  Knows nothing of the model.
 """
 
+import json
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, replace
+from queue import Queue
+from threading import Semaphore, Thread
 
 import torch
 import torch.distributed as dist
@@ -17,15 +19,17 @@ from torch import Tensor
 from mm.config import VisionConfig
 from mm.data.microbatch import Microbatch
 from mm.data.totals import BatchTotals
+from mm.errors import AgreedError, UserError
 from mm.parallel import Mesh
 from mm.step_plan import StepPlan
 
 
 class DataOwner:
-    """Yields ``StepPlan`` for ``num_steps`` steps.
+    """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
-    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` tells their width.
+    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` tells their width.  A sample that one
+    owner cannot use raises the same AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -39,47 +43,73 @@ class DataOwner:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._holds_patch_embedding, self._vision = holds_patch_embedding, vision
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._coming: Future[StepPlan] | None = None
-        self._prefetch()
+        self._shared: Queue[StepPlan | Exception] = Queue()
+        self._wanted = Semaphore(1)  # one step ahead: the coming one is made while the caller computes
+        # A daemon, so that a rank that fails can leave while this waits for other ranks.
+        self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
+        self._thread.start()
 
     def __iter__(self) -> Iterator[StepPlan]:
         return self
 
     def __next__(self) -> StepPlan:
-        if self._coming is None:
+        if self._num_left == 0:
             raise StopIteration
-        data = self._coming.result()
-        self._prefetch()
-        return data
+        self._num_left -= 1
+        shared = self._shared.get()
+        if isinstance(shared, Exception):
+            raise shared
+        self._wanted.release()
+        return shared
 
     def close(self) -> None:
-        """Wait for the thread to finish what it is doing and end it."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for the thread, which ends by itself once all steps were taken."""
+        assert self._num_left == 0, f"{self._num_left} steps were not taken"
+        self._thread.join()
 
-    def _prefetch(self) -> None:
-        self._coming = self._thread.submit(self._share_step) if self._num_left > 0 else None
-        self._num_left -= 1
+    def _share_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._wanted.acquire()
+            try:
+                self._shared.put(self._share_step())
+            except Exception as error:  # raised again by the thread that takes it
+                self._shared.put(error)
+                return
 
     def _share_step(self) -> StepPlan:
         mesh = self._mesh
-        microbatches = next(self._steps) if self._steps is not None else None
-        counts = torch.tensor(astuple(BatchTotals.of(microbatches or [], self._vision)), dtype=torch.int64)
+        microbatches, problems = self._read()
+        totals = astuple(BatchTotals.of(microbatches or [], self._vision))
+        counts = torch.tensor([bool(problems), *totals], dtype=torch.int64)
         if mesh.owns_data and mesh.dp_size > 1:
             dist.all_reduce(counts, group=mesh.owners_group)
+            problems = _all_problems(problems, mesh) if counts[0] else ()
+        payload = None
+        if mesh.owns_data:
+            contents = _to_numbers(microbatches) if not problems else [_to_bytes(problems)]
+            payload = torch.cat([counts, *contents])
         if mesh.tp_size * mesh.pp_size > 1:
-            payload = _share(
-                None if microbatches is None else torch.cat([counts, *_to_numbers(microbatches)]), mesh
-            )
-            counts = payload[: len(counts)]
-            light = _from_numbers(payload[len(counts) :])
-        else:
-            light = [microbatch.without_pixels() for microbatch in microbatches]
+            payload = _share(payload, mesh)
+        counts, contents = payload[: len(counts)], payload[len(counts) :]
+        if counts[0]:
+            raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
+        light = _from_numbers(contents)
         pixels = self._share_pixels(microbatches, light)
         return StepPlan(
             tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
-            BatchTotals(*counts.tolist()),
+            BatchTotals(*counts[1:].tolist()),
         )
+
+    def _read(self) -> tuple[list[Microbatch] | None, tuple[str, ...]]:
+        """The coming step on the owning rank, or what is wrong with it."""
+        if self._steps is None:
+            return None, ()
+        try:
+            return next(self._steps), ()
+        except UserError as error:
+            return None, error.problems
+        except OSError as error:
+            return None, (f"rank {self._mesh.rank}: {error}",)
 
     def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
         """Pixel values of each microbatch where this rank needs them, None elsewhere."""
@@ -94,6 +124,17 @@ class DataOwner:
             if owned is None:
                 pixels = [p if len(p) else None for p in together.split(sizes)]
         return pixels if self._holds_patch_embedding else [None] * len(light)
+
+
+def _all_problems(problems: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """What any owner found, on every owner."""
+    gathered: list[tuple[str, ...]] = [()] * mesh.dp_size
+    dist.all_gather_object(gathered, problems, group=mesh.owners_group)
+    return tuple(dict.fromkeys(problem for one in gathered for problem in one))
+
+
+def _to_bytes(problems: tuple[str, ...]) -> Tensor:
+    return torch.tensor(list(json.dumps(problems).encode()), dtype=torch.int64)
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mm.transfer import to_device
+
 NPU_MAX_SEGMENTS = 1024
 """Longest list of lengths that ``npu_fusion_attention`` takes in one variable-length call (its documentation)."""
 
@@ -50,7 +52,7 @@ class Segments:
         return cls(
             lengths=kept,
             runs=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
-            cu_seqlens=starts.to(device, non_blocking=True),
+            cu_seqlens=to_device(starts, torch.device(device)),
             max_length=max(kept, default=0),
         )
 

@@ -16,17 +16,17 @@ from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSN
 from mm.model.linear import ColumnLinear
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
+from mm.transfer import to_device
 
 
 def language_inputs(
     microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: torch.device
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype."""
-    cos, sin = (
-        table.to(device=device, dtype=dtype, non_blocking=True)
-        for table in mrope_cos_sin(microbatch.positions, config.kv_channels, config.rope_theta, config.mrope_section)
-    )
-    return AttentionInputs(cos, sin, Segments.build(microbatch.segment_lengths, device), causal=True)
+    positions = to_device(microbatch.positions, device)
+    cos, sin = mrope_cos_sin(positions, config.kv_channels, config.rope_theta, config.mrope_section)
+    segments = Segments.build(microbatch.segment_lengths, device)
+    return AttentionInputs(cos.to(dtype), sin.to(dtype), segments, causal=True)
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class EmbeddingInputs:
 def embedding_inputs(microbatch: Microbatch, image_token_id: int, device: torch.device) -> EmbeddingInputs:
     visual = None
     if microbatch.image_grids:
-        visual = (microbatch.token_ids == image_token_id).nonzero().squeeze(1).to(device, non_blocking=True)
-    return EmbeddingInputs(microbatch.token_ids.to(device, non_blocking=True), visual)
+        visual = to_device((microbatch.token_ids == image_token_id).nonzero().squeeze(1), device)
+    return EmbeddingInputs(to_device(microbatch.token_ids, device), visual)
 
 
 class WordEmbedding(nn.Module):

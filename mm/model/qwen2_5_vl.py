@@ -20,6 +20,7 @@ from mm.model.layers import AttentionInputs, Build
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
 from mm.model.weights import stage_weights
 from mm.placement import Placement, StageSpec
+from mm.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Stage(nn.Module):
         pixels = None
         if spec.has_patch_embedding and has_images:
             assert microbatch.pixel_values is not None
-            pixels = microbatch.pixel_values.to(device, non_blocking=True)
+            pixels = to_device(microbatch.pixel_values, device)
         wants_loss = spec.has_head and totals is not None
         return StageInputs(
             pixel_values=pixels,

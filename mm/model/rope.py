@@ -10,6 +10,7 @@ of the unit, then row and column inside it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -122,8 +123,8 @@ def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Seque
     """
     if len(section) != 3 or 2 * sum(section) != head_dim:
         raise ValueError(f"mrope_section {tuple(section)} must be three numbers that sum to {head_dim // 2}")
-    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(section)).to(positions.device)
-    frequencies = _inverse_frequencies(head_dim, theta).to(positions.device)
+    axis = _section_axis(tuple(section), positions.device)
+    frequencies = _inverse_frequencies(head_dim, theta, positions.device)
     return _cos_sin(positions.float().t()[:, axis] * frequencies)
 
 
@@ -146,7 +147,7 @@ def vision_cos_sin(positions: Tensor, head_dim: int, theta: float = 10000.0) -> 
     Returns:
         cos and sin, float32 [num_patches, head_dim]; both halves of the last axis are equal.
     """
-    frequencies = _inverse_frequencies(head_dim // 2, theta).to(positions.device)
+    frequencies = _inverse_frequencies(head_dim // 2, theta, positions.device)
     return _cos_sin((positions.float()[..., None] * frequencies).flatten(1))
 
 
@@ -193,9 +194,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _inverse_frequencies(dim: int, theta: float) -> Tensor:
-    """float32 [dim / 2] on the CPU, written as in transformers so that the last bit agrees."""
-    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+@cache
+def _inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [dim / 2], computed on the CPU and written as in transformers so that the last bit agrees."""
+    return (1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))).to(device)
+
+
+@cache
+def _section_axis(section: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [head_dim / 2]: which of time, height and width each frequency turns with."""
+    return torch.repeat_interleave(torch.arange(3), torch.tensor(section)).to(device)
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:

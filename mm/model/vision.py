@@ -17,6 +17,7 @@ from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSN
 from mm.model.rope import vision_cos_sin
 from mm.model.window import plan_vision
 from mm.placement import StageSpec
+from mm.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: torch.de
     """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
     plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
-    cos, sin = (table.to(device, non_blocking=True) for table in vision_cos_sin(plan.positions, config.head_dim))
+    cos, sin = vision_cos_sin(to_device(plan.positions, device), config.head_dim)
 
     def on_device(index: Tensor | None) -> Tensor | None:
-        return None if index is None else index.to(device, non_blocking=True)
+        return None if index is None else to_device(index, device)
 
     image_order = on_device(plan.image_order)
     image_cos, image_sin = (cos, sin) if image_order is None else (cos[image_order], sin[image_order])

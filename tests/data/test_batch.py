@@ -1,4 +1,6 @@
+import json
 import pickle
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -102,3 +104,14 @@ def test_encoder_pickles(write_dataset, model_config):
     encoder, sample = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)[3]
     copy = pickle.loads(pickle.dumps(encoder))
     assert torch.equal(copy.encode(sample).token_ids, encoder.encode(sample).token_ids)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "hello"])
+def test_a_template_of_another_model_is_refused_before_any_sample(
+    write_dataset, model_config, hf_directory, tmp_path, template
+):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(UserError, match=f"{directory}: the chat template .* use Qwen2.5-VL's template"):
+        SampleEncoder.from_config(replace(write_dataset(), model_name_or_path=str(directory)), model_config, 100)

@@ -168,3 +168,23 @@ def test_unusable_directories_are_refused(hf_directory, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="tokenizer does not load"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", "chat_template.json: not valid JSON"),
+    ("[1]", "chat_template.json: has no text 'chat_template'"),
+    ('{"chat_template": 5}', "chat_template.json: has no text 'chat_template'"),
+])
+def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, message):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    (directory / "chat_template.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(directory))
+
+
+def test_a_broken_tokenizer_file_is_named(tmp_path, hf_directory):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    (directory / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(UserError, match="its tokenizer does not load"):
+        load_tokenizer(str(directory))

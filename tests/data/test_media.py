@@ -174,3 +174,23 @@ def test_unknown_settings_are_refused(tmp_path, change, message):
 def test_a_directory_without_settings_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no preprocessor_config.json"):
         ImageProcessor.from_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
+    ({"merge_size": 0}, "merge_size is 0"),
+    ({"image_mean": [0.5]}, "image_mean is \\[0.5\\]; expected three numbers"),
+    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]"),
+    ({"min_pixels": "5"}, "min_pixels is '5'"),
+    ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
+])
+def test_settings_that_are_no_numbers_are_refused(tmp_path, change, message):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
+    with pytest.raises(UserError, match=message):
+        ImageProcessor.from_directory(str(tmp_path))
+
+
+def test_settings_that_are_no_object_are_refused(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text("[1]")
+    with pytest.raises(UserError, match="expected an object with the processor's settings"):
+        ImageProcessor.from_directory(str(tmp_path))

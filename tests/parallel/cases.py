@@ -83,9 +83,15 @@ CASES = (
     Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, distributed_optimizer=True, tied=True),
     Case("dp2-pp2-vision-frozen-distributed-optimizer", (4, 0), (0, 4), dp=2, distributed_optimizer=True,
          freeze=("vision", "projector")),
+    Case("dp2-pp2-vit-stage-images-on-one-rank-gather", (4, 0), (0, 4), dp=2, batch="images on one rank",
+         distributed_optimizer=True, overlap=True),
     Case("dp2-pp2-images-on-one-rank-overlap", (3, 1), (0, 4), dp=2, batch="images on one rank", overlap=True),
     Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
 )
+
+
+NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-distributed-optimizer", "tp2-dp2-distributed-optimizer")
+"""Cases that are also tried with a NaN in one gradient of one rank."""
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:

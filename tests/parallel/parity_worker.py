@@ -21,6 +21,7 @@ from torch import Tensor  # noqa: E402
 from mm import arguments, parallel  # noqa: E402
 from mm.config import ModelConfig, RecomputeConfig  # noqa: E402
 from mm.data.totals import BatchTotals  # noqa: E402
+from mm.errors import AgreedError  # noqa: E402
 from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
 from mm.model.qwen2_5_vl import build_stage  # noqa: E402
 from mm.model.weights import Weight, shard, stage_weights  # noqa: E402
@@ -28,7 +29,7 @@ from mm.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: 
 from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
-from tests.parallel.cases import CASES, Case, batch_of  # noqa: E402
+from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -166,6 +167,26 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
     return errors, uncovered
 
 
+def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
+    """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
+    engine = build(case, hf_tensors(hf_model(case.tied)))
+    engine.pass_over_batch()
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    ranges = owned_ranges(engine.optimizer, engine.model)
+    name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
+    if engine.mesh.rank == engine.mesh.world_size - 1:
+        engine.model.module.get_parameter(name).main_grad.view(-1)[start] = float("nan")
+    try:
+        optimizer_step(engine.optimizer, LR)
+        refused = False
+    except AgreedError:
+        refused = all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    gathered: list = [None] * engine.mesh.world_size
+    dist.all_gather_object(gathered, refused)
+    parallel.stop_mesh()
+    return all(gathered)
+
+
 def run_case(case: Case) -> dict:
     expected = reference(case)
     engine = build(case, expected["before"])
@@ -213,6 +234,8 @@ def main(output: str, only: list[str]) -> None:
     for case in CASES:
         if case.world_size == dist.get_world_size() and (not only or case.name in only):
             results[case.name] = run_case(case)
+            if case.name in NOT_FINITE:
+                results[case.name]["refused"] = refuses_a_gradient_that_is_not_finite(case)
             if dist.get_rank() == 0:
                 print(case.name, json.dumps(results[case.name]), flush=True)
     if dist.get_rank() == 0:

@@ -3,7 +3,7 @@
 Signatures, argument rules and limits are those of torch_npu 2.13 (schema of the wheel; pages of the operators in
 github.com/Ascend/op-plugin, docs/context).  What the real operator refuses or silently computes otherwise, this does
 too; what it can do and mm does not use raises NotImplementedError.  Nothing of mm is imported.  Importing it makes
-``torch.npu`` and the device name "npu" known to torch, as importing the real package does.
+``torch.npu`` known, as importing the real package does.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_npu import npu
 
-torch.utils.rename_privateuse1_backend("npu")
 torch.npu = npu
 
 _MAX_VARLEN_SEGMENTS = 1024

@@ -13,6 +13,9 @@ import torch.distributed
 
 import torch_npu
 
+# The real package does this when torch_npu is imported.  It cannot be undone, and test processes import that.
+torch.utils.rename_privateuse1_backend("npu")
+
 LOADED_BEFORE = frozenset(name.partition(".")[0] for name in sys.modules)
 _init_process_group = torch.distributed.init_process_group
 

@@ -1,0 +1,268 @@
+"""One step on one device, by this trainer and by plain transformers: what benchmarks.device_step compares.
+
+To be imported after ``Device.pick``.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.fusion_mapping import register_fusion_patches
+
+from benchmarks.cpu_step import peer_batches
+from mm import arguments, parallel
+from mm.config import ModelConfig, RecomputeConfig, load_model
+from mm.data.microbatch import IGNORE_INDEX, Grid, Microbatch
+from mm.data.totals import BatchTotals
+from mm.device import Device
+from mm.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
+from mm.model.qwen2_5_vl import build_stage
+from mm.model.rope import mrope_positions
+from mm.model.weights import canonical_hf_name, fuse, model_weights, stage_weights
+from mm.optimizer import build_optimizer, optimizer_step
+from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule
+from mm.placement import Placement
+from mm.step_plan import MessageShapes, StepPlan
+
+LR = 1e-5
+NUM_TEXT_IDS = 200
+"""Text is drawn from ids below this: no special token of any size is among them."""
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+
+
+def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False) -> ModelConfig:
+    """The shipped model JSON of ``size`` on one stage; ``frozen`` names parts, the file's own choice is ignored."""
+    model = load_model(EXAMPLES / f"model_{size}.json")
+    recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
+    towers = {
+        part: dataclasses.replace(
+            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed
+        )
+        for part, tower in (("vision", model.vision), ("language", model.language))
+    }
+    return dataclasses.replace(
+        model, **towers, projector=dataclasses.replace(model.projector, freeze="projector" in frozen)
+    )
+
+
+def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
+    """transformers' config of the same model."""
+    vision, language = model.vision, model.language
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": language.vocab_size,
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.ffn_hidden_size,
+            "num_hidden_layers": language.num_layers,
+            "num_attention_heads": language.num_attention_heads,
+            "num_key_value_heads": language.num_query_groups,
+            "max_position_embeddings": language.max_position_embeddings,
+            "rms_norm_eps": language.layernorm_epsilon,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": language.rope_theta,
+                "mrope_section": list(language.mrope_section),
+            },
+            "tie_word_embeddings": language.tied,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        vision_config={
+            "depth": vision.num_layers,
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.ffn_hidden_size,
+            "num_heads": vision.num_attention_heads,
+            "out_hidden_size": language.hidden_size,
+            "in_channels": vision.in_channels,
+            "window_size": vision.window_attn_size,
+            "fullatt_block_indexes": list(vision.fullatt_block_indexes),
+            "patch_size": vision.patch_size,
+            "spatial_merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "tokens_per_second": vision.tokens_per_second,
+        },
+        image_token_id=model.image_token_id,
+        video_token_id=model.video_token_id,
+        vision_start_token_id=model.vision_start_token_id,
+        vision_end_token_id=model.vision_start_token_id + 1,
+        tie_word_embeddings=language.tied,
+    )
+
+
+Sample = tuple[tuple[Grid, ...], int]
+"""Grids of the images, and how many text tokens follow them; the second half of the text is the answer."""
+
+
+def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> Microbatch:
+    """Packed samples of random text and random pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    merge = model.vision.spatial_merge_size**2
+    ids, labels, positions = [], [], []
+    for grids, num_text in samples:
+        spans = [
+            torch.tensor([model.vision_start_token_id, *[model.image_token_id] * (t * h * w // merge),
+                          model.vision_start_token_id + 1])
+            for t, h, w in grids
+        ]  # fmt: skip
+        ids.append(torch.cat([*spans, torch.randint(0, NUM_TEXT_IDS, (num_text,), generator=generator)]))
+        shifted = torch.full_like(ids[-1], IGNORE_INDEX)
+        shifted[-num_text // 2 : -1] = ids[-1][-num_text // 2 + 1 :]
+        labels.append(shifted)
+        positions.append(mrope_positions(ids[-1], grids, model.image_token_id, model.vision_start_token_id,
+                                         model.vision.spatial_merge_size))  # fmt: skip
+    all_grids = tuple(grid for grids, _ in samples for grid in grids)
+    num_patches = sum(t * h * w for t, h, w in all_grids)
+    pixels = torch.randn(num_patches, model.vision.patch_elements, generator=generator) if all_grids else None
+    return Microbatch(
+        torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids, pixels
+    )
+
+
+def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights by Hugging Face names that leave nothing at a special value, rounded to bf16 whatever ``dtype``."""
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for weight in model_weights(model):
+        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+            std = 0.1 if len(shape) == 1 else math.prod(shape[1:]) ** -0.5
+            noise = std * torch.randn(shape, generator=generator, device=device)
+            tensors[name] = (noise + weight.name.endswith("norm.weight")).bfloat16().to(dtype)
+    return tensors
+
+
+class Ours:
+    """This trainer's stage, optimizer and schedule; ``tensors`` are weights by Hugging Face names."""
+
+    def __init__(self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
+        self.device, placement = device, Placement.from_config(model)
+        args = arguments.parse([
+            "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
+            "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",
+            *([f"--{precision}"] if precision != "fp32" else []),
+        ])  # fmt: skip
+        self.mesh = parallel.start(device, placement, model.language.tied, tp_size=1)
+        settings = parallel_config(self.mesh, precision)
+        self.stage = build_stage(model, placement, 0, settings, device)
+        with torch.no_grad():
+            for weight in stage_weights(model, placement[0], placement):
+                whole = fuse(weight, [tensors[name] for name in weight.hf_names])
+                self.stage.get_parameter(weight.name).copy_(whole)
+        self.model = DistributedDataParallel(settings, ddp_config(args), self.stage)
+        self.optimizer = build_optimizer(optimizer_config(args, precision), self.model, self.mesh)
+        bind_schedule(self.model, self.mesh)
+        self.communicator = PipelineCommunicator(
+            self.mesh, placement, MessageShapes.of(model), settings, device.torch_device
+        )
+
+    def pass_over(self, microbatches: list[Microbatch]) -> Tensor:
+        """Forward and backward; the loss, on the device."""
+        plan = StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.stage.model.vision))
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return run_schedule(self.model, plan, self.communicator, self.mesh, self.device.torch_device)
+
+    def step(self, microbatches: list[Microbatch]) -> tuple[float, float]:
+        """One optimizer step; loss and gradient norm."""
+        loss = float(self.pass_over(microbatches))
+        return loss, optimizer_step(self.optimizer, LR).grad_norm
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By our names, in fp32 on the CPU."""
+        return {
+            name: parameter.main_grad.float().cpu()
+            for name, parameter in self.stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def close(self) -> None:
+        parallel.stop_mesh()
+
+
+class Peer:
+    """transformers' model in a plain loop, tuned: fused AdamW, SDPA or FlashAttention, a linear patch embedding.
+
+    Weights, gradients and the optimizer's state have the dtype of ``precision``; ours keep fp32 copies of all three,
+    so the peer moves less memory.
+    """
+
+    def __init__(
+        self, model: ModelConfig, device: torch.device, precision: str, tensors: dict[str, Tensor],
+        attention: str = "sdpa", recompute: bool = False,
+    ) -> None:  # fmt: skip
+        config = hf_config(model)
+        register_fusion_patches(Qwen2_5_VLForConditionalGeneration, config, {"patch_embeddings": True})
+        with torch.device(device):
+            self.model = Qwen2_5_VLForConditionalGeneration._from_config(
+                config, dtype=DTYPES[precision], attn_implementation=attention
+            )
+        frozen = {"vision": model.vision.freeze, "projector": model.projector.freeze, "language": model.language.freeze}
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[hf_name(name)].reshape(parameter.shape))
+                part = "projector" if "visual.merger" in name else "vision" if "visual" in name else "language"
+                parameter.requires_grad_(not frozen[part])
+        if recompute:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+        self.image_token_id, self.device = model.image_token_id, device
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.01},
+            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, fused=True)
+
+    def batches(self, microbatches: list[Microbatch]) -> list[dict]:
+        """As transformers takes them, on the device; no mask where nothing is padded."""
+        batches = peer_batches(tuple(microbatches), self.image_token_id)
+        for batch in batches:
+            if bool(batch["attention_mask"].all()):
+                del batch["attention_mask"]
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+
+    def pass_over(self, batches: list[dict], num_target_tokens: int) -> Tensor:
+        """Forward and backward; the loss, on the device."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            loss = self.model(**batch, num_items_in_batch=num_target_tokens).loss
+            loss.backward()
+            total += loss.detach().float()
+        return total
+
+    def step(self, batches: list[dict], num_target_tokens: int) -> tuple[float, float]:
+        """One optimizer step; loss and gradient norm."""
+        loss = float(self.pass_over(batches, num_target_tokens))
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        return loss, float(norm)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By Hugging Face names, in fp32 on the CPU."""
+        return {
+            hf_name(name): parameter.grad.float().cpu()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def hf_name(name: str) -> str:
+    """The published name of a parameter of the peer, whose patch embedding is a linear layer."""
+    return canonical_hf_name(name).replace("patch_embed.linear_proj", "patch_embed.proj")
+
+
+def peer_attention() -> str:
+    """The fastest implementation that is installed."""
+    return "flash_attention_2" if importlib.util.find_spec("flash_attn") is not None else "sdpa"

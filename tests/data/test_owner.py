@@ -1,0 +1,93 @@
+"""Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded."""
+
+import json
+import operator
+from functools import reduce
+
+import pytest
+
+from mm.data.totals import BatchTotals
+from mm.placement import Placement
+from tests.launch import torchrun
+from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
+
+RANKS = range(4)
+
+
+@pytest.fixture(scope="module")
+def received(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """By rank: what the worker wrote."""
+    directory = tmp_path_factory.mktemp("owner")
+    torchrun(4, "tests.parallel.owner_worker", str(directory), timeout_seconds=180)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+def expected_totals(layout: Layout, step: int) -> dict[str, int]:
+    """Each count summed over the replicas, one by one."""
+    vision = layout.config.vision
+    parts = [vars(BatchTotals.of(batches(dp)[step], vision)) for dp in range(layout.dp)]
+    return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layout) -> None:
+    placement = Placement.from_config(layout.config)
+    for rank in RANKS:
+        mine = received[rank][layout.name]
+        holds_pixels = placement[mine["place"]["pp"]].has_patch_embedding
+        assert len(mine["steps"]) == len(STEPS)
+        for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
+            expected = [fingerprint(microbatch) for microbatch in owned]
+            if not holds_pixels:
+                expected = [microbatch | {"pixels": None} for microbatch in expected]
+            assert given["microbatches"] == expected, (rank, step)
+            assert given["totals"] == expected_totals(layout, step), (rank, step)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], layout: Layout) -> None:
+    for rank in RANKS:
+        mine = received[rank][layout.name]
+        is_first = mine["place"]["pp"] == mine["place"]["tp"] == 0
+        assert mine["owns_data"] == is_first
+        assert mine["num_asked"] == (len(STEPS) if is_first else None)
+
+
+def test_the_ranks_hold_different_places(received: list[dict]) -> None:
+    """So that the tests above have seen every place of every layout."""
+    for layout in LAYOUTS:
+        places = {tuple(sorted(received[rank][layout.name]["place"].items())) for rank in RANKS}
+        assert len(places) == len(RANKS)
+        assert {dict(place)["dp"] for place in places} == set(range(layout.dp))
+
+
+def test_the_steps_differ_and_some_have_images_on_one_replica_only() -> None:
+    """So that a swap of steps, microbatches or replicas would show."""
+    seen = [json.dumps(fingerprint(m)) for dp in (0, 1) for step in batches(dp) for m in step]
+    assert len(set(seen)) == len(seen)
+    with_images = [[any(m.image_grids for m in batches(dp)[step]) for dp in (0, 1)] for step in range(len(STEPS))]
+    assert [True, False] in with_images and [False, True] in with_images and [False, False] in with_images
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("user's mistake", "AgreedError: data.json: sample 17 has no answer"),
+        ("broken picture", "AgreedError: rank 1: picture 17 cannot be read"),
+    ],
+)
+def test_what_one_owner_cannot_read_is_the_same_error_on_every_rank(received, case: str, expected: str) -> None:
+    """After the steps that were whole; on the ranks of the other replica too."""
+    for rank in RANKS:
+        assert received[rank][case]["error"] == expected
+        assert len(received[rank][case]["steps"]) == FAILING_STEP
+
+
+def test_a_bug_in_a_loader_surfaces_where_it_is(received: list[dict]) -> None:
+    """The owner has its own error at once; the others learn of it when its process ends, and go on with nothing."""
+    for rank in RANKS:
+        mine = received[rank]["bug"]
+        assert len(mine["steps"]) == FAILING_STEP
+        is_failing_owner = mine["owns_data"] and mine["place"]["dp"] == 1
+        assert (mine["error"] == "IndexError: list index out of range") == is_failing_owner, mine["error"]
+        assert mine["error"] is not None

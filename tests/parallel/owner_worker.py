@@ -1,0 +1,155 @@
+"""Shares the steps of small random batches in every layout and writes what each of four ranks received.
+
+Launched by tests/data/test_owner.py: ``torchrun ... -m tests.parallel.owner_worker DIRECTORY``.  Each rank writes
+DIRECTORY/RANK.json as it goes; nothing is judged here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from mm.config import ModelConfig
+from mm.data.microbatch import Microbatch
+from mm.device import Device
+from mm.errors import UserError
+from mm.placement import Placement
+from tests.tiny import microbatch, our_config, random_sample
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Four ranks; ``vision`` and ``language`` are the pipeline lists."""
+
+    name: str
+    vision: tuple[int, ...]
+    language: tuple[int, ...]
+    tp: int
+    dp: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return our_config((self.vision,), (self.language,))
+
+
+LAYOUTS = (
+    Layout("tp2-pp2", (3, 1), (0, 4), tp=2, dp=1),
+    Layout("tp2-pp2-patches-on-second", (0, 4), (0, 4), tp=2, dp=1),
+    Layout("dp2-pp2", (3, 1), (0, 4), tp=1, dp=2),
+    Layout("dp2-pp2-patches-on-second", (0, 4), (0, 4), tp=1, dp=2),
+    Layout("pp4-patches-on-second", (0, 2, 2, 0), (0, 0, 1, 3), tp=1, dp=1),
+    Layout("tp2-dp2", (4,), (4,), tp=2, dp=2),
+)
+
+ONE, TWO = ((1, 4, 6),), ((1, 2, 4), (2, 4, 4))
+STEPS = (
+    (((ONE, ()), ((), TWO)), (((), ()), (TWO, ONE))),
+    ((((),), ((), ())), (((),), ((),))),  # text only
+    (((ONE, TWO), ((),)), (((),), ((),))),  # images on the first replica only
+    ((((),), ((),)), (((), ONE), (TWO,))),  # images on the second replica only
+    ((((),), (TWO,)), ((ONE,), ((),))),
+)
+"""Image grids as ``[step][dp rank][microbatch][sample]``; one replica alone reads the first part."""
+FAILING_STEP = 2
+
+
+def batches(dp_rank: int) -> list[list[Microbatch]]:
+    """The microbatches of every step of one replica; no two samples are alike."""
+    steps = []
+    for number, replicas in enumerate(STEPS):
+        generator = torch_generator(100 * number + dp_rank)
+        steps.append([
+            microbatch([random_sample(generator, grids, 8 + 3 * at + number) for at, grids in enumerate(samples)])
+            for samples in replicas[dp_rank]
+        ])  # fmt: skip
+    return steps
+
+
+def torch_generator(seed: int) -> "torch.Generator":  # noqa: F821
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+def fingerprint(one: Microbatch) -> dict:
+    """Everything about a microbatch: dtypes, shapes and contents, light part and pixels apart."""
+
+    def of(tensor) -> list:
+        return [str(tensor.dtype), list(tensor.shape), sha256(tensor.contiguous().numpy().tobytes()).hexdigest()]
+
+    return {
+        "token_ids": of(one.token_ids),
+        "labels": of(one.labels),
+        "positions": of(one.positions),
+        "segment_lengths": list(one.segment_lengths),
+        "image_grids": [list(grid) for grid in one.image_grids],
+        "pixels": None if one.pixel_values is None else of(one.pixel_values),
+    }
+
+
+class Loader:
+    """The owner's iterator: counts how often it is asked, and may raise ``failure`` on the way."""
+
+    def __init__(self, steps: list[list[Microbatch]], failure: Exception | None) -> None:
+        self.steps, self.failure, self.num_asked = steps, failure, 0
+
+    def __iter__(self) -> Iterator[list[Microbatch]]:
+        return self
+
+    def __next__(self) -> list[Microbatch]:
+        self.num_asked += 1
+        if self.failure is not None and self.num_asked > FAILING_STEP:
+            raise self.failure
+        return self.steps[self.num_asked - 1]
+
+
+def receive(layout: Layout, failure: Exception | None = None) -> dict:
+    """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
+    from mm import parallel
+    from mm.data.owner import DataOwner
+
+    config = layout.config
+    placement = Placement.from_config(config)
+    mesh = parallel.build_mesh(placement, False, layout.tp, parallel.timedelta(seconds=60))
+    fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
+    loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
+    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config.vision)
+    steps, error = [], None
+    try:
+        for plan in owner:
+            steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
+    except Exception as raised:
+        if failure is None:
+            raise
+        error = f"{type(raised).__name__}: {raised}"
+    if failure is None:
+        owner.close()
+    parallel.stop_mesh()
+    return {
+        "place": {"tp": mesh.tp_rank, "pp": mesh.pp_rank, "dp": mesh.dp_rank},
+        "owns_data": mesh.owns_data,
+        "num_asked": None if loader is None else loader.num_asked,
+        "steps": steps,
+        "error": error,
+    }
+
+
+def main(directory: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    path = Path(directory) / f"{dist.get_rank()}.json"
+    received = {layout.name: receive(layout) for layout in LAYOUTS}
+    received["user's mistake"] = receive(LAYOUTS[2], failure=UserError("data.json: sample 17 has no answer"))
+    received["broken picture"] = receive(LAYOUTS[2], failure=OSError("picture 17 cannot be read"))
+    received["bug"] = receive(LAYOUTS[2], failure=IndexError("list index out of range"))
+    path.write_text(json.dumps(received), encoding="utf-8")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    Device.pick("cpu")
+    main(sys.argv[1])

@@ -1,0 +1,179 @@
+"""Runs one step of each case on a pipeline of four and writes what each rank really sent, received and read back.
+
+Launched by tests/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each rank writes
+DIRECTORY/RANK.json; nothing is judged here.
+
+Messages are counted below mm and below torch.distributed's Python: torch's dispatcher sees every collective and
+point-to-point operation of every process group, with its tensors, whoever started it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm.device import Device
+from tests.parallel.cases import Case
+
+CASES = (
+    Case("mixed", (2, 2, 0, 0), (0, 0, 2, 2)),
+    Case("text", (2, 2, 0, 0), (0, 0, 2, 2), batch="text"),
+    Case("vision-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision",)),
+    Case("vision-and-projector-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision", "projector")),
+    Case("language-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("language",)),
+    Case("only-projector", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision", "language")),
+    Case("nothing-on-the-first", (0, 2, 2, 0), (0, 0, 1, 3)),
+    Case("nothing-on-the-last", (4, 0, 0, 0), (1, 3, 0, 0)),
+    Case("two-microbatches", (2, 2, 0, 0), (0, 0, 2, 2), batch="three samples"),
+)
+
+READ_BACK = ("tolist", "numpy", "cpu")
+"""Ways in which Python code waits for a device's result that the dispatcher does not see on a CPU; ``item``, ``bool``,
+``int`` and ``float`` it does."""
+
+
+@dataclass
+class Trace:
+    """What happened during one step on this rank."""
+
+    operations: list[dict]
+    """Every operation of a process group, in order."""
+    num_read_back: int = 0
+    in_host_work: bool = False
+
+
+def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
+    """A mode that notes process-group operations, and operators whose result the host must wait for."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    waiting = (aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten._unique2)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator.namespace == "c10d":
+                tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+                name = operator._schema.name.partition("::")[2]
+                peer = args[2] if name in ("send", "recv_") else None
+                num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+                trace.operations.append({"name": name, "peer": peer, "bytes": num_bytes})
+            elif operator.overloadpacket in waiting and not trace.in_host_work:
+                trace.num_read_back += 1
+            return operator(*args, **(kwargs or {}))
+
+    return Watch()
+
+
+@contextmanager
+def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
+    """Count tensors that Python reads back, except in ``stage.prepare``, which works on host tensors.
+
+    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in tests/test_pipeline.py.)
+    """
+    import torch
+
+    originals = {name: getattr(torch.Tensor, name) for name in READ_BACK}
+    prepare = stage.prepare
+
+    def host_work(*args):
+        trace.in_host_work = True
+        try:
+            return prepare(*args)
+        finally:
+            trace.in_host_work = False
+
+    def counted(name: str):
+        def read(tensor, *args, **kwargs):
+            trace.num_read_back += not trace.in_host_work
+            return originals[name](tensor, *args, **kwargs)
+
+        return read
+
+    stage.prepare = host_work
+    for name in READ_BACK:
+        setattr(torch.Tensor, name, counted(name))
+    try:
+        with watch(trace):
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+        del stage.prepare
+
+
+def run_case(case: Case) -> dict:
+    """One step, after one that is not watched."""
+    import torch
+
+    from mm import parallel
+    from mm.pipeline import run_schedule
+    from tests.parallel import parity_worker
+    from tests.tiny import hf_model, hf_tensors
+
+    engine = parity_worker.build(case, hf_tensors(hf_model()))
+    engine.pass_over_batch()
+    engine.model.zero_grad_buffer()
+    trace = Trace([])
+    communicator, cpu = engine.communicator, torch.device("cpu")
+    with counting(trace, engine.model.module):
+        run_schedule(engine.model, engine.plan, communicator, engine.mesh, cpu)
+    found = {
+        "operations": trace.operations,
+        "num_read_back": trace.num_read_back,
+        "num_in_flight": len(communicator._in_flight),
+        "refuses_leftovers": _refuses_leftovers(engine) if engine.mesh.pp_rank == 0 else None,
+    }
+    parallel.stop_mesh()
+    return found
+
+
+def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
+    """Whether a step that begins while a received message was not taken is refused.  For the first stage: what it
+    "receives" needs no other rank."""
+    engine.communicator.begin(engine.plan)
+    engine.communicator.recv_forward(None, True)
+    try:
+        engine.communicator.begin(engine.plan)
+    except AssertionError as error:
+        return "left messages" in str(error)
+    return False
+
+
+def count_known_reads() -> int:
+    """What the counter says of a program that reads five times."""
+    import torch
+
+    class NoStage:
+        def prepare(self): ...
+
+    trace, x = Trace([]), torch.ones(1)
+    with counting(trace, NoStage()):
+        for read in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            read(x)
+        torch.nonzero(x)
+        torch.equal(x, x)
+    return trace.num_read_back
+
+
+def main(directory: str) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    found = {case.name: run_case(case) for case in CASES}
+    found["num_known_reads"] = count_known_reads()
+    (Path(directory) / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    Device.pick("cpu")
+    main(sys.argv[1])
