@@ -182,7 +182,7 @@ def _hint(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Output:
+class HFOutput:
     """One tensor to write: its key in the file, the published name that it comes from, its final dtype and size."""
 
     key: str
@@ -214,27 +214,32 @@ def write_hf(
     base = HFDirectory.open(base_dir, weights_required=False)
     base.check(model)
     target = Path(target_dir).resolve()
-    shards = _shards_of_base(base, model, dtype) if base.tensors else _new_shards(base, model, dtype)
+    shards = planned_shards(base, model, dtype)
     check_target(target, base.path.resolve(), overwrite, sum(o.num_bytes for part in shards.values() for o in part))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     try:
-        _copy_other_files(base, temporary, dtype)
+        copy_other_files(base, temporary, dtype)
         _write_shards(temporary, shards, model, tensors)
         if base.index is not None or len(shards) > 1:
-            _write_index(temporary, shards, base.index)
+            write_index(temporary, shards, base.index)
         for file in temporary.iterdir():
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         _replace(target, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _shards_of_base(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[_Output]]:
-    shards: dict[str, list[_Output]] = {}
+def planned_shards(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
+    """What each shard file of a new directory like ``base`` holds, in order; see ``write_hf``."""
+    return _shards_of_base(base, model, dtype) if base.tensors else _new_shards(base, model, dtype)
+
+
+def _shards_of_base(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
+    shards: dict[str, list[HFOutput]] = {}
     for name, tensor in base.tensors.items():
         # A tied model's spare lm_head.weight stays, as what it is: the embedding.
         source = HF_EMBEDDING_NAME if model.language.tied and name == HF_OUTPUT_LAYER_NAME else name
@@ -243,7 +248,7 @@ def _shards_of_base(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | 
     return shards
 
 
-def _new_shards(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[_Output]]:
+def _new_shards(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
     dtype = dtype or _stated_dtype(base)
     parts, free_bytes = [[]], _SHARD_BYTES
     for weight in model_weights(model):
@@ -270,8 +275,8 @@ def _stated_dtype(base: HFDirectory) -> torch.dtype:
     return dtype
 
 
-def _output(key: str, source: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Output:
-    return _Output(key, source, dtype, torch.Size(shape).numel() * dtype.itemsize)
+def _output(key: str, source: str, dtype: torch.dtype, shape: tuple[int, ...]) -> HFOutput:
+    return HFOutput(key, source, dtype, torch.Size(shape).numel() * dtype.itemsize)
 
 
 def check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> None:
@@ -299,7 +304,8 @@ def check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> N
         )
 
 
-def _copy_other_files(base: HFDirectory, folder: Path, dtype: torch.dtype | None) -> None:
+def copy_other_files(base: HFDirectory, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy what is neither weights, pickle nor hidden; config.json says ``dtype`` unless that is None."""
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
         if file.is_file() and not is_weights and not file.name.startswith("."):
@@ -310,7 +316,7 @@ def _copy_other_files(base: HFDirectory, folder: Path, dtype: torch.dtype | None
 
 
 def _write_shards(
-    folder: Path, shards: Mapping[str, list[_Output]], model: ModelConfig, tensors: Callable[[Weight], Tensor]
+    folder: Path, shards: Mapping[str, list[HFOutput]], model: ModelConfig, tensors: Callable[[Weight], Tensor]
 ) -> None:
     weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
     uses = Counter(output.source for outputs in shards.values() for output in outputs)
@@ -328,7 +334,8 @@ def _write_shards(
         save_file(content, folder / file, metadata={"format": "pt"})
 
 
-def _write_index(folder: Path, shards: Mapping[str, list[_Output]], base_index: Mapping[str, Any] | None) -> None:
+def write_index(folder: Path, shards: Mapping[str, list[HFOutput]], base_index: Mapping[str, Any] | None) -> None:
+    """Write the index of ``shards``; further metadata of ``base_index`` is kept."""
     total_bytes = sum(output.num_bytes for outputs in shards.values() for output in outputs)
     metadata = {**(base_index or {}).get("metadata", {}), "total_size": total_bytes}
     weight_map = {output.key: file for file, outputs in shards.items() for output in outputs}
@@ -336,7 +343,8 @@ def _write_index(folder: Path, shards: Mapping[str, list[_Output]], base_index: 
     (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file or directory on the disk for good."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -355,6 +363,6 @@ def _replace(target: Path, temporary: Path) -> None:
         if old.exists():
             old.rename(target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     if old.exists():
         shutil.rmtree(old)

@@ -4,6 +4,7 @@ Of the weights only the headers are read.  Knows nothing of what tensors mean, u
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class HFTensor:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
 
     def read(self, dim: int, ranges: Iterable[range]) -> Tensor:
         """The joined ``ranges`` along ``dim``, in memory of their own; the rest is not read."""
@@ -144,7 +147,7 @@ def read_tensors(directory: Path, index: Mapping[str, Any] | None, shards: list[
     """All tensors of the shards by published name, in the order of the files; index and headers must agree."""
     tensors: dict[str, HFTensor] = {}
     for shard in shards:
-        found = _read_header(directory / shard)
+        found = read_header(directory / shard)
         if index is not None:
             listed = {name for name, file in index["weight_map"].items() if file == shard}
             _match_index(directory, shard, listed, found.keys())
@@ -177,7 +180,7 @@ def _some(names: list[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def _read_header(path: Path) -> dict[str, HFTensor]:
+def read_header(path: Path) -> dict[str, HFTensor]:
     """The tensors of one safetensors file.  Format: 8 bytes little-endian header length, JSON header, data."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -197,16 +200,25 @@ def _read_header(path: Path) -> dict[str, HFTensor]:
     end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size_bytes != end:
         raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
-    return {name: _described(path, name, entry) for name, entry in header.items()}
+    return {name: _described(path, name, entry, 8 + header_bytes) for name, entry in header.items()}
 
 
-def _described(path: Path, name: str, entry: Mapping[str, Any]) -> HFTensor:
+def _described(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> HFTensor:
     if entry["dtype"] not in _DTYPES:
         raise UserError(
             f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(_DTYPES)}. Quantized "
             f"weights are not supported: give the unquantized model."
         )
-    return HFTensor(name, path, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    tensor = HFTensor(
+        name, path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data_start + entry["data_offsets"][0]
+    )
+    num_bytes = entry["data_offsets"][1] - entry["data_offsets"][0]
+    if num_bytes != math.prod(tensor.shape) * tensor.dtype.itemsize:
+        raise UserError(
+            f"{path}: {name} has {num_bytes} bytes, which is not {list(tensor.shape)} of {entry['dtype']}; download "
+            f"it again."
+        )
+    return tensor
 
 
 def _parsed(path: Path, raw: bytes) -> Any:
