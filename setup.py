@@ -20,7 +20,10 @@ setup(
         "pillow>=11",
         "psutil",
         "tqdm",
+        "jsonargparse>=4.40,<5",
+        "pyyaml",
     ],
+    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "npu": ["torch_npu>=2.11,<2.14"],

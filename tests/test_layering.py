@@ -15,13 +15,14 @@ MAX_FUNCTION_LINES = 60
 
 PURE = (
     "mm.errors", "mm.config", "mm.config_keys", "mm.json_schema", "mm.json_file", "mm.placement", "mm.arguments",
-    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.data.sampler", "mm.data.microbatch",
+    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.model.weight_ranges",
+    "mm.data.sampler", "mm.data.microbatch",
 )  # fmt: skip
 """Mathematics and rules: testable without processes."""
 
 CHECKPOINT_MAY_IMPORT = {
     "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.model", "mm.model.weights",
-    "mm.hf", "mm.hf_config",
+    "mm.model.weight_ranges", "mm.hf", "mm.hf_config", "mm.hf_files", "mm.checkpoint_files",
 }  # fmt: skip
 """mm-convert runs on machines without accelerators or process groups."""
 

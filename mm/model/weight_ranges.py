@@ -35,10 +35,8 @@ def shard_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Run, ...]:
     """
     dim = cut_dim(weight)
     sizes = [shape[dim] for shape in weight.hf_shapes]
-    if weight.tp_dim is None:
-        ranges = tuple((range(size),) for size in sizes)
-    else:
-        ranges = hf_ranges(weight, tp_size, tp_rank)
+    is_cut = weight.tp_dim is not None
+    ranges = hf_ranges(weight, tp_size, tp_rank) if is_cut else tuple((range(size),) for size in sizes)
     # Numbers start at 1, because padding is 0, and leave one out between tensors, so that no run goes over an end.
     firsts = [1 + sum(sizes[:index]) + index for index in range(len(sizes))]
     parts = []

@@ -1,0 +1,239 @@
+"""The conversions: Hugging Face to MindSpeed-MM's layout, back, and from one layout to another.
+
+Each puts sources and targets together into a plan; ``Conversion.run`` carries any of them out.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from checkpoint.copy import check_twins, execute
+from checkpoint.hf_directory import fingerprint, hf_sources, hf_targets
+from checkpoint.layout import Layout, check_layout
+from checkpoint.manifest import TOOL, Entry, Manifest, manifest_text
+from checkpoint.mm_directory import RELEASE, MMDirectory, mm_targets
+from checkpoint.output import Crc32s, Output, is_complete, left_bytes, tidy
+from checkpoint.plan import Plan, View, make_plan
+from checkpoint.safetensors_file import DTYPE_NAMES
+from mm.checkpoint_files import LATEST_FILE, MANIFEST_FILE
+from mm.config import ModelConfig
+from mm.errors import UserError
+from mm.hf import HFDirectory, copy_other_files, planned_shards, write_index
+
+SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
+LAYOUT = "--cfg.parallel_config"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every conversion understands."""
+
+    dry_run: bool = False
+    overwrite: bool = False
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that was found possible; nothing is written yet."""
+
+    source: Path
+    target: Path
+    plan: Plan
+    fingerprint: str
+    """Of source and target, to know an interrupted run of the same conversion by."""
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None]
+    """Writes the small files of the finished directory; given the checksums by file and tensor."""
+    is_ours: Callable[[Path], bool]
+    """Whether a directory is of the kind that is written, so that it may be replaced."""
+
+    def run(self, options: Options) -> None:
+        """Write the target, or with ``dry_run`` print the plan.
+
+        Raises:
+            UserError: the target must not or cannot be written, or the source is damaged.
+        """
+        if options.dry_run:
+            print("\n".join(self.describe()))
+            return
+        num_workers = options.num_workers or len(os.sched_getaffinity(0))
+        target = self.target.resolve()
+        if is_complete(target, self.fingerprint, self.plan.files):
+            tidy(target)
+        else:
+            check_target(self, target, options.overwrite)
+            check_twins(self.plan, self.source)
+            self._write(target, num_workers)
+        print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
+
+    def _write(self, target: Path, num_workers: int) -> None:
+        output = Output.begin(target, self.fingerprint)
+        try:
+            self._fill(output, num_workers)
+            output.commit(self.write_others)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and give the "
+                f"same command again, which goes on after the {len(output.finished)} of {len(self.plan.files)} files "
+                f"that are finished."
+            ) from error
+        finally:
+            output.close()
+
+    def _fill(self, output: Output, num_workers: int) -> None:
+        for name in output.drop_damaged(self.plan.files):
+            print(f"note: {output.folder / name} is not as it was finished; it is written again")
+        if output.finished:
+            print(f"note: {len(output.finished)} of {len(self.plan.files)} files are finished from an earlier run")
+        done = sum(tensor.num_bytes for file in self.plan.files if file.name in output.finished
+                   for tensor in file.tensors)
+        total = sum(tensor.num_bytes for file in self.plan.files for tensor in file.tensors)
+        with tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
+            execute(self.plan, self.source, output, num_workers, bar.update)
+
+    def describe(self) -> list[str]:
+        """What would be written, a line for every file."""
+        lines = [f"{self.source} -> {self.target}"]
+        for file in self.plan.files:
+            lines.append(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes")
+        num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
+        lines.append(
+            f"{len(self.plan.files)} files, {sum(len(file.tensors) for file in self.plan.files)} tensors, "
+            f"{self.plan.num_bytes:,} bytes in {num_moves:,} ranges; {len(self.plan.twins)} copies in the source are "
+            f"compared, not read twice. Nothing was written."
+        )
+        return lines
+
+
+def hf_to_mm(hf_dir: str | Path, mm_dir: str | Path, layout: Layout) -> Conversion:
+    """Hugging Face directory -> MindSpeed-MM's directory on ``layout``.
+
+    Raises:
+        UserError: the source is not complete, or the layout is not legal.
+    """
+    source = HFDirectory.open(hf_dir)
+    model = source.model_config()
+    check_layout(layout, model, LAYOUT)
+    model = layout.place(model)
+    mark = fingerprint(source.path, [source.path / "config.json", *{tensor.file for tensor in source.tensors.values()}])
+    return _to_mm(source.path, Path(mm_dir), model, layout.tp_size, hf_sources(source, model), ("hf", mark))
+
+
+def resplit(
+    source_dir: str | Path,
+    target_dir: str | Path,
+    source_layout: Layout | None,
+    target_layout: Layout,
+    hf_dir: str | Path | None = None,
+) -> Conversion:
+    """From one layout to another; ``source_layout`` and ``hf_dir`` are only needed without a manifest.
+
+    Raises:
+        UserError: the source is not complete, or a layout is not legal.
+    """
+    source = MMDirectory.open(source_dir)
+    given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
+    placed, tp_size = source.placed_model(source_layout, SOURCE_LAYOUT, given)
+    views = source.sources(placed, tp_size)
+    check_layout(target_layout, placed, TARGET_LAYOUT)
+    model = target_layout.place(placed)
+    mark = fingerprint(source.path, source.files())
+    return _to_mm(source.path, Path(target_dir), model, target_layout.tp_size, views, ("mm", mark))
+
+
+def mm_to_hf(
+    mm_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None = None
+) -> Conversion:
+    """Back to a Hugging Face directory like ``hf_dir``, whose other files are copied.
+
+    Raises:
+        UserError: the source is not complete, or ``hf_dir`` is of another model.
+    """
+    base, source = HFDirectory.open(hf_dir, weights_required=False), MMDirectory.open(mm_dir)
+    placed, tp_size = source.placed_model(layout, LAYOUT, base.model_config())
+    base.check(placed)
+    views = source.sources(placed, tp_size)
+    target_views, files = hf_targets(base, placed, _dtypes(views))
+    plan = make_plan(views, target_views, files)
+
+    def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
+        copy_other_files(base, folder, None)
+        if base.index is not None:
+            shutil.copyfile(base.path / "model.safetensors.index.json", folder / "model.safetensors.index.json")
+        elif len(files) > 1:
+            write_index(folder, planned_shards(base, placed, next(iter(_dtypes(views).values()))), None)
+
+    mark = _conversion_mark(fingerprint(source.path, source.files()), files)
+    return Conversion(source.path, Path(save_hf_dir), plan, mark, write_others, lambda path: _has(path, "config.json"))
+
+
+def _to_mm(
+    source: Path, target: Path, model: ModelConfig, tp_size: int, views: Sequence[View], origin: tuple[str, str]
+) -> Conversion:
+    target_views, files = mm_targets(model, tp_size, _dtypes(views))
+    plan = make_plan(views, target_views, files)
+    kind, mark = origin
+
+    def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
+        entries = tuple(
+            Entry(file.name, tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, crc32s[file.name][tensor.name])
+            for file in files
+            for tensor in file.tensors
+        )
+        manifest = Manifest(TOOL, model, tp_size, {"kind": kind, "fingerprint": mark}, entries)
+        (folder / MANIFEST_FILE).write_text(manifest_text(manifest), encoding="utf-8")
+        (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
+
+    fingerprint_of_both = _conversion_mark(mark, files)
+    return Conversion(source, target, plan, fingerprint_of_both, write_others, lambda path: _has(path, LATEST_FILE))
+
+
+def _dtypes(views: Sequence[View]) -> dict[str, Any]:
+    """Of every tensor of the model in the source; where one is held in two, the plan says so."""
+    return {run.key: view.stored.dtype for view in views for run in view.runs if run.key is not None}
+
+
+def _conversion_mark(source: str, files: Sequence[Any]) -> str:
+    digest = hashlib.sha256(source.encode())
+    for file in files:
+        digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
+    return digest.hexdigest()
+
+
+def _has(directory: Path, name: str) -> bool:
+    return (directory / name).is_file()
+
+
+def check_target(conversion: Conversion, target: Path, overwrite: bool) -> None:
+    """Refuse, before any work, a target that must not or cannot be written.  ``target`` is resolved."""
+    source = conversion.source.resolve()
+    if source.is_relative_to(target) or target.is_relative_to(source):
+        raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
+    if target.exists() and not target.is_dir():
+        raise UserError(f"The target {target} is a file; give a directory that does not exist yet.")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise UserError(
+                f"The target {target} is not empty; give another one, or --cfg.overwrite true to replace it."
+            )
+        if not conversion.is_ours(target):
+            raise UserError(
+                f"The target {target} is not empty and holds something else than this command writes, so it is not "
+                f"overwritten; give another one."
+            )
+    existing = next(folder for folder in target.parents if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"The target {target} cannot be written: no permission for {existing}.")
+    free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
+    if conversion.plan.num_bytes > free_bytes:
+        raise UserError(
+            f"The target {target} needs {conversion.plan.num_bytes:,} bytes, but only {free_bytes:,} are free; make "
+            f"room or give another disk."
+        )

@@ -1,0 +1,92 @@
+"""Reads a pickle as data: numbers, strings, containers, and placeholders for everything else.
+
+**No global of the pickle is imported or called**, so there is nothing to allow or forbid for safety's sake; what a
+placeholder was meant to be can be read from its name and arguments.  Knows nothing of files, zip or tensors.
+"""
+
+import pickle
+import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict
+from io import BytesIO
+from typing import Any
+
+_HARMLESS_STDLIB = {
+    "argparse": ("Namespace",),
+    "collections": ("OrderedDict", "defaultdict", "deque", "Counter"),
+    "builtins": ("set", "frozenset", "complex", "slice", "range", "bytearray", "bytes", "str", "int", "float", "bool",
+                 "list", "tuple", "dict", "object", "type", "getattr"),  # getattr: how Python 3.11 pickles some enums
+    "_codecs": ("encode",), "copyreg": ("_reconstructor",), "_io": ("BytesIO",), "io": ("BytesIO",),
+    "datetime": ("datetime", "date", "timedelta", "timezone"),
+    "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "types": ("SimpleNamespace",), "functools": ("partial",), "signal": ("Signals",),
+}  # fmt: skip
+"""What Megatron's args and rng_state bring along. Any *other* global of Python itself (os.system, eval) is a sign of
+code in the pickle: it could do no harm here, but such a file is refused, not quietly used."""
+
+
+class CodeInPickle(Exception):
+    """The pickle asks for a global that runs code; the message is its name, such as ``posix.system``."""
+
+
+class Opaque:
+    """Stands for an object of the pickle: the global that should have made it, what it was given, its state."""
+
+    global_name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any, **_: Any) -> "Opaque":
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Items of a foreign mapping or list are of no use to us; nor is what ``append`` and ``extend`` get."""
+
+    def append(self, item: Any) -> None:
+        """See ``__setitem__``."""
+
+    def extend(self, items: Any) -> None:
+        """See ``__setitem__``."""
+
+
+class _InertUnpickler(pickle._Unpickler):
+    """Python's unpickler written in Python: the one in C allocates gigabytes if a memo index in the file says so."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data))
+        self._placeholders: dict[str, type[Opaque]] = {}
+
+    def find_class(self, module: str, name: str) -> type:
+        # Protocol 2, which torch writes, uses Python 2's names; pickle itself translates them in this order.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        full_name = f"{module}.{name}"
+        if full_name == "collections.OrderedDict":
+            return OrderedDict
+        if module.partition(".")[0] in sys.stdlib_module_names and name not in _HARMLESS_STDLIB.get(module, ()):
+            raise CodeInPickle(full_name)
+        if full_name not in self._placeholders:
+            self._placeholders[full_name] = type("Placeholder", (Opaque,), {"global_name": full_name})
+        return self._placeholders[full_name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The description of the thing outside the pickle, for torch a storage, as it stands."""
+        return pid
+
+
+def load(data: bytes) -> Any:
+    """What the pickle describes; every object of a class is an ``Opaque``, every class or function a subclass of it.
+
+    Raises CodeInPickle, and for damaged data whatever the damage leads to.
+    """
+    return _InertUnpickler(data).load()
+
+
+def global_name(value: Any) -> str:
+    """The global that a placeholder, object or class, stands for; empty for anything else."""
+    is_placeholder = isinstance(value, Opaque) or (isinstance(value, type) and issubclass(value, Opaque))
+    return value.global_name if is_placeholder else ""

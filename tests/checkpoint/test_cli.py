@@ -1,0 +1,225 @@
+"""The command line: MindSpeed-MM's words, every way to write a list, and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.cli import main
+from checkpoint.layout import read_lists
+from mm.errors import UserError
+from tests.checkpoint.models import SmallModel, files
+
+PP = "--cfg.parallel_config"
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "hf"
+    SmallModel(2).save(directory)
+    return directory
+
+
+def run(command: str, **flags: object) -> int:
+    """``mm-convert`` in this process; ``__`` in a flag stands for a dot."""
+    argv = [f"--cfg.{name.replace('__', '.')}={value}" for name, value in flags.items()]
+    return main(["Qwen2_5_VLConverter", command, *argv])
+
+
+def to_mm(hf: Path, target: Path, **flags: object) -> int:
+    default = {"parallel_config__llm_pp_layers": "[[1,2]]", "parallel_config__vit_pp_layers": "[[2,0]]"}
+    return run("hf_to_mm", mm_dir=target, hf_config__hf_dir=hf, **{**default, **flags})
+
+
+def test_every_command(hf, tmp_path, capsys):
+    assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2) == 0
+    target = {"target_parallel_config__llm_pp_layers": "0,3", "target_parallel_config__vit_pp_layers": "[1,1]"}
+    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **target) == 0
+    assert run("mm_to_hf", mm_dir=tmp_path / "other", save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 0
+    assert files(tmp_path / "back") == files(hf)
+    assert run("verify", mm_dir=tmp_path / "other", hf_config__hf_dir=hf) == 0
+    assert run("show", dir=tmp_path / "other") == 0
+    assert "vit_pp_layers [[1, 1]], llm_pp_layers [[0, 3]], tp_size 1" in capsys.readouterr().out
+
+
+def test_as_a_program(hf, tmp_path):
+    """With words apart instead of ``=``, as in MindSpeed-MM's README."""
+    words = ["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"), "--cfg.hf_config.hf_dir", str(hf),
+             f"{PP}.llm_pp_layers", "[[1,2]]", f"{PP}.vit_pp_layers", "[[2,0]]", f"{PP}.tp_size", "3"]
+    done = subprocess.run([sys.executable, "-m", "checkpoint.cli", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {PP}.tp_size is 3; it must divide")
+    assert "legal sizes are 1, 2." in done.stderr
+
+
+@pytest.mark.parametrize("value", ["[12,16]", "[[12,16]]", "12,16", "12, 16", [12, 16], [[12, 16]], ((12, 16),)])
+def test_lists(value):
+    assert read_lists(value, "key") == ((12, 16),)
+
+
+def test_virtual_chunks_and_one_stage():
+    assert read_lists("[[0,0,1],[4,4,4]]", "key") == ((0, 0, 1), (4, 4, 4))
+    assert read_lists("28", "key") == ((28,),)
+    assert read_lists(28, "key") == ((28,),)
+
+
+@pytest.mark.parametrize("value", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", [], [[1], 2], None, True, "[true]"])
+def test_what_is_no_list(value):
+    with pytest.raises(UserError, match="key is .*expected layers per pipeline stage such as"):
+        read_lists(value, "key")
+
+
+def test_a_file_of_settings(hf, tmp_path, capsys):
+    lists = {"llm_pp_layers": [1, 2], "vit_pp_layers": [[2, 0]]}
+    cfg = {"mm_dir": str(tmp_path / "mm"), "hf_config": {"hf_dir": str(hf)}, "parallel_config": lists}
+    (tmp_path / "run.yaml").write_text(json.dumps({"cfg": cfg}))
+    assert main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml"), "--cfg.dry_run=true"]) == 0
+    assert "Nothing was written" in capsys.readouterr().out and not (tmp_path / "mm").exists()
+    assert main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml")]) == 0
+    with pytest.raises(SystemExit) as left:
+        main(["Qwen2_5_VLConverter", "resplit", "--print_config"])
+    assert left.value.code == 0 and "target_parallel_config" in capsys.readouterr().out
+
+
+BAD_FLAGS = {
+    "sum": ({"parallel_config__llm_pp_layers": "[1,3]"}, f"{PP}.llm_pp_layers is [1, 3], which sums to 4"),
+    "length": ({"parallel_config__llm_pp_layers": "[1,1,1]"}, "both need one entry per pipeline stage"),
+    "negative": ({"parallel_config__vit_pp_layers": "[3,-1]"}, f"{PP}.vit_pp_layers[0][1] is -1"),
+    "order": ({"parallel_config__vit_pp_layers": "[0,2]"}, "an LLM layer cannot come before the last ViT layer"),
+    "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "A missing bracket"),
+    "ragged": ({"parallel_config__vit_pp_layers": "[[2],[0,0]]"}, "the same number of stages"),
+    "tp_size 0": ({"parallel_config__tp_size": 0}, f"{PP}.tp_size is 0"),
+    "tp_size 4": ({"parallel_config__tp_size": 4}, "the model's 2 key/value heads"),
+    "vit_tp_size": ({"parallel_config__vit_tp_size": 2}, f"{PP}.vit_tp_size is 2; expected 0 or tp_size = 1"),
+    "workers": ({"num_workers": -1}, "--cfg.num_workers is -1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flags(name, hf, tmp_path, capsys):
+    flags, message = BAD_FLAGS[name]
+    assert to_mm(hf, tmp_path / "mm", **flags) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_flag(hf, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        to_mm(hf, tmp_path / "mm", mm_dirr="x")
+    assert left.value.code == 2 and "mm_dirr" in capsys.readouterr().err
+
+
+def rewrite(directory: Path, change) -> None:
+    """Change the tensors of the first shard."""
+    path = min(directory.glob("*.safetensors"))
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def other_model(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "qwen2_vl"}')
+
+
+def adapter(directory: Path) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+
+
+def truncated(directory: Path) -> None:
+    path = min(directory.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+BAD_SOURCES = {
+    "missing shard": (lambda hf: min(hf.glob("*.safetensors")).unlink(), "lacks 1 of the 2 shards"),
+    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "says that"),
+    "truncated": (truncated, "its header describes"),
+    "Git-LFS": (lambda hf: min(hf.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n"),
+                "is a Git-LFS pointer"),
+    "another model": (other_model, "has model_type 'qwen2_vl'"),
+    "adapter": (adapter, "holds a LoRA adapter"),
+    "no config": (lambda hf: (hf / "config.json").unlink(), "config.json does not exist"),
+    "shape": (lambda hf: rewrite(hf, lambda t: t.update({min(t): torch.zeros(3)})), "has shape [3]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_bad_sources(name, hf, tmp_path, capsys):
+    damage, message = BAD_SOURCES[name]
+    copy = Path(shutil.copytree(hf, tmp_path / "hf"))
+    damage(copy)
+    assert to_mm(copy, tmp_path / "mm") == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_parts_of_a_fused_weight_with_two_dtypes(hf, tmp_path, capsys):
+    copy = Path(shutil.copytree(hf, tmp_path / "hf"))
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith("mlp.gate_proj.weight") and name.startswith("model."))
+        tensors[name] = tensors[name].float()
+
+    rewrite(copy, widen)
+    assert to_mm(copy, tmp_path / "mm") == 2
+    assert "mlp.up_proj.weight is bfloat16, but text_decoder" in capsys.readouterr().err
+
+
+def test_bad_targets(hf, tmp_path, capsys):
+    copy = Path(shutil.copytree(hf, tmp_path / "hf"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for target, flags, message in (
+        (copy, {}, "is, contains or lies in the source"),
+        (copy / "mm", {}, "is, contains or lies in the source"),
+        (tmp_path, {"overwrite": "true"}, "is, contains or lies in the source"),
+        (tmp_path / "full", {}, "is not empty; give another one, or --cfg.overwrite true"),
+        (tmp_path / "full", {"overwrite": "true"}, "holds something else than this command writes"),
+        (tmp_path / "file", {}, "is a file"),
+    ):
+        before = files(tmp_path)
+        assert to_mm(copy, target, **flags) == 2
+        assert message in capsys.readouterr().err
+        assert files(tmp_path) == before
+
+
+def test_overwrite(hf, tmp_path):
+    assert to_mm(hf, tmp_path / "mm") == 0
+    assert to_mm(hf, tmp_path / "mm") == 2
+    assert to_mm(hf, tmp_path / "mm", overwrite="true", parallel_config__tp_size=2) == 0
+    assert len(list((tmp_path / "mm" / "release").iterdir())) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["mm"]
+
+
+def test_bad_directories_of_ranks(hf, tmp_path, capsys):
+    mm = tmp_path / "mm"
+    assert to_mm(hf, mm, parallel_config__tp_size=2) == 0
+    back = {"mm_dir": mm, "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}
+
+    lists = {"parallel_config__llm_pp_layers": "[0,3]", "parallel_config__vit_pp_layers": "[2,0]"}
+    assert run("mm_to_hf", **back, **lists) == 2
+    told = capsys.readouterr().err
+    assert "llm_pp_layers [[0, 3]], tp_size 1" in told and "llm_pp_layers [[1, 2]], tp_size 2" in told
+
+    shutil.copytree(mm / "release" / "mp_rank_00_000", mm / "release" / "mp_rank_02_000")
+    assert run("mm_to_hf", **back) == 2
+    assert "mp_rank_02_000/model.safetensors belongs to no rank" in capsys.readouterr().err
+    shutil.rmtree(mm / "release" / "mp_rank_02_000")
+
+    whole = tmp_path / "whole"
+    assert to_mm(hf, whole) == 0
+    shutil.copy(whole / "release/mp_rank_00_000/model.safetensors", mm / "release/mp_rank_00_000/model.safetensors")
+    assert run("mm_to_hf", **back) == 2
+    assert "Was it cut for another TP size?" in capsys.readouterr().err
+    shutil.rmtree(mm / "release" / "mp_rank_00_000")
+    assert run("mm_to_hf", **back) == 2
+    assert "mp_rank_00_000/model.safetensors is missing" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()

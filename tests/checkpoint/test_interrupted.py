@@ -1,0 +1,172 @@
+"""A conversion killed at any moment leaves nothing that looks complete, and the same command completes it."""
+
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint import convert
+from checkpoint.convert import Conversion, Options
+from checkpoint.inspect import verify_directory
+from checkpoint.layout import Layout
+from checkpoint.output import Output
+from mm.errors import UserError
+from tests.checkpoint.models import SmallModel, files
+
+LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
+ONE_WORKER = Options(num_workers=1)
+CALLS = ("pwrite", "fsync", "rename", "open", "mkdir", "unlink", "rmdir")
+"""System calls that change the disk; the process dies just before one of them."""
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "hf"
+    SmallModel(2).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(hf, tmp_path_factory) -> dict[str, bytes]:
+    target = tmp_path_factory.mktemp("whole") / "mm"
+    convert.hf_to_mm(hf, target, LAYOUT).run(ONE_WORKER)
+    return files(target)
+
+
+def run_and_die(run: Callable[[], None], after: int) -> bool:
+    """Run in a child that is killed before its call number ``after``; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the child never closes it
+        left = [after]
+
+        def dying(call):
+            def wrapped(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+            return wrapped
+
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name)))
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def num_calls(hf: Path, folder: Path) -> int:
+    """How many calls a whole run makes, found by halving; each try has a target of its own."""
+    def run() -> None:
+        convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT).run(ONE_WORKER)
+
+    low, high = 0, 1 << 12
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if run_and_die(run, middle) else (low, middle)
+    return high
+
+
+def test_killed_at_random_moments(hf, expected, tmp_path):
+    moments, total = random.Random(0), num_calls(hf, tmp_path / "count")
+    num_deaths = 0
+    for attempt in range(20):
+        target = tmp_path / str(attempt) / "mm"
+        conversion = convert.hf_to_mm(hf, target, LAYOUT)
+        while run_and_die(lambda conversion=conversion: conversion.run(ONE_WORKER), moments.randrange(total)):
+            num_deaths += 1
+            is_whole = target.exists() and files(target) == expected
+            assert is_whole or not target.exists()
+        assert files(target) == expected
+        verify_directory(target, str(hf), None, "", 1)
+        assert list(target.parent.iterdir()) == [target]
+    assert num_deaths >= 20
+
+
+def test_killed_at_each_of_the_last_steps(hf, expected, tmp_path):
+    """From the last weight file on, over an older target: it is there, or the new one is, or the next run mends it."""
+    older, overwrite = Layout(((2,),), ((3,),), 1), Options(num_workers=1, overwrite=True)
+
+    def over_an_older_one(name: str) -> Conversion:
+        target = tmp_path / name / "mm"
+        convert.hf_to_mm(hf, target, older).run(ONE_WORKER)
+        return convert.hf_to_mm(hf, target, LAYOUT)
+
+    total, num_deaths = num_calls(hf, tmp_path), 0
+    for moment in range(total - 30, total + 30):
+        conversion = over_an_older_one(str(moment))
+        before = files(conversion.target)
+        if run_and_die(lambda conversion=conversion: conversion.run(overwrite), moment):
+            num_deaths += 1
+            found = files(conversion.target) if conversion.target.exists() else None
+            assert found in (None, before, expected)
+            conversion.run(overwrite)
+        assert files(conversion.target) == expected
+        assert list(conversion.target.parent.iterdir()) == [conversion.target]
+    assert 30 <= num_deaths < 60
+
+
+def test_finished_files_are_checked_not_assumed(hf, expected, tmp_path, capsys):
+    target = tmp_path / "mm"
+    conversion = convert.hf_to_mm(hf, target, LAYOUT)
+    assert run_and_die(lambda: conversion.run(ONE_WORKER), num_calls(hf, tmp_path) - 12)
+    partial = tmp_path / ".mm.mm-convert"
+    victim = max(partial.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    conversion.run(ONE_WORKER)
+    told = capsys.readouterr().out
+    assert f"{victim} is not as it was finished" in told and "of 6 files are finished from an earlier run" in told
+    assert files(target) == expected
+
+
+def test_another_conversion_starts_anew(hf, tmp_path):
+    target = tmp_path / "mm"
+    conversion = convert.hf_to_mm(hf, target, LAYOUT)
+    assert run_and_die(lambda: conversion.run(ONE_WORKER), num_calls(hf, tmp_path / "count") // 2)
+    other = Layout(((2,),), ((3,),), 1)
+    convert.hf_to_mm(hf, target, other).run(ONE_WORKER)
+    convert.hf_to_mm(hf, tmp_path / "direct", other).run(ONE_WORKER)
+    assert files(target) == files(tmp_path / "direct")
+
+
+def test_two_at_once(hf, tmp_path):
+    conversion = convert.hf_to_mm(hf, tmp_path / "mm", LAYOUT)
+    output = Output.begin(tmp_path / "mm", "another")
+    with pytest.raises(UserError, match="Another mm-convert is writing"):
+        conversion.run(ONE_WORKER)
+    output.close()
+    conversion.run(ONE_WORKER)
+
+
+def test_a_full_disk_is_told_and_mended(hf, expected, tmp_path):
+    """The child may write no file as large as the largest."""
+    conversion = convert.hf_to_mm(hf, tmp_path / "mm", LAYOUT)
+    sizes = sorted(file.num_bytes for file in conversion.plan.files)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[-1] - 1, sizes[-1] - 1))
+        status = 1
+        try:
+            conversion.run(ONE_WORKER)
+        except UserError as error:
+            status = 3 if "the same command again" in str(error) else 4
+        finally:
+            os._exit(status)
+    assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 3
+    assert not (tmp_path / "mm").exists()
+    conversion.run(ONE_WORKER)
+    assert files(tmp_path / "mm") == expected
