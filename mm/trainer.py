@@ -151,7 +151,7 @@ class Trainer:
             )
         if plan.totals.num_target_tokens == 0:
             self._say(f"note: iteration {self.progress.iteration + 1} has no token to learn: its loss is 0. Look at "
-                      f"the roles of the samples, and whether --seq-length {self.run.args.seq_length} cuts the answers off")
+                      f"the roles of the samples, and whether --seq-length {self.run.args.seq_length} cuts answers off")
         lr = self.learning_rate.at(self.progress.consumed_samples)
         result = optimizer_step(self.optimizer, lr)
         self.device.synchronize()
