@@ -279,11 +279,6 @@ def complete_iterations(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def has_iteration(directory: str | Path, iteration: int) -> bool:
-    """Whether a complete checkpoint of ``iteration`` is there."""
-    return (Path(directory) / iteration_name(iteration) / MANIFEST_FILE).is_file()
-
-
 def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
 

@@ -372,6 +372,6 @@ def current_umask() -> int:
 def test_remove_takes_checkpoints_only(tmp_path: Path) -> None:
     write_small(tmp_path / "new", 10, 1.0)
     (tmp_path / "new" / "notes.txt").write_text("mine")
-    assert files.has_iteration(tmp_path / "new", 10) and not files.has_iteration(tmp_path / "new", 20)
+    assert files.complete_iterations(tmp_path / "new") == [10]
     files.remove(tmp_path / "new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]
