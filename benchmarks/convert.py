@@ -108,7 +108,7 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
 
 
 def _layouts(size: str, tp_size: int) -> tuple:
-    from checkpoint.layout import Layout
+    from mm.sharded.layout import Layout
 
     depth, layers = SIZES[size]["depth"], SIZES[size]["layers"]
     half = layers // 2

@@ -26,7 +26,8 @@ from mm.device import Device
 from mm.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
 from mm.model.qwen2_5_vl import build_stage
 from mm.model.rope import mrope_positions
-from mm.model.weights import canonical_hf_name, fuse, model_weights, stage_weights
+from mm.model.spelling import published_name
+from mm.model.weights import fuse, model_weights, stage_weights
 from mm.optimizer import build_optimizer, optimizer_step
 from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule
 from mm.placement import Placement
@@ -260,7 +261,7 @@ class Peer:
 
 def hf_name(name: str) -> str:
     """The published name of a parameter of the peer, whose patch embedding is a linear layer."""
-    return canonical_hf_name(name).replace("patch_embed.linear_proj", "patch_embed.proj")
+    return published_name(name).replace("patch_embed.linear_proj", "patch_embed.proj")
 
 
 def peer_attention() -> str:

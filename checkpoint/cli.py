@@ -18,8 +18,9 @@ from jsonargparse import auto_cli
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.inspect import show_directory, verify_directory
-from checkpoint.layout import Layout, read_lists
+from checkpoint.lists import read_lists
 from mm.errors import UserError
+from mm.sharded.layout import Layout
 
 
 @dataclass

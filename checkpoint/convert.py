@@ -13,21 +13,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-from checkpoint.copy import check_twins, execute
-from checkpoint.hf_directory import fingerprint, hf_sources, hf_targets
-from checkpoint.layout import Layout, check_layout
-from checkpoint.manifest import TOOL, Entry, Manifest, manifest_text
-from checkpoint.mm_directory import RELEASE, MMDirectory, mm_targets
+from checkpoint.copy import check_source, execute
+from checkpoint.hf_directory import hf_targets
+from checkpoint.mm_target import mm_targets
 from checkpoint.output import Crc32s, Output, is_complete, left_bytes, tidy
-from checkpoint.plan import Plan, View, make_plan
-from checkpoint.safetensors_file import DTYPE_NAMES
+from checkpoint.plan import Plan, TargetFile, make_plan
+from checkpoint.source import Source, open_hf, open_source
 from mm.checkpoint_files import LATEST_FILE, MANIFEST_FILE
-from mm.config import ModelConfig
 from mm.errors import UserError
 from mm.hf import HFDirectory, copy_other_files, planned_shards, write_index
+from mm.model.structure import Structure
+from mm.sharded.files import DTYPE_NAMES
+from mm.sharded.layout import Layout, check_layout
+from mm.sharded.manifest import TOOL, Entry, Manifest, manifest_text
+from mm.sharded.slots import RELEASE, Format, Kind
+from mm.sharded.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
+STRUCTURE = "--cfg.common_model_config.enable_canonical_hf_struct"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Conversion:
             tidy(target)
         else:
             check_target(self, target, options.overwrite)
-            check_twins(self.plan, self.source)
+            check_source(self.plan, self.source)
             self._write(target, num_workers)
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
 
@@ -112,18 +116,15 @@ class Conversion:
         return lines
 
 
-def hf_to_mm(hf_dir: str | Path, mm_dir: str | Path, layout: Layout) -> Conversion:
-    """Hugging Face directory -> MindSpeed-MM's directory on ``layout``.
+def hf_to_mm(hf_dir: str | Path, mm_dir: str | Path, layout: Layout, kind: Kind | None = None) -> Conversion:
+    """Hugging Face directory -> MindSpeed-MM's layout.
 
     Raises:
         UserError: the source is not complete, or the layout is not legal.
     """
-    source = HFDirectory.open(hf_dir)
-    model = source.model_config()
-    check_layout(layout, model, LAYOUT)
-    model = layout.place(model)
-    mark = fingerprint(source.path, [source.path / "config.json", *{tensor.file for tensor in source.tensors.values()}])
-    return _to_mm(source.path, Path(mm_dir), model, layout.tp_size, hf_sources(source, model), ("hf", mark))
+    source = open_hf(hf_dir)
+    check_layout(layout, source.model, LAYOUT)
+    return _to_mm(source, Path(mm_dir), layout, kind or Kind())
 
 
 def resplit(
@@ -132,54 +133,63 @@ def resplit(
     source_layout: Layout | None,
     target_layout: Layout,
     hf_dir: str | Path | None = None,
+    format: Format | None = None,
+    structure: Structure | None = None,
 ) -> Conversion:
-    """From one layout to another; ``source_layout`` and ``hf_dir`` are only needed without a manifest.
+    """From any layout, or a training checkpoint, to another layout.
+
+    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure stay what they are in
+    the source unless they are given.
 
     Raises:
         UserError: the source is not complete, or a layout is not legal.
     """
-    source = MMDirectory.open(source_dir)
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
-    placed, tp_size = source.placed_model(source_layout, SOURCE_LAYOUT, given)
-    views = source.sources(placed, tp_size)
-    check_layout(target_layout, placed, TARGET_LAYOUT)
-    model = target_layout.place(placed)
-    mark = fingerprint(source.path, source.files())
-    return _to_mm(source.path, Path(target_dir), model, target_layout.tp_size, views, ("mm", mark))
+    source = open_source(source_dir, "--cfg.source_dir", source_layout, SOURCE_LAYOUT, given)
+    check_layout(target_layout, source.model, TARGET_LAYOUT)
+    kept = source.kept or Kind()
+    return _to_mm(source, Path(target_dir), target_layout, Kind(format or kept.format, structure or kept.structure))
 
 
 def mm_to_hf(
-    mm_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None = None
+    mm_dir: str | Path,
+    hf_dir: str | Path,
+    save_hf_dir: str | Path,
+    layout: Layout | None = None,
+    structure: Structure | None = None,
 ) -> Conversion:
-    """Back to a Hugging Face directory like ``hf_dir``, whose other files are copied.
+    """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
 
     Raises:
-        UserError: the source is not complete, or ``hf_dir`` is of another model.
+        UserError: the source is not complete or not of the stated ``structure``, or ``hf_dir`` is of another model.
     """
-    base, source = HFDirectory.open(hf_dir, weights_required=False), MMDirectory.open(mm_dir)
-    placed, tp_size = source.placed_model(layout, LAYOUT, base.model_config())
-    base.check(placed)
-    views = source.sources(placed, tp_size)
-    target_views, files = hf_targets(base, placed, _dtypes(views))
-    plan = make_plan(views, target_views, files)
+    base = HFDirectory.open(hf_dir, weights_required=False)
+    source = open_source(mm_dir, "--cfg.mm_dir", layout, LAYOUT, base.model_config())
+    if None not in (structure, source.kept) and source.kept.structure is not structure:
+        raise UserError(
+            f"{STRUCTURE} says that {source.path} has the {structure.value} structure, but its tensors are named as in "
+            f"the {source.kept.structure.value} one; leave the flag out, or give the right directory."
+        )
+    base.check(source.model)
+    dtypes = _dtypes(source.views)
+    target_views, files = hf_targets(base, source.model, dtypes)
+    plan = make_plan(source.views, target_views, files)
 
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
         copy_other_files(base, folder, None)
         if base.index is not None:
             shutil.copyfile(base.path / "model.safetensors.index.json", folder / "model.safetensors.index.json")
         elif len(files) > 1:
-            write_index(folder, planned_shards(base, placed, next(iter(_dtypes(views).values()))), None)
+            write_index(folder, planned_shards(base, source.model, next(iter(dtypes.values()))), None)
 
-    mark = _conversion_mark(fingerprint(source.path, source.files()), files)
+    mark = _conversion_mark(source, files)
     return Conversion(source.path, Path(save_hf_dir), plan, mark, write_others, lambda path: _has(path, "config.json"))
 
 
-def _to_mm(
-    source: Path, target: Path, model: ModelConfig, tp_size: int, views: Sequence[View], origin: tuple[str, str]
-) -> Conversion:
-    target_views, files = mm_targets(model, tp_size, _dtypes(views))
-    plan = make_plan(views, target_views, files)
-    kind, mark = origin
+def _to_mm(source: Source, target: Path, layout: Layout, kind: Kind) -> Conversion:
+    model = layout.place(source.model)
+    target_views, files = mm_targets(model, layout.tp_size, kind, _dtypes(source.views))
+    plan = make_plan(source.views, target_views, files)
 
     def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
         entries = tuple(
@@ -187,12 +197,13 @@ def _to_mm(
             for file in files
             for tensor in file.tensors
         )
-        manifest = Manifest(TOOL, model, tp_size, {"kind": kind, "fingerprint": mark}, entries)
+        origin = {"kind": source.kind, "fingerprint": source.fingerprint}
+        manifest = Manifest(TOOL, model, layout.tp_size, kind, origin, entries)
         (folder / MANIFEST_FILE).write_text(manifest_text(manifest), encoding="utf-8")
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
-    fingerprint_of_both = _conversion_mark(mark, files)
-    return Conversion(source, target, plan, fingerprint_of_both, write_others, lambda path: _has(path, LATEST_FILE))
+    mark = _conversion_mark(source, files)
+    return Conversion(source.path, target, plan, mark, write_others, lambda path: _has(path, LATEST_FILE))
 
 
 def _dtypes(views: Sequence[View]) -> dict[str, Any]:
@@ -200,8 +211,8 @@ def _dtypes(views: Sequence[View]) -> dict[str, Any]:
     return {run.key: view.stored.dtype for view in views for run in view.runs if run.key is not None}
 
 
-def _conversion_mark(source: str, files: Sequence[Any]) -> str:
-    digest = hashlib.sha256(source.encode())
+def _conversion_mark(source: Source, files: Sequence[TargetFile]) -> str:
+    digest = hashlib.sha256(source.fingerprint.encode())
     for file in files:
         digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
     return digest.hexdigest()

@@ -15,19 +15,20 @@ from pathlib import Path
 import numpy as np
 
 from checkpoint.output import Output
-from checkpoint.plan import Job, Plan, Stored
+from checkpoint.plan import Job, Padding, Plan
 from mm.errors import UserError
+from mm.sharded.views import Stored
 
 BUFFER_BYTES = 1 << 18
 """Of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
 Progress = Callable[[int], None]
 
 
-def check_twins(plan: Plan, source: Path) -> None:
-    """Make sure that source tensors that should be equal are.
+def check_source(plan: Plan, source: Path) -> None:
+    """Make sure that source tensors that should be equal are, and that padding, which is left out, is zero.
 
     Raises:
-        UserError: naming each pair that differs.
+        UserError: naming each pair that differs, and each tensor whose padding is not zero.
     """
     reader, problems = _Files(source), []
     try:
@@ -37,6 +38,13 @@ def check_twins(plan: Plan, source: Path) -> None:
                 problems.append(
                     f"{source / other.file}: {other.name} differs from {one.name} in {source / one.file}, of which it "
                     f"should be a copy; one of the files is damaged or of another model."
+                )
+        for padding in plan.padding:
+            if not reader.is_zero(padding):
+                stored = padding.stored
+                problems.append(
+                    f"{source / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
+                    f"is damaged or was cut for another TP size."
                 )
     finally:
         reader.close()
@@ -183,6 +191,17 @@ class _Files:
             self.read(other, start, right[:num_bytes])
             if left[:num_bytes] != right[:num_bytes]:
                 return False
+        return True
+
+    def is_zero(self, padding: Padding) -> bool:
+        stored, width = padding.stored, padding.stored.num_bytes // padding.num_rows
+        found = memoryview(bytearray(min(BUFFER_BYTES, padding.num_bytes)))
+        for row in range(padding.num_rows):
+            for at in range(0, padding.num_bytes, BUFFER_BYTES):
+                part = found[: min(BUFFER_BYTES, padding.num_bytes - at)]
+                self.read(stored, row * width + padding.start + at, part)
+                if any(part):
+                    return False
         return True
 
     def close(self) -> None:

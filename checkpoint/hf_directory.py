@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.plan import ModelRun, Stored, View
 from checkpoint.safetensors_file import SafetensorsFile
 from mm.config import ModelConfig
 from mm.hf import HFDirectory, planned_shards
 from mm.hf_files import HFTensor
-from mm.model.weight_ranges import cut_dim
-from mm.model.weights import Weight, model_weights
+from mm.model.weights import model_weights
+from mm.sharded.views import Stored, View, whole_view
 
 
 def hf_sources(directory: HFDirectory, model: ModelConfig) -> list[View]:
@@ -26,7 +25,7 @@ def hf_sources(directory: HFDirectory, model: ModelConfig) -> list[View]:
     """
     directory.check(model)
     return [
-        _view(_stored(directory.tensors[name]), name, weight)
+        whole_view(_stored(directory.tensors[name]), name, weight)
         for weight in model_weights(model)
         for name in weight.hf_names
     ]
@@ -50,7 +49,7 @@ def hf_targets(
                       for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
             file = SafetensorsFile.new(shard, [(o.key, dtypes[o.source], shapes[o.source]) for o in outputs])
         stored = {tensor.name: tensor for tensor in file.tensors}
-        views += [_view(stored[output.key], output.source, weights[output.source]) for output in outputs]
+        views += [whole_view(stored[output.key], output.source, weights[output.source]) for output in outputs]
         files.append(file)
     return views, files
 
@@ -68,8 +67,3 @@ def fingerprint(directory: Path, files: Iterator[Path] | list[Path]) -> str:
 
 def _stored(tensor: HFTensor) -> Stored:
     return Stored(tensor.file.name, tensor.name, tensor.dtype, tensor.shape, tensor.offset)
-
-
-def _view(stored: Stored, key: str, weight: Weight) -> View:
-    dim = cut_dim(weight)
-    return View(stored, dim, (ModelRun(key, 0, stored.shape[dim]),))

@@ -5,23 +5,26 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint.copy import check_twins, differing
-from checkpoint.hf_directory import hf_sources
-from checkpoint.layout import Layout
-from checkpoint.manifest import Entry, Manifest
-from checkpoint.mm_directory import MMDirectory
+from checkpoint.copy import check_source, differing
 from checkpoint.output import stored_crc32
-from checkpoint.plan import Stored, make_plan
-from checkpoint.safetensors_file import DTYPE_NAMES, read_stored
-from mm.checkpoint_files import LATEST_FILE, MANIFEST_FILE
+from checkpoint.plan import make_plan
+from checkpoint.source import open_hf, open_source
+from mm.checkpoint_files import MANIFEST_FILE, find_checkpoint, find_load_kind
+from mm.checkpoint_files import read_manifest as read_training_manifest
 from mm.errors import UserError
 from mm.hf import HFDirectory
+from mm.sharded.directory import MMDirectory
+from mm.sharded.files import DTYPE_NAMES, read_stored
+from mm.sharded.layout import Layout
+from mm.sharded.manifest import Entry
+from mm.sharded.views import Stored
 
 
 def verify_directory(
@@ -29,115 +32,147 @@ def verify_directory(
 ) -> list[str]:
     """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if it is given.
 
-    ``given`` is the layout where there is no manifest, and ``flag`` gives it.  Returns what was found in order.
+    ``path`` is of MindSpeed-MM's layout or a training checkpoint.  ``given`` is the layout where there is no manifest,
+    and ``flag`` gives it.  Returns what was found in order.
 
     Raises:
         UserError: naming each file and tensor that is missing, damaged or left over.
     """
-    directory = MMDirectory.open(path)
-    if directory.manifest is None and hf_dir is None:
-        raise UserError(f"{path} has no {MANIFEST_FILE} to be compared with; give --cfg.hf_config.hf_dir.")
     num_workers = num_workers or len(os.sched_getaffinity(0))
-    done = []
-    if directory.manifest is not None:
-        problems = list(_manifest_problems(directory, directory.manifest, num_workers))
+    entries, contents, done = _listed(path)
+    if entries is None and hf_dir is None:
+        raise UserError(f"{path} has no {MANIFEST_FILE} to be compared with; give --cfg.hf_config.hf_dir.")
+    if entries is not None:
+        problems = list(_manifest_problems(contents, entries, num_workers))
         if problems:
             raise UserError(problems)
-        done.append(f"{path}: {len(directory.manifest.tensors)} tensors are as {MANIFEST_FILE} says.")
+        done.append(f"{path}: {len(entries)} tensors are as {MANIFEST_FILE} says.")
     if hf_dir is not None:
-        num_tensors = _compare_with_hf(directory, HFDirectory.open(hf_dir), given, flag, num_workers)
+        num_tensors = _compare_with_hf(path, hf_dir, given, flag, num_workers)
         done.append(f"{path}: {num_tensors} tensors are those of {hf_dir}.")
     return done
 
 
-def _manifest_problems(directory: MMDirectory, manifest: Manifest, num_workers: int) -> Iterator[str]:
-    by_file: dict[str, list[Entry]] = {}
-    for entry in manifest.tensors:
-        by_file.setdefault(entry.file, []).append(entry)
-    present = {str(file.relative_to(directory.path)) for file in directory.files()}
-    for file in sorted(present - by_file.keys()):
-        if read_stored(directory.path / file, file):
-            yield f"{directory.path / file} is not in {MANIFEST_FILE}; remove it."
-    for file in sorted(by_file.keys() - present):
-        yield f"{directory.path / file} is missing; convert again."
-    with (
-        tqdm(total=len(manifest.tensors), unit="tensor", disable=None) as bar,
-        ThreadPoolExecutor(num_workers) as pool,
-    ):
-        files = [(directory.path, file, by_file[file], bar) for file in sorted(by_file.keys() & present)]
+Contents = Mapping[Path, Mapping[str, Stored]]
+"""Tensors by file and name."""
+
+
+def _listed(path: Path) -> tuple[Sequence[Entry] | None, Contents, list[str]]:
+    """What the manifest says (None without one), what is there, and notes.  Files in entries are whole paths."""
+    match find_load_kind(path, "--cfg.mm_dir"):
+        case "mm":
+            directory, notes = MMDirectory.open(path), []
+            entries = directory.manifest and directory.manifest.tensors
+            folder = path
+            contents = {path / directory.folder / file: stored for file, stored in directory.contents.items()}
+        case "training":
+            folder, notes = find_checkpoint(path)
+            pieces = read_training_manifest(folder).pieces
+            entries = [Entry(piece.file, piece.key, piece.dtype, piece.shape, piece.crc32) for piece in pieces]
+            contents = {file: read_stored(file, file.name) for file in sorted(folder.glob("*.safetensors"))}
+        case _:
+            raise UserError(
+                f"{path} is a Hugging Face directory, which has no checksums; give it as --cfg.hf_config.hf_dir to be "
+                f"compared with --cfg.mm_dir, or compare two of them with diff."
+            )
+    located = entries and [replace(entry, file=str(folder / entry.file)) for entry in entries]
+    return located, contents, list(notes)
+
+
+def _manifest_problems(contents: Contents, entries: Sequence[Entry], num_workers: int) -> Iterator[str]:
+    by_file: dict[Path, list[Entry]] = {}
+    for entry in entries:
+        by_file.setdefault(Path(entry.file), []).append(entry)
+    for file in sorted(contents.keys() - by_file.keys()):
+        if contents[file]:
+            yield f"{file} is not in {MANIFEST_FILE}; remove it."
+    for file in sorted(by_file.keys() - contents.keys()):
+        yield f"{file} is missing; convert again."
+    with tqdm(total=len(entries), unit="tensor", disable=None) as bar, ThreadPoolExecutor(num_workers) as pool:
+        files = [(file, contents[file], by_file[file], bar) for file in sorted(by_file.keys() & contents.keys())]
         for problems in pool.map(lambda arguments: _file_problems(*arguments), files):
             yield from problems
 
 
-def _file_problems(path: Path, file: str, entries: list[Entry], bar: tqdm) -> list[str]:
-    try:
-        stored = read_stored(path / file, file)
-    except UserError as error:
-        return list(error.problems)
+def _file_problems(path: Path, stored: Mapping[str, Stored], entries: list[Entry], bar: tqdm) -> list[str]:
     problems = [
-        f"{path / file} holds {name}, which is not in {MANIFEST_FILE}."
+        f"{path} holds {name}, which is not in {MANIFEST_FILE}."
         for name in sorted(stored.keys() - {entry.name for entry in entries})
     ]
-    with (path / file).open("rb", buffering=0) as opened:
+    with path.open("rb", buffering=0) as opened:
         for entry in entries:
             tensor = stored.get(entry.name)
             if tensor is None:
-                problems.append(f"{path / file} lacks {entry.name}; convert again.")
+                problems.append(f"{path} lacks {entry.name}; convert again.")
             elif (DTYPE_NAMES[tensor.dtype], tensor.shape) != (entry.dtype, entry.shape):
                 problems.append(
-                    f"{path / file}: {entry.name} is {DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}; "
+                    f"{path}: {entry.name} is {DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}; "
                     f"{MANIFEST_FILE} says {entry.dtype} {list(entry.shape)}."
                 )
             elif stored_crc32(opened, tensor) != entry.crc32:
                 problems.append(
-                    f"{path / file}: {entry.name} is damaged or belongs to another file (its crc32 differs from "
+                    f"{path}: {entry.name} is damaged or belongs to another file (its crc32 differs from "
                     f"{MANIFEST_FILE}); convert again."
                 )
             bar.update(1)
     return problems
 
 
-def _compare_with_hf(
-    directory: MMDirectory, source: HFDirectory, given: Layout | None, flag: str, num_workers: int
-) -> int:
-    model, tp_size = directory.placed_model(given, flag, source.model_config())
-    views = directory.sources(model, tp_size)
-    plan = make_plan(hf_sources(source, model), views, ())
-    check_twins(plan, source.path)
-    total = sum(view.stored.num_bytes for view in views)
+def _compare_with_hf(path: Path, hf_dir: str, given: Layout | None, flag: str, num_workers: int) -> int:
+    expected = open_hf(hf_dir)
+    found = open_source(path, "--cfg.mm_dir", given, flag, expected.model)
+    plan = make_plan(expected.views, found.views, ())
+    check_source(plan, expected.path)
+    total = sum(view.stored.num_bytes for view in found.views)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        wrong = differing(plan, source.path, directory.path, num_workers, bar.update)
+        wrong = differing(plan, expected.path, found.path, num_workers, bar.update)
     if wrong:
         raise UserError(
-            f"{directory.path / tensor.file}: {tensor.name} is not what {source.path} gives." for tensor in wrong
+            f"{found.path / tensor.file}: {tensor.name} is not what {expected.path} gives." for tensor in wrong
         )
-    return len(views)
+    return len(found.views)
 
 
 def show_directory(path: Path) -> list[str]:
     """Layout, files, sizes and dtypes, a line for each.
 
     Raises:
-        UserError: it is neither a directory of MindSpeed-MM's layout nor a Hugging Face directory.
+        UserError: it is of no kind that can be converted.
     """
-    if (path / LATEST_FILE).is_file():
-        directory = MMDirectory.open(path)
-        manifest = directory.manifest
-        lines = [f"{path}: MindSpeed-MM's layout, {directory.folder}"]
-        lines.append(f"layout: {manifest.layout if manifest else f'not stated (no {MANIFEST_FILE})'}")
-        if manifest:
-            lines.append(f"source: {manifest.source['kind']}, written by {manifest.tool}")
-        files = [str(file.relative_to(path)) for file in directory.files()]
+    match find_load_kind(path, "--cfg.dir"):
+        case "mm":
+            lines, contents = _show_mm(MMDirectory.open(path))
+        case "training":
+            lines, contents = _show_training(path)
+        case _:
+            directory = HFDirectory.open(path)
+            lines = [f"{path}: Hugging Face directory", f"layers: {Layout.of(directory.model_config(), 1)}"]
+            contents = {file: read_stored(path / file, file)
+                        for file in sorted({tensor.file.name for tensor in directory.tensors.values()})}
+    everything = [tensor for stored in contents.values() for tensor in stored.values()]
+    lines += [f"  {file}  {_summary(list(stored.values()))}" for file, stored in contents.items()]
+    return [*lines, f"{len(contents)} files, {_summary(everything)}"]
+
+
+def _show_mm(directory: MMDirectory) -> tuple[list[str], Mapping[str, Mapping[str, Stored]]]:
+    manifest = directory.manifest
+    lines = [f"{directory.path}: MindSpeed-MM's layout, {directory.folder}, {directory.kind}"]
+    if manifest is None:
+        lines.append(f"layout: {directory.layout} (no {MANIFEST_FILE}; as the files show it)")
     else:
-        opened = HFDirectory.open(path)
-        lines = [f"{path}: Hugging Face directory", f"layers: {Layout.of(opened.model_config(), 1)}"]
-        files = sorted({tensor.file.name for tensor in opened.tensors.values()})
-    everything: list[Stored] = []
-    for file in files:
-        stored = list(read_stored(path / file, file).values())
-        everything += stored
-        lines.append(f"  {file}  {_summary(stored)}")
-    return [*lines, f"{len(files)} files, {_summary(everything)}"]
+        lines += [f"layout: {manifest.layout}", f"source: {manifest.source['kind']}, written by {manifest.tool}"]
+    return lines, {f"{directory.folder}/{file}": stored for file, stored in sorted(directory.contents.items())}
+
+
+def _show_training(path: Path) -> tuple[list[str], Mapping[str, Mapping[str, Stored]]]:
+    folder, notes = find_checkpoint(path)
+    manifest = read_training_manifest(folder)
+    source = open_source(folder, "--cfg.dir", None, "")
+    lines = [*notes, f"{folder}: training checkpoint, iteration {manifest.iteration}, "
+                     f"{manifest.consumed_samples} samples", f"layout: {source.layout}"]
+    files = sorted({view.stored.file for view in source.views})
+    return lines, {file: {view.stored.name: view.stored for view in source.views if view.stored.file == file}
+                   for file in files}
 
 
 def _summary(stored: list[Stored]) -> str:

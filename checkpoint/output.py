@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from checkpoint.plan import Stored, TargetFile
+from checkpoint.plan import TargetFile
 from mm.errors import UserError
 from mm.hf import sync
+from mm.sharded.views import Stored
 
 DIRECTORY_MODE, FILE_MODE = 0o750, 0o640
 """Megatron's and MindSpeed-MM's."""

@@ -1,10 +1,8 @@
 """The byte plan of a conversion: which bytes of which source file go where, computed from headers alone.
 
-Pure: opens no file.  It knows nothing of models either: what a stored tensor holds is said by its runs, which
-``checkpoint.views`` takes from the weight table.
+Pure: opens no file.  It knows nothing of models either: what a stored tensor holds is said by its views.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,53 +10,7 @@ from typing import Protocol
 import torch
 
 from mm.errors import UserError
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
-
-    file: str
-    """Relative to the directory that is read or written."""
-    name: str
-    """As spelled in the file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Of its first byte in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ModelRun:
-    """Neighbouring indices of one tensor of the model."""
-
-    key: str | None
-    """Which tensor: its published Hugging Face name; None for zero padding."""
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class View:
-    """A stored tensor, and what of the model it holds along ``dim``, from its first index to its last."""
-
-    stored: Stored
-    dim: int
-    runs: tuple[ModelRun, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of bytes that lie one after the other; runs are ranges of columns of them."""
-        return math.prod(self.stored.shape[: self.dim])
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of one index along ``dim`` within one row."""
-        return math.prod(self.stored.shape[self.dim + 1 :]) * self.stored.dtype.itemsize
+from mm.sharded.views import ModelRun, Stored, View
 
 
 class TargetFile(Protocol):
@@ -75,7 +27,10 @@ class TargetFile(Protocol):
     def num_bytes(self) -> int: ...
 
     def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name."""
+        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name.
+
+        Their names are those of ``Stored``, of which a file holds each once.
+        """
 
 
 @dataclass(frozen=True)
@@ -104,6 +59,17 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """The same columns of bytes of every row of a tensor."""
+
+    stored: Stored
+    num_rows: int
+    start: int
+    num_bytes: int
+    """Of one row."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a conversion copies."""
 
@@ -112,6 +78,8 @@ class Plan:
     """In the order of the files."""
     twins: tuple[tuple[Stored, Stored], ...]
     """Source tensors that must be equal, because only the first of each pair is read."""
+    padding: tuple[Padding, ...]
+    """Parts of source tensors that must be zero, because they are not read at all."""
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +111,7 @@ def make_plan(sources: Sequence[View], targets: Sequence[View], files: Sequence[
     problems = list(dict.fromkeys([*index.problems, *index.unused()]))
     if problems:
         raise UserError(problems)
-    return Plan(tuple(files), tuple(jobs), twins)
+    return Plan(tuple(files), tuple(jobs), twins, tuple(_padding(sources)))
 
 
 def _without_twins(sources: Sequence[View]) -> tuple[list[View], tuple[tuple[Stored, Stored], ...]]:
@@ -156,6 +124,14 @@ def _without_twins(sources: Sequence[View]) -> tuple[list[View], tuple[tuple[Sto
         if kept is not view:
             twins.append((kept.stored, view.stored))
     return list(first.values()), tuple(twins)
+
+
+def _padding(sources: Sequence[View]) -> Iterator[Padding]:
+    for view in sources:
+        for position, run in _positions(view):
+            if run.key is None:
+                unit = view.unit_bytes
+                yield Padding(view.stored, view.num_rows, position * unit, run.length * unit)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Safetensors files as byte ranges: what a header says, and the header of a file to write.
+"""Safetensors files to write, as byte ranges.
 
 Format: 8 bytes little-endian header length, JSON header, data (https://huggingface.co/docs/safetensors).
 """
@@ -11,11 +11,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.plan import Stored
-from mm.checkpoint_files import DTYPES
-from mm.hf_files import read_header
+from mm.sharded.files import DTYPE_NAMES, read_stored
+from mm.sharded.views import Stored
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Description = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape."""
 
@@ -58,15 +56,3 @@ class SafetensorsFile:
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
             file.seek(0)
             return cls(path.name, file.read(header_bytes), tuple(stored.values()))
-
-
-def read_stored(path: Path, name: str) -> dict[str, Stored]:
-    """The tensors of the file at ``path`` by name; the plan calls the file ``name``.
-
-    Raises:
-        UserError: the file is truncated, damaged, or a Git-LFS pointer.
-    """
-    return {
-        tensor.name: Stored(name, tensor.name, tensor.dtype, tensor.shape, tensor.offset)
-        for tensor in read_header(path).values()
-    }

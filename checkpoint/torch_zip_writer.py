@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from checkpoint.torch_zip import (
+from mm.errors import UserError
+from mm.sharded.torch_zip import (
     CENTRAL_HEADER,
     DTYPE_OF_STORAGE,
     LOCAL_HEADER,
@@ -35,7 +36,6 @@ from checkpoint.torch_zip import (
     read_index,
     row_major,
 )
-from mm.errors import UserError
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape by name."""

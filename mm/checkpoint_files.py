@@ -319,33 +319,33 @@ def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tupl
     return chosen, tuple(notes)
 
 
-def find_load_kind(path: str | Path) -> str:
-    """What ``--load`` points at: "training" (a checkpoint of ours) or "hf" (a Hugging Face directory).
+def find_load_kind(path: str | Path, flag: str = "--load") -> str:
+    """What ``path`` holds: "training" (checkpoints of ours), "mm" (MindSpeed-MM's layout) or "hf" (Hugging Face).
+
+    ``flag`` gives it.  Only names are looked at.
 
     Raises:
-        UserError: neither; the message says what was found.
+        UserError: none of these; the message says what was found.
     """
     path = Path(path)
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"--load {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
+        raise UserError(f"{flag} {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
+    if any(path.glob("mp_rank_*")):
+        raise UserError(f"{flag} {path} holds the ranks of one checkpoint; give the directory above, {path.parent}.")
+    if any(path.glob("*/mp_rank_*")):
+        return "mm"
     if (path / MANIFEST_FILE).is_file() or any(path.glob(f"iter_*/{MANIFEST_FILE}")):
         return "training"
-    foreign = next((found for pattern in ("mp_rank_*", "*/mp_rank_*") for found in sorted(path.glob(pattern))), None)
-    if foreign is not None:
-        raise UserError(
-            f"--load {path} is a Megatron or MindSpeed-MM checkpoint (it holds {foreign.relative_to(path)}), which "
-            f"this version does not read; give the Hugging Face directory that it was converted from, or to."
-        )
     if (path / "config.json").is_file():
         return "hf"
     names = sorted(entry.name for entry in path.iterdir())
     if any(name.startswith("adapter_") for name in names):
-        raise UserError(f"--load {path} holds a LoRA adapter, not a model; give the directory of its base model.")
+        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model.")
     if (path / LATEST_FILE).is_file() or any(_LEFTOVER_NAME.fullmatch(name) for name in names):
         find_checkpoint(path)  # says what is wrong with it
     raise UserError(
-        f"--load {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
+        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
         f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
     )
 

@@ -32,11 +32,11 @@ from mm.hf_files import (
     read_tensors,
     with_dtype,
 )
+from mm.model.spelling import published_name
 from mm.model.weights import (
     HF_EMBEDDING_NAME,
     HF_OUTPUT_LAYER_NAME,
     Weight,
-    canonical_hf_name,
     fuse_parts,
     hf_ranges,
     model_weights,
@@ -105,7 +105,7 @@ class HFDirectory:
                 for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
                     problems += self._tensor_problems(hf_name, shape)
             problems += [
-                f"{self.tensors[canonical_hf_name(name)].file} holds {name}, which is no weight of the model"
+                f"{self.tensors[published_name(name)].file} holds {name}, which is no weight of the model"
                 f"{_hint(name)}."
                 for name in self.unclaimed(model)
             ]
@@ -170,7 +170,7 @@ class HFDirectory:
 
 def _hint(name: str) -> str:
     """Why an output layer may be missing or left over."""
-    if canonical_hf_name(name) != HF_OUTPUT_LAYER_NAME:
+    if published_name(name) != HF_OUTPUT_LAYER_NAME:
         return ""
     return (
         f" (the model JSON's text_decoder.untie_embeddings_and_output_weights must be true exactly when the model "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mm.errors import UserError
 from mm.hf_compare import MODEL_TYPE
-from mm.model.weights import canonical_hf_name
+from mm.model.spelling import published_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -152,7 +152,7 @@ def read_tensors(directory: Path, index: Mapping[str, Any] | None, shards: list[
             listed = {name for name, file in index["weight_map"].items() if file == shard}
             _match_index(directory, shard, listed, found.keys())
         for tensor in found.values():
-            twin = tensors.setdefault(canonical_hf_name(tensor.name), tensor)
+            twin = tensors.setdefault(published_name(tensor.name), tensor)
             if twin is not tensor:
                 raise UserError(
                     f"{tensor.file} holds {tensor.name} and {twin.file} holds {twin.name}: the same weight twice. "
@@ -180,8 +180,11 @@ def _some(names: list[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def read_header(path: Path) -> dict[str, HFTensor]:
-    """The tensors of one safetensors file.  Format: 8 bytes little-endian header length, JSON header, data."""
+def read_header(path: Path, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> dict[str, HFTensor]:
+    """The tensors of one safetensors file, which may have ``dtypes``.
+
+    Format: 8 bytes little-endian header length, JSON header, data.
+    """
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(_LFS_MAGIC))
@@ -200,17 +203,19 @@ def read_header(path: Path) -> dict[str, HFTensor]:
     end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size_bytes != end:
         raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
-    return {name: _described(path, name, entry, 8 + header_bytes) for name, entry in header.items()}
+    return {name: _described(path, name, entry, 8 + header_bytes, dtypes) for name, entry in header.items()}
 
 
-def _described(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> HFTensor:
-    if entry["dtype"] not in _DTYPES:
+def _described(
+    path: Path, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
+) -> HFTensor:
+    if entry["dtype"] not in dtypes:
         raise UserError(
-            f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(_DTYPES)}. Quantized "
+            f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
             f"weights are not supported: give the unquantized model."
         )
     tensor = HFTensor(
-        name, path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data_start + entry["data_offsets"][0]
+        name, path, dtypes[entry["dtype"]], tuple(entry["shape"]), data_start + entry["data_offsets"][0]
     )
     num_bytes = entry["data_offsets"][1] - entry["data_offsets"][0]
     if num_bytes != math.prod(tensor.shape) * tensor.dtype.itemsize:

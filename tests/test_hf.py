@@ -13,10 +13,10 @@ from mm.config import ModelConfig
 from mm.errors import UserError
 from mm.hf import HFDirectory, write_hf
 from mm.hf_files import HFTensor
+from mm.model.spelling import Spelling
 from mm.model.weights import (
     HF_EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
-    Spelling,
     Weight,
     model_weights,
     shard,

@@ -15,14 +15,17 @@ MAX_FUNCTION_LINES = 60
 
 PURE = (
     "mm.errors", "mm.config", "mm.config_keys", "mm.json_schema", "mm.json_file", "mm.placement", "mm.arguments",
-    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.model.weight_ranges",
+    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.model.weight_ranges", "mm.model.spelling",
+    "mm.model.structure", "mm.sharded.layout", "mm.sharded.slots", "mm.sharded.views",
     "mm.data.sampler", "mm.data.microbatch",
 )  # fmt: skip
 """Mathematics and rules: testable without processes."""
 
 CHECKPOINT_MAY_IMPORT = {
     "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.model", "mm.model.weights",
-    "mm.model.weight_ranges", "mm.hf", "mm.hf_config", "mm.hf_files", "mm.checkpoint_files",
+    "mm.model.weight_ranges", "mm.model.structure", "mm.hf", "mm.hf_config", "mm.hf_files", "mm.checkpoint_files",
+    "mm.sharded", "mm.sharded.directory", "mm.sharded.files", "mm.sharded.layout", "mm.sharded.manifest",
+    "mm.sharded.slots", "mm.sharded.torch_zip", "mm.sharded.views",
 }  # fmt: skip
 """mm-convert runs on machines without accelerators or process groups."""
 

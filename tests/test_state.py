@@ -20,7 +20,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm import checkpoint_files as files
 from mm.checkpoint_reader import CheckpointReader, export_hf
 from mm.errors import UserError
-from mm.model.weights import canonical_hf_name, model_weights
+from mm.model.spelling import published_name
+from mm.model.weights import model_weights
 from tests import tiny
 from tests.launch import torchrun
 
@@ -147,7 +148,7 @@ def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Pa
     model, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[canonical_hf_name(name)]), name
+        assert torch.equal(parameter, expected[published_name(name)]), name
 
 
 def hf_config(tied: bool):

@@ -13,7 +13,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from mm.config import LanguageConfig, ModelConfig, PipelineLayout, ProjectorConfig, VisionConfig
 from mm.data.microbatch import IGNORE_INDEX, Grid, Microbatch
 from mm.model.rope import mrope_positions
-from mm.model.weights import Weight, canonical_hf_name, fuse
+from mm.model.spelling import published_name
+from mm.model.weights import Weight, fuse
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 VOCAB = 256
@@ -108,7 +109,7 @@ def hf_model(tied: bool = False, seed: int = 0) -> Qwen2_5_VLForConditionalGener
 def hf_tensors(model: Qwen2_5_VLForConditionalGeneration, gradients: bool = False) -> dict[str, Tensor]:
     """Weights, or gradients where there are any, under their published names."""
     return {
-        canonical_hf_name(name): (parameter.grad if gradients else parameter.detach())
+        published_name(name): (parameter.grad if gradients else parameter.detach())
         for name, parameter in model.named_parameters()
         if not gradients or parameter.grad is not None
     }

@@ -8,7 +8,7 @@ Our names and fused layouts are MindSpeed-MM's, except that layer numbers are gl
 local ones).  Hugging Face names are the published ones (``visual.*``, ``model.layers.*``, ``lm_head.weight``).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,6 +32,7 @@ class Fusion(Enum):
     """How the Hugging Face tensors of a weight become ours."""
 
     COPY = "one tensor, as it is"
+    STACKED_QKV = "[Q; K; V] in one tensor, as it is; each of the three is cut"
     GROUPED_QKV = "q, k, v -> per key/value group [its query heads, k, v]"
     PER_HEAD_QKV = "[Q; K; V] in one tensor -> per head [q, k, v]"
     GATE_UP = "gate, up -> [gate; up]"
@@ -113,7 +114,7 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
     Only the layout matters, not the size: ``fuse_parts`` fuses one rank's parts with it.
     """
     match weight.fusion:
-        case Fusion.COPY:
+        case Fusion.COPY | Fusion.STACKED_QKV:
             (tensor,) = hf_tensors
             return tensor
         case Fusion.GATE_UP:
@@ -133,7 +134,7 @@ def unfuse(weight: Weight, whole: Tensor) -> list[Tensor]:
     _expect_shape(weight, whole, weight.shape)
     rest = whole.shape[1:]
     match weight.fusion:
-        case Fusion.COPY:
+        case Fusion.COPY | Fusion.STACKED_QKV:
             return [whole.contiguous()]
         case Fusion.GATE_UP:
             return [half.clone() for half in whole.chunk(2)]
@@ -193,7 +194,7 @@ def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, 
     ``fuse_parts`` makes the rank's shard of them.  Only for weights that have a ``tp_dim``.
     """
     assert weight.tp_dim is not None, weight.name
-    num_blocks = 3 if weight.fusion is Fusion.PER_HEAD_QKV else 1
+    num_blocks = 3 if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.STACKED_QKV) else 1
     ranges = []
     for shape in weight.hf_shapes:
         block_size = shape[weight.tp_dim] // num_blocks
@@ -208,47 +209,6 @@ def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
         padded_size = local_shape(weight, tp_size)[weight.tp_dim] // _num_blocks(weight)
         parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
     return fuse(weight, parts)
-
-
-# Spellings of Hugging Face names
-
-
-class Spelling(Enum):
-    """The two ways Hugging Face names these weights: prefixes of (ViT, LLM)."""
-
-    PUBLISHED = ("visual.", "model.")
-    """On the hub, and what ``save_pretrained`` writes."""
-    MODULE = ("model.visual.", "model.language_model.")
-    """Names of the live module since transformers 4.52, and of files saved from its state dict."""
-
-
-def canonical_hf_name(name: str) -> str:
-    """The published spelling of a Hugging Face name in any spelling; an unknown name comes back as it is."""
-    for spelled, published in zip(Spelling.MODULE.value, Spelling.PUBLISHED.value, strict=True):
-        if name.startswith(spelled):
-            return published + name.removeprefix(spelled)
-    return name
-
-
-def hf_spelling(names: Iterable[str]) -> Spelling:
-    """Which spelling a set of Hugging Face names is in.  Names that mix the two are a ``UserError``."""
-    examples = {
-        name.startswith(Spelling.MODULE.value): name for name in names if name.startswith(Spelling.PUBLISHED.value)
-    }
-    if len(examples) > 1:
-        raise UserError(
-            f"The weights are named in two ways, for example {examples[False]!r} and {examples[True]!r}; expected "
-            f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
-        )
-    return Spelling.MODULE if True in examples else Spelling.PUBLISHED
-
-
-def spell(name: str, spelling: Spelling) -> str:
-    """A published name (see ``canonical_hf_name``) in the given spelling."""
-    for published, spelled in zip(Spelling.PUBLISHED.value, spelling.value, strict=True):
-        if name.startswith(published):
-            return spelled + name.removeprefix(published)
-    return name
 
 
 # The table
@@ -369,8 +329,8 @@ def _owns(spec: StageSpec, weight: Weight) -> bool:
 
 
 def _num_blocks(weight: Weight) -> int:
-    """Stacked halves of our tensor that are cut one by one."""
-    return 2 if weight.fusion is Fusion.GATE_UP else 1
+    """Stacked parts of our tensor that are cut one by one."""
+    return {Fusion.GATE_UP: 2, Fusion.STACKED_QKV: 3}.get(weight.fusion, 1)
 
 
 def _units_per_rank(weight: Weight, tp_size: int) -> int:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint.layout import Layout
 from mm.config import ModelConfig, PipelineLayout
 from mm.hf_config import model_from_hf
-from mm.model.weights import Spelling, model_weights, spell
+from mm.model.spelling import Spelling, spell
+from mm.model.weights import model_weights
+from mm.sharded.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -132,5 +133,12 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def weights(directory: Path) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file and name."""
-    return {str(path.relative_to(directory)): load_file(path) for path in directory.rglob("*.safetensors")}
+    """Tensors by file and name; in a torch file the name follows the key of its chunk."""
+    found = {str(path.relative_to(directory)): load_file(path) for path in directory.rglob("*.safetensors")}
+    for path in directory.rglob("*.pt"):
+        chunks = torch.load(path, weights_only=True)
+        assert chunks.pop("checkpoint_version") == 3.0
+        found[str(path.relative_to(directory))] = {
+            f"{chunk}/{name}": tensor for chunk, tensors in chunks.items() for name, tensor in tensors.items()
+        }
+    return found

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.cli import main
-from checkpoint.layout import read_lists
+from checkpoint.lists import read_lists
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.inspect import show_directory, verify_directory
-from checkpoint.layout import Layout
-from checkpoint.safetensors_file import read_stored
 from mm.errors import UserError
+from mm.sharded.files import read_stored
+from mm.sharded.layout import Layout
 from tests.checkpoint.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

@@ -13,9 +13,9 @@ import pytest
 from checkpoint import convert
 from checkpoint.convert import Conversion, Options
 from checkpoint.inspect import verify_directory
-from checkpoint.layout import Layout
 from checkpoint.output import Output
 from mm.errors import UserError
+from mm.sharded.layout import Layout
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.mm_directory import mm_targets
-from checkpoint.plan import ModelRun, Plan, Stored, View, make_plan
+from checkpoint.mm_target import mm_targets
+from checkpoint.plan import Plan, make_plan
 from mm.config import ModelConfig, load_model
 from mm.errors import UserError
 from mm.model.weight_ranges import cut_dim, shard_runs
 from mm.model.weights import local_shape, model_weights
 from mm.placement import layout_problems
+from mm.sharded.slots import Kind
+from mm.sharded.views import ModelRun, Stored, View
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
 PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
@@ -35,7 +37,7 @@ def hf_views(model: ModelConfig) -> list[View]:
 def plan_of(model: ModelConfig, tp_size: int) -> tuple[Plan, list[View], list[View]]:
     sources = hf_views(model)
     dtypes = {view.stored.name: torch.bfloat16 for view in sources}
-    targets, files = mm_targets(model, tp_size, dtypes)
+    targets, files = mm_targets(model, tp_size, Kind(), dtypes)
     return make_plan(sources, targets, files), sources, targets
 
 

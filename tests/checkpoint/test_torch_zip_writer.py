@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config as serialization_config
 
-from checkpoint.torch_zip import TorchFile, read_index
 from checkpoint.torch_zip_writer import create, finish, frame, plan_file
 from mm.errors import UserError
+from mm.sharded.torch_zip import TorchFile, read_index
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool)
 Chunks = dict[str, dict[str, torch.Tensor]]
@@ -243,7 +243,7 @@ def test_more_than_4_gib(path, tmp_path):
 FILL_UNDER_A_LIMIT = """
 import os, resource, sys, torch
 from pathlib import Path
-from checkpoint.torch_zip import read_index
+from mm.sharded.torch_zip import read_index
 from checkpoint.torch_zip_writer import create, finish
 source, target = sys.argv[1:]
 status = Path("/proc/self/status").read_text()

@@ -10,22 +10,19 @@ from hypothesis import strategies as st
 
 from mm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
+from mm.model.spelling import Spelling, hf_spelling, published_name, spell
 from mm.model.weights import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
     Fusion,
     Slot,
-    Spelling,
-    canonical_hf_name,
     fuse,
     fuse_parts,
     hf_ranges,
-    hf_spelling,
     local_shape,
     model_weights,
     padded_ffn,
     shard,
-    spell,
     stage_local_name,
     stage_weights,
     unfuse,
@@ -100,7 +97,7 @@ def test_real_sizes_have_the_names_shapes_and_count_of_transformers(size):
     )
     with torch.device("meta"):
         reference = Qwen2_5_VLForConditionalGeneration(config)
-    expected = {canonical_hf_name(name): tuple(tensor.shape) for name, tensor in reference.named_parameters()}
+    expected = {published_name(name): tuple(tensor.shape) for name, tensor in reference.named_parameters()}
     weights = model_weights(real_model(size))
     found = [pair for weight in weights for pair in zip(weight.hf_names, weight.hf_shapes, strict=True)]
     assert len(found) == len(dict(found))
@@ -280,7 +277,7 @@ def test_stage_local_names_count_from_zero_in_each_slot():
     ("lm_head.weight", "lm_head.weight"),
 ])
 def test_both_spellings(published, module):
-    assert canonical_hf_name(published) == canonical_hf_name(module) == published
+    assert published_name(published) == published_name(module) == published
     assert spell(published, Spelling.PUBLISHED) == published
     assert spell(published, Spelling.MODULE) == module
 

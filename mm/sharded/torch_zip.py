@@ -2,8 +2,7 @@
 
 A file is a zip archive of uncompressed records: ``data.pkl`` (the pickled dictionary, whose tensors point to storages
 by number) and ``data/<number>`` (the bytes of one storage).  Headers and pickle say where each tensor's bytes lie; no
-tensor is read and no code of the pickle is run.  Knows nothing of models, layouts or tensor names; ``torch_zip_writer``
-writes such files.
+tensor is read and no code of the pickle is run.  Knows nothing of models, layouts or tensor names.
 """
 
 import math
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from checkpoint.inert_pickle import CodeInPickle, Opaque, global_name, load
 from mm.errors import UserError
+from mm.sharded.inert_pickle import CodeInPickle, Opaque, global_name, load
 
 _MAX_PICKLE_BYTES = 1 << 28
 """A few hundred bytes per tensor are normal; this bounds what a hostile file makes us read."""

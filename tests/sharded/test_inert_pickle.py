@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from checkpoint.inert_pickle import CodeInPickle, Opaque, global_name, load
+from mm.sharded.inert_pickle import CodeInPickle, Opaque, global_name, load
 
 
 class Backend(enum.Enum):

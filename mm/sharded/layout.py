@@ -1,15 +1,11 @@
-"""How a conversion's user says where layers live: pipeline lists and tensor parallel size, read and checked.
+"""Where the layers of a weight directory live: pipeline lists and tensor parallel size.
 
 Knows nothing of files.  The rules are those of ``mm.placement`` and ``mm.model.weights``; only the names of the flags
 are added here.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import yaml
 
 from mm.config import ModelConfig, PipelineLayout
 from mm.errors import UserError
@@ -52,32 +48,6 @@ class Layout:
     def __str__(self) -> str:
         vision, language = ([list(chunk) for chunk in layout] for layout in (self.vision, self.language))
         return f"vit_pp_layers {vision}, llm_pp_layers {language}, tp_size {self.tp_size}"
-
-
-def read_lists(value: Any, key: str) -> PipelineLayout:
-    """Layers per ``[chunk][stage]`` from ``[12,16]``, ``[[12,16]]`` or ``12,16``, as text or already parsed.
-
-    Raises:
-        UserError: it is none of these; ``key`` is what the message calls it.
-    """
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = yaml.safe_load(value)
-            if isinstance(parsed, str):
-                parsed = yaml.safe_load(f"[{value}]")
-        except yaml.YAMLError:
-            parsed = None
-    if isinstance(parsed, int) and not isinstance(parsed, bool):
-        parsed = [parsed]
-    if isinstance(parsed, Sequence) and parsed and not isinstance(parsed, str):
-        nested = list(parsed) if all(isinstance(part, Sequence) for part in parsed) else [parsed]
-        if all(type(count) is int for chunk in nested for count in chunk):
-            return tuple(tuple(chunk) for chunk in nested)
-    raise UserError(
-        f"{key} is {value!r}; expected layers per pipeline stage such as [12,16], 12,16 or, with one list for every "
-        f"virtual chunk, [[6,8],[6,8]]. A missing bracket, or a space that the shell split at, is the usual cause."
-    )
 
 
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.inert_pickle import global_name
-from checkpoint.torch_zip import TorchTensor, read_index
 from mm.errors import UserError
+from mm.sharded.inert_pickle import global_name
+from mm.sharded.torch_zip import TorchTensor, read_index
 
 DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -314,7 +314,7 @@ def test_no_tensor_is_read(path):
     """A sparse file of a terabyte is indexed at once."""
     script = (
         "import sys, torch\n"
-        "from checkpoint.torch_zip import read_index\n"
+        "from mm.sharded.torch_zip import read_index\n"
         "from checkpoint.torch_zip_writer import create\n"
         "layout = create(sys.argv[1], {'model': {str(i): (torch.bfloat16, (1 << 20, 1 << 13)) for i in range(64)}})\n"
         "assert read_index(sys.argv[1]) == layout\n"

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.layout import Layout, read_lists
 from mm.checkpoint_files import MANIFEST_FILE
 from mm.config import ModelConfig
 from mm.errors import UserError
+from mm.model.structure import Structure
+from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
 
-FORMAT, VERSION = "mm weights", 1
+FORMAT, VERSION = "mm weights", 2
 TOOL = "mm-convert 0.1.0"
 _CONVERT_AGAIN = "convert the source again"
 
@@ -30,6 +32,7 @@ class Entry:
     file: str
     """Relative to the directory of the manifest."""
     name: str
+    """As ``mm.sharded.views.Stored`` has it."""
     dtype: str
     """As safetensors spells it."""
     shape: tuple[int, ...]
@@ -45,6 +48,7 @@ class Manifest:
     model: ModelConfig
     """With the pipeline lists of the directory."""
     tp_size: int
+    kind: Kind
     source: Mapping[str, Any]
     """"kind" and "fingerprint" of what was converted; for people and for telling two sources apart."""
     tensors: tuple[Entry, ...]
@@ -81,12 +85,12 @@ def read_manifest(directory: Path) -> Manifest | None:
     kind = content.get("format"), content.get("version")
     if kind != (FORMAT, VERSION):
         raise UserError(f"{path} is {kind[0]!r} version {kind[1]!r}; expected {FORMAT!r} version {VERSION}.")
-    layout = content["layout"]
-    placed = Layout(*(read_lists(layout[key], key) for key in ("vit_pp_layers", "llm_pp_layers")), layout["tp_size"])
-    model = content["model"]
-    model["vision"]["pipeline_num_layers"], model["language"]["pipeline_num_layers"] = placed.vision, placed.language
+    layout, model = content["layout"], content["model"]
+    for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
+        model[tower]["pipeline_num_layers"] = layout[key]
     entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["tensors"])
-    return Manifest(content["tool"], _built(ModelConfig, model), placed.tp_size, content["source"], entries)
+    kept = Kind(Format(content["save_format"]), Structure(content["structure"]))
+    return Manifest(content["tool"], model_from_json(model), layout["tp_size"], kept, content["source"], entries)
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:
@@ -98,12 +102,18 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     }
     return {
         "format": FORMAT, "version": VERSION, "tool": manifest.tool, "source": dict(manifest.source),
+        "save_format": manifest.kind.format.value, "structure": manifest.kind.structure.value,
         "layout": layout, "model": model, "tensors": [dataclasses.asdict(entry) for entry in manifest.tensors],
     }  # fmt: skip
 
 
 def _crc32(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
+    """A ``ModelConfig`` from its ``asdict`` in JSON."""
+    return _built(ModelConfig, content)
 
 
 def _built(kind: Any, value: Any) -> Any:
