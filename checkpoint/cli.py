@@ -9,138 +9,58 @@ exit status 2.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import auto_cli
 
 from checkpoint import convert
+from checkpoint.cli_config import (
+    CommonModelConfig,
+    HFToMMConfig,
+    MMToHFConfig,
+    ParallelConfig,
+    ResplitConfig,
+    RunConfig,
+    ShowConfig,
+    VerifyConfig,
+)
 from checkpoint.convert import Options
 from checkpoint.inspect import show_directory, verify_directory
 from checkpoint.lists import read_lists
+from checkpoint.stated import check_common, language_dir, parallel_problems
 from mm.errors import UserError
+from mm.model.structure import Structure
 from mm.sharded.layout import Layout
-
-
-@dataclass
-class HFConfig:
-    """A Hugging Face model directory."""
-
-    hf_dir: str
-    """Holds config.json and *.safetensors."""
-
-
-@dataclass
-class ParallelConfig:
-    """Where the layers live."""
-
-    llm_pp_layers: Any
-    """LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
-    vit_pp_layers: Any
-    """ViT layers per stage, likewise."""
-    tp_size: int = 1
-    """Tensor parallel size."""
-    vit_tp_size: int = 0
-    """0 or tp_size: both towers are cut alike."""
-    ep_size: int = 1
-    """1: the model has no experts."""
-
-
-@dataclass(kw_only=True)
-class RunConfig:
-    """What every conversion understands."""
-
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
-    trust_remote_code: bool = False
-    """Without effect: no code of a model directory is ever run."""
-
-
-@dataclass(kw_only=True)
-class HFToMMConfig(RunConfig):
-    """hf_to_mm."""
-
-    mm_dir: str
-    """Target."""
-    hf_config: HFConfig
-    """Source."""
-    parallel_config: ParallelConfig
-    """Layout of the target."""
-
-
-@dataclass(kw_only=True)
-class MMToHFConfig(RunConfig):
-    """mm_to_hf."""
-
-    mm_dir: str
-    """Source."""
-    save_hf_dir: str
-    """Target."""
-    hf_config: HFConfig
-    """What the target is to be like: its shards, and the files that are copied."""
-    parallel_config: ParallelConfig | None = None
-    """Layout of the source; not needed where it has a manifest."""
-
-
-@dataclass(kw_only=True)
-class ResplitConfig(RunConfig):
-    """resplit."""
-
-    source_dir: str
-    target_dir: str
-    target_parallel_config: ParallelConfig
-    """Layout of the target."""
-    source_parallel_config: ParallelConfig | None = None
-    """Layout of the source; not needed where it has a manifest."""
-    hf_config: HFConfig | None = None
-    """Only needed where the source has no manifest: says what model it is."""
-
-
-@dataclass(kw_only=True)
-class VerifyConfig:
-    """verify."""
-
-    mm_dir: str
-    """A directory of MindSpeed-MM's layout."""
-    hf_config: HFConfig | None = None
-    """Compare with this Hugging Face directory too."""
-    parallel_config: ParallelConfig | None = None
-    """Layout of mm_dir; not needed where it has a manifest."""
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
-
-
-@dataclass(kw_only=True)
-class ShowConfig:
-    """show."""
-
-    dir: str
-    """A directory that mm-convert wrote, or a Hugging Face directory."""
+from mm.sharded.slots import Format, Kind
 
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:
     """Hugging Face -> MindSpeed-MM's directories on a layout."""
     layout = _layout(cfg.parallel_config, convert.LAYOUT)
-    convert.hf_to_mm(cfg.hf_config.hf_dir, cfg.mm_dir, layout).run(_options(cfg))
+    common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
+    check_common(common, hf_dir)
+    kind = Kind(Format(cfg.save_format), _structure(common) or Structure.FUSED, cfg.save_vit_only)
+    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, kind, language_dir(cfg)).run(_options(cfg))
 
 
 def mm_to_hf(cfg: MMToHFConfig) -> None:
-    """MindSpeed-MM's directories, on any layout -> Hugging Face."""
+    """MindSpeed-MM's directories, on any layout, or a training checkpoint -> Hugging Face."""
     layout = _optional_layout(cfg.parallel_config, convert.LAYOUT)
-    convert.mm_to_hf(cfg.mm_dir, cfg.hf_config.hf_dir, cfg.save_hf_dir, layout).run(_options(cfg))
+    common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
+    check_common(common, hf_dir)
+    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, _structure(common)).run(_options(cfg))
 
 
 def resplit(cfg: ResplitConfig) -> None:
-    """MindSpeed-MM's directories from one layout to another."""
+    """MindSpeed-MM's directories, or a training checkpoint, from one layout to another."""
     source = _optional_layout(cfg.source_parallel_config, convert.SOURCE_LAYOUT)
     target = _layout(cfg.target_parallel_config, convert.TARGET_LAYOUT)
-    hf_dir = cfg.hf_config.hf_dir if cfg.hf_config else None
-    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir).run(_options(cfg))
+    common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir if cfg.hf_config else None
+    check_common(common, hf_dir)
+    format = None if cfg.save_format is None else Format(cfg.save_format)
+    structure = _structure(common)
+    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, structure).run(_options(cfg))
 
 
 def verify(cfg: VerifyConfig) -> None:
@@ -184,6 +104,12 @@ def _num_workers(given: int) -> int:
     return given
 
 
+def _structure(common: CommonModelConfig) -> Structure | None:
+    if common.enable_canonical_hf_struct is None:
+        return None
+    return Structure.CANONICAL if common.enable_canonical_hf_struct else Structure.FUSED
+
+
 def _optional_layout(given: ParallelConfig | None, flag: str) -> Layout | None:
     return None if given is None else _layout(given, flag)
 
@@ -195,13 +121,7 @@ def _layout(given: ParallelConfig, flag: str) -> Layout:
             lists.append(read_lists(getattr(given, name), f"{flag}.{name}"))
         except UserError as error:
             problems += error.problems
-    if given.vit_tp_size not in (0, given.tp_size):
-        problems.append(
-            f"{flag}.vit_tp_size is {given.vit_tp_size}; expected 0 or tp_size = {given.tp_size}, because both towers "
-            f"are cut alike."
-        )
-    if given.ep_size != 1:
-        problems.append(f"{flag}.ep_size is {given.ep_size}; expected 1: the model has no experts.")
+    problems += parallel_problems(given, flag)
     if problems:
         raise UserError(problems)
     return Layout(lists[0], lists[1], given.tp_size)

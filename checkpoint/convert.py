@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from tqdm import tqdm
 
 from checkpoint.copy import check_source, execute
 from checkpoint.hf_directory import hf_targets
+from checkpoint.language_source import only
 from checkpoint.mm_target import mm_targets
-from checkpoint.output import Crc32s, Output, is_complete, left_bytes, tidy
+from checkpoint.output import MEGATRON_MODES, PLAIN_MODES, Crc32s, Modes, Output, is_complete, left_bytes, tidy
 from checkpoint.plan import Plan, TargetFile, make_plan
 from checkpoint.source import Source, open_hf, open_source
 from mm.checkpoint_files import LATEST_FILE, MANIFEST_FILE
 from mm.errors import UserError
-from mm.hf import HFDirectory, copy_other_files, planned_shards, write_index
+from mm.hf import HFDirectory, copy_other_files, write_index
+from mm.hf_files import dtype_name
 from mm.model.structure import Structure
 from mm.sharded.files import DTYPE_NAMES
 from mm.sharded.layout import Layout, check_layout
@@ -57,6 +59,8 @@ class Conversion:
     """Writes the small files of the finished directory; given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]
     """Whether a directory is of the kind that is written, so that it may be replaced."""
+    modes: Modes
+    """Permissions of that kind."""
 
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
@@ -78,7 +82,7 @@ class Conversion:
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
 
     def _write(self, target: Path, num_workers: int) -> None:
-        output = Output.begin(target, self.fingerprint)
+        output = Output.begin(target, self.fingerprint, self.modes)
         try:
             self._fill(output, num_workers)
             output.commit(self.write_others)
@@ -116,13 +120,19 @@ class Conversion:
         return lines
 
 
-def hf_to_mm(hf_dir: str | Path, mm_dir: str | Path, layout: Layout, kind: Kind | None = None) -> Conversion:
-    """Hugging Face directory -> MindSpeed-MM's layout.
+def hf_to_mm(
+    hf_dir: str | Path,
+    mm_dir: str | Path,
+    layout: Layout,
+    kind: Kind | None = None,
+    language_dir: str | Path | None = None,
+) -> Conversion:
+    """Hugging Face directory -> MindSpeed-MM's layout; the LLM is taken from ``language_dir`` if that is given.
 
     Raises:
         UserError: the source is not complete, or the layout is not legal.
     """
-    source = open_hf(hf_dir)
+    source = open_hf(hf_dir, language_dir)
     check_layout(layout, source.model, LAYOUT)
     return _to_mm(source, Path(mm_dir), layout, kind or Kind())
 
@@ -148,7 +158,8 @@ def resplit(
     source = open_source(source_dir, "--cfg.source_dir", source_layout, SOURCE_LAYOUT, given)
     check_layout(target_layout, source.model, TARGET_LAYOUT)
     kept = source.kept or Kind()
-    return _to_mm(source, Path(target_dir), target_layout, Kind(format or kept.format, structure or kept.structure))
+    kind = replace(kept, format=format or kept.format, structure=structure or kept.structure)
+    return _to_mm(source, Path(target_dir), target_layout, kind)
 
 
 def mm_to_hf(
@@ -170,26 +181,31 @@ def mm_to_hf(
             f"{STRUCTURE} says that {source.path} has the {structure.value} structure, but its tensors are named as in "
             f"the {source.kept.structure.value} one; leave the flag out, or give the right directory."
         )
+    if source.is_vit_only:
+        raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), which are no Hugging Face model.")
     base.check(source.model)
     dtypes = _dtypes(source.views)
     target_views, files = hf_targets(base, source.model, dtypes)
     plan = make_plan(source.views, target_views, files)
 
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
-        copy_other_files(base, folder, None)
+        copy_other_files(base, folder, None if base.tensors else _dtype_to_state(base.config, dtypes))
         if base.index is not None:
             shutil.copyfile(base.path / "model.safetensors.index.json", folder / "model.safetensors.index.json")
         elif len(files) > 1:
-            write_index(folder, planned_shards(base, source.model, next(iter(dtypes.values()))), None)
+            write_index(folder, {file.name: {t.name: t.num_bytes for t in file.tensors} for file in files}, None)
 
     mark = _conversion_mark(source, files)
-    return Conversion(source.path, Path(save_hf_dir), plan, mark, write_others, lambda path: _has(path, "config.json"))
+    return Conversion(
+        source.path, Path(save_hf_dir), plan, mark, write_others, lambda path: _has(path, "config.json"), PLAIN_MODES
+    )
 
 
 def _to_mm(source: Source, target: Path, layout: Layout, kind: Kind) -> Conversion:
     model = layout.place(source.model)
-    target_views, files = mm_targets(model, layout.tp_size, kind, _dtypes(source.views))
-    plan = make_plan(source.views, target_views, files)
+    views = only(source.views, model, "vision", "projector") if kind.vit_only else source.views
+    target_views, files = mm_targets(model, layout.tp_size, kind, _dtypes(views))
+    plan = make_plan(views, target_views, files)
 
     def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
         entries = tuple(
@@ -203,12 +219,20 @@ def _to_mm(source: Source, target: Path, layout: Layout, kind: Kind) -> Conversi
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
     mark = _conversion_mark(source, files)
-    return Conversion(source.path, target, plan, mark, write_others, lambda path: _has(path, LATEST_FILE))
+    return Conversion(
+        source.path, target, plan, mark, write_others, lambda path: _has(path, LATEST_FILE), MEGATRON_MODES
+    )
 
 
 def _dtypes(views: Sequence[View]) -> dict[str, Any]:
     """Of every tensor of the model in the source; where one is held in two, the plan says so."""
     return {run.key: view.stored.dtype for view in views for run in view.runs if run.key is not None}
+
+
+def _dtype_to_state(config: Mapping[str, Any], dtypes: Mapping[str, Any]) -> Any:
+    """What a config.json must say of weights in the source's ``dtypes``; None when what it says is among them."""
+    found = list(dtypes.values())
+    return None if f"torch.{dtype_name(config)}" in map(str, found) else found[0]
 
 
 def _conversion_mark(source: Source, files: Sequence[TargetFile]) -> str:

@@ -4,6 +4,7 @@ Finding and checking its files is ``mm.hf``'s; the names and shapes are the weig
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def fingerprint(directory: Path, files: Iterator[Path] | list[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         state = path.stat()
-        digest.update(f"{path.relative_to(directory)} {state.st_size} {state.st_mtime_ns}\n".encode())
+        digest.update(f"{os.path.relpath(path, directory)} {state.st_size} {state.st_mtime_ns}\n".encode())
         with path.open("rb") as file:
             digest.update(file.read(65536))
     return digest.hexdigest()

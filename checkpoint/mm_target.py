@@ -48,17 +48,13 @@ class TorchTarget:
 def mm_targets(
     model: ModelConfig, tp_size: int, kind: Kind, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[View], list[TargetFile]]:
-    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published Hugging Face name.
-
-    A weight for which ``dtypes`` has no entry is left out.
-    """
+    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published Hugging Face name."""
     by_file: dict[str, list[Shard]] = {}
     for shard in shards(model, tp_size, kind):
         by_file.setdefault(f"{RELEASE}/{shard.file}", []).append(shard)
     views, files = [], []
     for name, parts in by_file.items():
-        owned = {key: (weight, shard.tp_rank) for shard in parts for key, weight in shard.weights.items()
-                 if weight.hf_names[0] in dtypes}
+        owned = {key: (weight, shard.tp_rank) for shard in parts for key, weight in shard.weights.items()}
         described = {
             key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
         }
@@ -71,8 +67,7 @@ def mm_targets(
 
 def _torch_file(name: str, parts: list[Shard], described: Tensors) -> TorchTarget:
     return TorchTarget(name, {
-        shard.chunk_key: {key.removeprefix(f"{shard.chunk_key}/"): described[key]
-                          for key in shard.weights if key in described}
+        shard.chunk_key: {key.removeprefix(f"{shard.chunk_key}/"): described[key] for key in shard.weights}
         for shard in parts
     })
 

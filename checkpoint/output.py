@@ -12,6 +12,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,19 +21,32 @@ from mm.errors import UserError
 from mm.hf import sync
 from mm.sharded.views import Stored
 
-DIRECTORY_MODE, FILE_MODE = 0o750, 0o640
-"""Megatron's and MindSpeed-MM's."""
 _CHECK_BYTES = 1 << 18
 
 Crc32s = Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class Modes:
+    """Permissions of what is written, before the umask takes its bits away."""
+
+    directory: int
+    file: int
+
+
+MEGATRON_MODES = Modes(0o750, 0o640)
+"""Of Megatron's and MindSpeed-MM's checkpoints."""
+PLAIN_MODES = Modes(0o777, 0o666)
+"""Of any program's files: only the umask decides."""
+
+
 class Output:
     """The target of one conversion while it is written.  Safe to use from several threads."""
 
-    def __init__(self, target: Path, fingerprint: str, journal: BinaryIO) -> None:
+    def __init__(self, target: Path, fingerprint: str, modes: Modes, journal: BinaryIO) -> None:
         self.target = target
         self.folder = _temporary(target)
+        self._modes = modes
         self._fingerprint = fingerprint
         self._journal = journal
         self._lock = threading.Lock()
@@ -40,15 +54,17 @@ class Output:
         """Checksums of the tensors of every file that is on the disk, by file."""
 
     @classmethod
-    def begin(cls, target: Path, fingerprint: str) -> "Output":
+    def begin(cls, target: Path, fingerprint: str, modes: Modes) -> "Output":
         """Claim ``target`` (a resolved path) for the conversion ``fingerprint``, and take over what it finished before.
+
+        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.
 
         Raises:
             UserError: another process is writing it.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         path = _journal(target)
-        journal = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE), "r+b")
+        journal = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, modes.file), "r+b")
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))
@@ -59,7 +75,7 @@ class Output:
             raise UserError(
                 f"Another mm-convert is writing {target} (it holds {path}); wait for it, or give another target."
             )
-        output = cls(target, fingerprint, journal)
+        output = cls(target, fingerprint, modes, journal)
         finished = _read_journal(path, fingerprint)
         if finished is None or not output.folder.is_dir():
             output._start_anew()
@@ -74,7 +90,7 @@ class Output:
         os.fsync(self._journal.fileno())
         if self.folder.exists():
             shutil.rmtree(self.folder)
-        self.folder.mkdir(mode=DIRECTORY_MODE)
+        self.folder.mkdir(mode=self._modes.directory)
         self._append({"conversion": self._fingerprint})
 
     def drop_damaged(self, files: tuple[TargetFile, ...]) -> list[str]:
@@ -88,8 +104,9 @@ class Output:
     def create(self, file: TargetFile) -> None:
         """Make room for a file that is to be filled."""
         path = self.folder / file.name
-        path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
+        for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) would not give them the mode
+            (self.folder / parent).mkdir(mode=self._modes.directory, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._modes.file)
         try:
             os.ftruncate(descriptor, file.num_bytes)
         finally:

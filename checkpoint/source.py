@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint.hf_directory import fingerprint, hf_sources
+from checkpoint.known_models import recognize
+from checkpoint.language_source import language_views, only
 from mm.checkpoint_files import DTYPES, MANIFEST_FILE, USE_ANOTHER, find_checkpoint, find_load_kind
 from mm.checkpoint_files import Manifest as TrainingManifest
 from mm.checkpoint_files import read_manifest as read_training_manifest
@@ -40,6 +42,11 @@ class Source:
     views: tuple[View, ...]
     files: tuple[Path, ...]
     """All weight files, and config.json of a Hugging Face directory."""
+
+    @property
+    def is_vit_only(self) -> bool:
+        """Whether there is no LLM in it (``save_vit_only``)."""
+        return self.kept is not None and self.kept.vit_only
 
     @property
     def layout(self) -> Layout:
@@ -77,18 +84,21 @@ def open_source(
     return source
 
 
-def open_hf(path: str | Path) -> Source:
-    """A Hugging Face directory."""
+def open_hf(path: str | Path, language_path: str | Path | None = None) -> Source:
+    """A Hugging Face directory; with ``language_path``, ViT and projector of it and the LLM of another one."""
     directory = HFDirectory.open(path)
     model = directory.model_config()
-    views = hf_sources(directory, model)
-    files = {tensor.file for tensor in directory.tensors.values()}
-    return Source(directory.path, "hf", model, 1, None, tuple(views),
-                  (directory.path / "config.json", *sorted(files)))
+    views, files = hf_sources(directory, model), sorted({tensor.file for tensor in directory.tensors.values()})
+    if language_path is not None:
+        language, more = language_views(language_path, directory.config, model)
+        views, files = [*only(views, model, "vision", "projector"), *language], [*files, *more]
+    return Source(directory.path, "hf", model, 1, None, tuple(views), (directory.path / "config.json", *files))
 
 
 def _open_mm(path: Path, given: Layout | None, flag: str, model: ModelConfig | None) -> Source:
     directory = MMDirectory.open(path)
+    if directory.manifest is None and model is None:
+        model = recognize(directory)
     placed, tp_size = directory.placed_model(given, flag, model)
     views = directory.views(placed, tp_size)
     return Source(path, "mm", placed, tp_size, directory.kind, tuple(views), tuple(directory.files()))

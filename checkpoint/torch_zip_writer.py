@@ -218,7 +218,7 @@ def _lay_out(
         tensors.append(TorchTensor(chunk, name, dtype, tuple(shape), entry.data_offset_bytes, entry.size_bytes))
     add_content("version", b"3\n")
     size_bytes = entries[-1].end_bytes + len(_directory(entries))
-    return TorchFile(size_bytes, tuple(tensors), dict(extra)), entries
+    return TorchFile(size_bytes, tuple(chunks), tuple(tensors), dict(extra)), entries
 
 
 def _directory(entries: list[_Entry]) -> bytes:

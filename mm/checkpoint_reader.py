@@ -124,15 +124,34 @@ _FREE_FIELDS = ("pipeline_num_layers", "freeze", "recompute", "init_method_std")
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
     """Raise UserError with every field in which ``model`` differs from the model that was saved."""
-    stored, ours = _flat(reader.manifest.model), _flat(json.loads(json.dumps(dataclasses.asdict(model))))
+    _check(reader.folder, reader.manifest.model, model)
+
+
+def check_stored_model(where: Path, stored: ModelConfig, model: ModelConfig) -> None:
+    """Raise UserError with every field in which ``model`` differs from ``stored``, as ``where`` was converted with.
+
+    ``stored`` is from a config.json, which states a length of positions that changes nothing and that model JSON
+    files state otherwise.
+    """
+    language = dataclasses.replace(
+        stored.language, max_position_embeddings=model.language.max_position_embeddings)
+    _check(where, _json(dataclasses.replace(stored, language=language)), model)
+
+
+def _check(where: Path, stored_model: Mapping[str, Any], model: ModelConfig) -> None:
+    stored, ours = _flat(stored_model), _flat(_json(model))
     problems = [
-        f"{reader.folder}: the checkpoint was saved with {name} = {stored.get(name, 'absent')!r}, but the model JSON "
+        f"{where}: the checkpoint was saved with {name} = {stored.get(name, 'absent')!r}, but the model JSON "
         f"says {ours.get(name, 'absent')!r}; give the model JSON that it was trained with."
         for name in sorted(stored.keys() | ours.keys())
         if stored.get(name, "absent") != ours.get(name, "absent")
     ]
     if problems:
         raise UserError(problems)
+
+
+def _json(model: ModelConfig) -> Mapping[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(model)))
 
 
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:

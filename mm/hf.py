@@ -20,7 +20,7 @@ from torch import Tensor
 from mm.config import ModelConfig, PipelineLayout
 from mm.errors import UserError
 from mm.hf_compare import hf_problems
-from mm.hf_config import model_from_hf
+from mm.hf_config import for_both_versions, model_from_hf
 from mm.hf_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -205,7 +205,7 @@ def write_hf(
     ``tensors`` gives the whole fused tensor of a weight and is asked once for each; one shard file is in memory at a
     time.  Shard names, key spelling and dtypes are the base's where it has weights, else published names in shards of
     5 GB in the config's dtype.  ``dtype`` overrides them all, in config.json too.  Every other file at the top of
-    the base is copied, except hidden ones and pickles.
+    the base is copied, except hidden ones and pickles (see ``copy_other_files``).
 
     Raises:
         UserError: the base does not fit the model, the target is the base, or is not empty (with ``overwrite``, a
@@ -223,7 +223,8 @@ def write_hf(
         copy_other_files(base, temporary, dtype)
         _write_shards(temporary, shards, model, tensors)
         if base.index is not None or len(shards) > 1:
-            write_index(temporary, shards, base.index)
+            sizes_bytes = {file: {output.key: output.num_bytes for output in part} for file, part in shards.items()}
+            write_index(temporary, sizes_bytes, base.index)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -305,13 +306,18 @@ def check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> N
 
 
 def copy_other_files(base: HFDirectory, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy what is neither weights, pickle nor hidden; config.json says ``dtype`` unless that is None."""
+    """Copy what is neither weights, pickle nor hidden.
+
+    config.json says ``dtype`` unless that is None, and gets what one of transformers 4.57 and 5 would miss in it; where
+    neither changes anything, it is the base's to the byte.
+    """
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
         if file.is_file() and not is_weights and not file.name.startswith("."):
             shutil.copyfile(file, folder / file.name)
-    if dtype is not None:
-        patched = with_dtype(base.config, str(dtype).removeprefix("torch."))
+    config = base.config if dtype is None else with_dtype(base.config, str(dtype).removeprefix("torch."))
+    patched = for_both_versions(config)
+    if patched != base.config:
         (folder / "config.json").write_text(json.dumps(patched, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -334,11 +340,13 @@ def _write_shards(
         save_file(content, folder / file, metadata={"format": "pt"})
 
 
-def write_index(folder: Path, shards: Mapping[str, list[HFOutput]], base_index: Mapping[str, Any] | None) -> None:
-    """Write the index of ``shards``; further metadata of ``base_index`` is kept."""
-    total_bytes = sum(output.num_bytes for outputs in shards.values() for output in outputs)
+def write_index(
+    folder: Path, sizes_bytes: Mapping[str, Mapping[str, int]], base_index: Mapping[str, Any] | None
+) -> None:
+    """Write the index of tensors, given their sizes by file and key; further metadata of ``base_index`` is kept."""
+    total_bytes = sum(num_bytes for tensors in sizes_bytes.values() for num_bytes in tensors.values())
     metadata = {**(base_index or {}).get("metadata", {}), "total_size": total_bytes}
-    weight_map = {output.key: file for file, outputs in shards.items() for output in outputs}
+    weight_map = {key: file for file, tensors in sizes_bytes.items() for key in tensors}
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mm.config import ModelConfig
 from mm.errors import UserError
+from mm.hf_config import is_tied
 from mm.json_file import read_json
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -72,7 +73,7 @@ def _pairs(model: ModelConfig, found: Mapping[str, Any]) -> list[tuple[str, Any,
     vit = found.get("vision_config") or {}
     rope = text.get("rope_parameters") or {}
     scaling = text.get("rope_scaling") or {}
-    tied = found.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    tied = is_tied(found)
     language, vision, projector = model.language, model.vision, model.projector
     encoder, decoder = "image_encoder.vision_encoder", "text_decoder"
     return [

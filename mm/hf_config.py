@@ -1,6 +1,7 @@
 """The model that a Hugging Face ``config.json`` describes, flat (transformers 4) or nested (5), as our ModelConfig.
 
-Knows nothing of files, weights or devices.  Whether a model JSON agrees with the file is asked elsewhere.
+Also what a config must say for either version to read that model from it.  Knows nothing of files, weights or devices.
+Whether a model JSON agrees with the file is asked elsewhere.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ def model_from_hf(
     """
     try:
         text, vit = config.get("text_config") or config, config["vision_config"]
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         return ModelConfig(
             vision=_vision(vit, vision_layout),
             projector=ProjectorConfig(
@@ -33,13 +33,47 @@ def model_from_hf(
                 ffn_hidden_size=vit["hidden_size"] * vit.get("spatial_merge_size", 2) ** 2,
                 hidden_size=vit["out_hidden_size"],
             ),
-            language=_language(text, language_layout, tied),
+            language=_language(text, language_layout, bool(is_tied(config))),
             image_token_id=config.get("image_token_id", 151655),
             video_token_id=config.get("video_token_id", 151656),
             vision_start_token_id=config.get("vision_start_token_id", 151652),
         )
     except KeyError as error:
         raise UserError(f"config.json lacks {error.args[0]!r}; expected a complete config of Qwen2.5-VL.") from error
+
+
+def is_tied(config: Section) -> bool | None:
+    """Whether the output layer is the word embedding, by either of the places that say so; None when neither does.
+
+    transformers 5.23 takes either too.  4.57 asks the text config only, 5.8 the top level only.
+    """
+    said = [section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {})]
+    return None if said == [None, None] else any(said)
+
+
+def for_both_versions(config: Section) -> dict[str, Any]:
+    """The config with what transformers 4.57 or 5 would miss in it; equal to ``config`` when both read it as it is.
+
+    The published flat form is such a one.  What 5 saves says rope in ``rope_parameters``, which 4.57 does not know: it
+    takes its own ``rope_theta`` and fails for want of ``rope_scaling``.  Either version saves a tied model with the
+    one ``tie_word_embeddings`` that it asks itself, where others then draw a random output layer (see ``is_tied``).
+    Both read ``dtype`` as well as ``torch_dtype``.
+    """
+    nested = config.get("text_config")
+    text = _with_rope_scaling(nested or config)
+    if not nested:
+        return text
+    tied = {"tie_word_embeddings": True} if is_tied(config) else {}
+    return {**config, **tied, "text_config": {**text, **tied}}
+
+
+def _with_rope_scaling(text: Section) -> dict[str, Any]:
+    rope = text.get("rope_parameters")
+    if not rope:
+        return dict(text)
+    scaling = {"rope_type": rope.get("type", "default")} | {k: v for k, v in rope.items() if k != "rope_theta"}
+    added = {"rope_scaling": scaling, "rope_theta": rope.get("rope_theta")}
+    return {**text, **{key: value for key, value in added.items() if text.get(key) is None and value is not None}}
 
 
 def _vision(vit: Section, layout: PipelineLayout | None) -> VisionConfig:

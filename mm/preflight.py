@@ -16,6 +16,7 @@ from mm.data.dataset import Dataset
 from mm.errors import UserError
 from mm.hf import HFDirectory, check_target
 from mm.run_config import RunConfig
+from mm.sharded.reader import MMReader
 
 
 def file_problems(run: RunConfig) -> list[str]:
@@ -45,10 +46,13 @@ def _problems_of(check: Callable[[RunConfig], object], run: RunConfig) -> list[s
 def _check_load(run: RunConfig) -> None:
     if run.args.load is None or not Path(run.args.load).is_dir():
         return
-    if find_load_kind(run.args.load) == "hf":
-        HFDirectory.open(run.args.load).check(run.model)
-    else:
-        check_model(CheckpointReader(find_checkpoint(run.args.load)[0]), run.model)
+    match find_load_kind(run.args.load):
+        case "hf":
+            HFDirectory.open(run.args.load).check(run.model)
+        case "mm":
+            MMReader.open(run.args.load, run.model, run.args.finetune)
+        case "training":
+            check_model(CheckpointReader(find_checkpoint(run.args.load)[0]), run.model)
 
 
 def _check_processor(run: RunConfig) -> None:

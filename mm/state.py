@@ -31,9 +31,11 @@ from mm.hf import HFDirectory
 from mm.model.weights import Weight, shard
 from mm.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.parallel import Mesh
+from mm.sharded.reader import MMReader
 
 __all__ = [
-    "Progress", "export_hf", "find_checkpoint", "find_load_kind", "initialize", "load", "load_hf", "remove", "save",
+    "Progress", "export_hf", "find_checkpoint", "find_load_kind", "initialize", "load", "load_hf", "load_mm", "remove",
+    "save",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -82,6 +84,24 @@ def load_hf(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, hf_dir: str
         directory.check(stage.model)
         for weight in weights:
             _fill(stage, weight, directory.load_weight(weight, mesh.tp_size, mesh.tp_rank, dtype=dtype))
+
+    together(mesh, read)
+
+
+def load_mm(
+    stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, mm_dir: str | Path, dtype: torch.dtype, finetune: bool
+) -> None:
+    """Weights from a directory in MindSpeed-MM's layout, cut for this or any other layout.
+
+    Raises:
+        UserError: on every rank, when ``MMReader.open`` refuses the directory or a tensor is damaged.
+    """
+    reader = together(mesh, lambda: MMReader.open(mm_dir, stage.model, finetune))
+    on_first(mesh, reader.check_unread)
+
+    def read() -> None:
+        for weight in weights:
+            _fill(stage, weight, reader.read(weight, mesh.tp_size, mesh.tp_rank, dtype))
 
     together(mesh, read)
 
@@ -343,6 +363,3 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["torch"])
     if "device" in states:
         torch.cuda.set_rng_state(states["device"])
-
-
-# Acting together

@@ -54,6 +54,8 @@ class Trainer:
             state.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
         elif kind == "hf":
             state.load_hf(stage, self.weights, self.mesh, args.load, DTYPES[run.precision])
+        elif kind == "mm":
+            state.load_mm(stage, self.weights, self.mesh, args.load, DTYPES[run.precision], args.finetune)
         self.model = DistributedDataParallel(settings, ddp_config(args), stage)
         self.optimizer = build_optimizer(optimizer_config(args, run.precision), self.model, self.mesh)
         self.progress = state.Progress(0, 0)
@@ -72,8 +74,8 @@ class Trainer:
                 finetune=args.finetune,
             )
         if kind is not None:
-            self._say(f"loaded {'a Hugging Face' if kind == 'hf' else 'a training'} checkpoint from {args.load}, "
-                      f"iteration {self.progress.iteration}")
+            named = {"hf": "a Hugging Face", "mm": "a converted", "training": "a training"}[kind]
+            self._say(f"loaded {named} checkpoint from {args.load}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
         bind_schedule(self.model, self.mesh)

@@ -22,8 +22,9 @@ PURE = (
 """Mathematics and rules: testable without processes."""
 
 CHECKPOINT_MAY_IMPORT = {
-    "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.model", "mm.model.weights",
-    "mm.model.weight_ranges", "mm.model.structure", "mm.hf", "mm.hf_config", "mm.hf_files", "mm.checkpoint_files",
+    "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.checkpoint_files",
+    "mm.hf", "mm.hf_compare", "mm.hf_config", "mm.hf_files",
+    "mm.model", "mm.model.weights", "mm.model.weight_ranges", "mm.model.structure", "mm.model.spelling",
     "mm.sharded", "mm.sharded.directory", "mm.sharded.files", "mm.sharded.layout", "mm.sharded.manifest",
     "mm.sharded.slots", "mm.sharded.torch_zip", "mm.sharded.views",
 }  # fmt: skip

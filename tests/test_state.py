@@ -174,8 +174,11 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
         files.find_load_kind(tmp_path)
     (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "mindspeed" / files.LATEST_FILE).write_text("release")
-    with pytest.raises(UserError, match=r"MindSpeed-MM checkpoint \(it holds release/mp_rank_00\).*Hugging Face"):
-        files.find_load_kind(tmp_path / "mindspeed")
+    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    (tmp_path / "mindspeed" / files.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
+    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    with pytest.raises(UserError, match="holds the ranks of one checkpoint; give the directory above"):
+        files.find_load_kind(tmp_path / "mindspeed" / "release")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="LoRA adapter"):

@@ -15,7 +15,7 @@ from mm.errors import UserError, nearest
 from mm.model.structure import Structure, is_canonical_name
 from mm.model.weights import local_shape
 from mm.placement import layout_problems
-from mm.sharded.files import read_stored
+from mm.sharded.files import read_file
 from mm.sharded.layout import Layout, check_layout
 from mm.sharded.manifest import Manifest, read_manifest
 from mm.sharded.slots import RELEASE, TORCH_FILE, Format, Kind, Shard, num_layers, rank_of, shards
@@ -36,6 +36,8 @@ class MMDirectory:
     """Holds the ranks, relative to ``path``: ``release`` or ``iter_0000010``."""
     manifest: Manifest | None
     kind: Kind
+    num_chunks: int
+    """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file, relative to ``folder``, and name."""
 
@@ -51,15 +53,18 @@ class MMDirectory:
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
         folder, manifest = _folder(path), read_manifest(path)
         files = _weight_files(path / folder)
-        contents, problems = {}, []
+        contents, chunk_keys, problems = {}, set(), []
         for file in files:
             try:
-                contents[file] = read_stored(path / folder / file, f"{folder}/{file}")
+                found = read_file(path / folder / file, f"{folder}/{file}")
+                contents[file] = found.tensors
+                chunk_keys.update(found.chunk_keys)
             except UserError as error:
                 problems += error.problems
         if problems:
             raise UserError(problems)
-        return cls(path, folder, manifest, _kind(path / folder, contents), contents)
+        num_chunks = 1 + max(_chunk(f"{key}/") for key in chunk_keys)
+        return cls(path, folder, manifest, _kind(path / folder, contents), num_chunks, contents)
 
     @property
     def is_trained(self) -> bool:
@@ -74,14 +79,11 @@ class MMDirectory:
         for file, stored in self.contents.items():
             tp_rank, stage = rank_of(Path(file).parent.name)
             last_tp_rank, last_stage = max(last_tp_rank, tp_rank), max(last_stage, stage)
-            if tp_rank == 0:
-                names.setdefault((_chunk(Path(file).name), stage), [])
-                for name in stored:
-                    names.setdefault((_chunk(name if self.kind.format is Format.TORCH else Path(file).name), stage),
-                                     []).append(name)
-        num_chunks = 1 + max((chunk for chunk, _ in names), default=0)
+            for name in stored if tp_rank == 0 else ():
+                chunk = _chunk(name if self.kind.format is Format.TORCH else Path(file).name)
+                names.setdefault((chunk, stage), []).append(name)
         counts = [[num_layers(names.get((chunk, stage), ())) for stage in range(last_stage + 1)]
-                  for chunk in range(num_chunks)]
+                  for chunk in range(self.num_chunks)]
         vision, language = (tuple(tuple(slot[tower] for slot in chunk) for chunk in counts) for tower in range(2))
         return Layout(vision, language, last_tp_rank + 1)
 
@@ -109,6 +111,11 @@ class MMDirectory:
             )
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
+        if self.kind.vit_only:
+            raise UserError(
+                f"{self.path} holds no LLM and no manifest that says on how many stages one would be; convert from the "
+                f"Hugging Face directory instead."
+            )
         where = f"{self.path / self.folder}: "
         problems = layout_problems(found.vision, found.language, model.vision.num_layers, model.language.num_layers,
                                    f"{where}vit_pp_layers", f"{where}llm_pp_layers")
@@ -223,7 +230,8 @@ def _kind(folder: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Kind:
             f"{folder} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
             f"date."
         )
+    vit_only = not any("text_decoder." in name for stored in contents.values() for name in stored)
     is_canonical = any(is_canonical_name(name) for stored in contents.values() for name in stored)
-    return Kind(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED)
+    return Kind(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
 
 

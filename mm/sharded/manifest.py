@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
         model[tower]["pipeline_num_layers"] = layout[key]
     entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["tensors"])
-    kept = Kind(Format(content["save_format"]), Structure(content["structure"]))
+    kept = Kind(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"])
     return Manifest(content["tool"], model_from_json(model), layout["tp_size"], kept, content["source"], entries)
 
 
@@ -103,7 +103,8 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     return {
         "format": FORMAT, "version": VERSION, "tool": manifest.tool, "source": dict(manifest.source),
         "save_format": manifest.kind.format.value, "structure": manifest.kind.structure.value,
-        "layout": layout, "model": model, "tensors": [dataclasses.asdict(entry) for entry in manifest.tensors],
+        "vit_only": manifest.kind.vit_only, "layout": layout, "model": model,
+        "tensors": [dataclasses.asdict(entry) for entry in manifest.tensors],
     }  # fmt: skip
 
 

@@ -35,9 +35,11 @@ class Kind:
 
     format: Format = Format.SAFETENSORS
     structure: Structure = Structure.FUSED
+    vit_only: bool = False
+    """Whether the LLM is left out (``--cfg.save_vit_only``)."""
 
     def __str__(self) -> str:
-        return f"{self.format.value} files, {self.structure.value} structure"
+        return f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def shards(model: ModelConfig, tp_size: int, kind: Kind) -> Iterator[Shard]:
                 owned = {
                     prefix + stage_local_name(part, spec): part
                     for weight in stage_weights(model, spec, placement)
+                    if not (kind.vit_only and weight.part == "language")
                     for part in stored_weights(weight, kind.structure)
                 }
                 yield Shard(shard_file(layout, tp_rank, stage, chunk, kind.format), key, tp_rank, owned)

@@ -68,6 +68,8 @@ class TorchFile:
     """Where everything lies in one file. Tensors that share a storage (tied weights) have overlapping ranges."""
 
     size_bytes: int
+    chunks: tuple[str, ...]
+    """``model``, or ``model0``, ``model1``...; also those without tensors."""
     tensors: tuple[TorchTensor, ...]
     other: Mapping[str, Any] = field(default_factory=dict)
     """The other top-level entries: checkpoint_version, iteration; args and the like as ``Opaque``."""
@@ -121,7 +123,7 @@ def read_index(path: str | Path) -> TorchFile:
     if problems:
         raise UserError(problems)
     other = {key: value for key, value in content.items() if key not in chunks}
-    return TorchFile(size_bytes, tuple(tensors), other, tuple(skipped))
+    return TorchFile(size_bytes, tuple(chunks), tuple(tensors), other, tuple(skipped))
 
 
 def _is_no_tensor(name: str, value: Any) -> bool:

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint.cli import main
+from checkpoint.mm_target import mm_targets
+from checkpoint.plan import TargetFile
+from checkpoint.safetensors_file import SafetensorsFile
 from mm.config import ModelConfig, PipelineLayout
 from mm.hf_config import model_from_hf
 from mm.model.spelling import Spelling, spell
 from mm.model.weights import model_weights
 from mm.sharded.layout import Layout
+from mm.sharded.slots import RELEASE, Kind
 
 
 @dataclass(frozen=True)
@@ -142,3 +147,35 @@ def weights(directory: Path) -> dict[str, dict[str, Tensor]]:
             f"{chunk}/{name}": tensor for chunk, tensors in chunks.items() for name, tensor in tensors.items()
         }
     return found
+
+
+def run(command: str, **flags: object) -> int:
+    """``mm-convert`` in this process; ``__`` in a flag stands for a dot."""
+    argv = [f"--cfg.{name.replace('__', '.')}={value}" for name, value in flags.items()]
+    return main(["Qwen2_5_VLConverter", command, *argv])
+
+
+def write_sparse_mm(model: ModelConfig, tp_size: int, kind: Kind, root: Path) -> None:
+    """A directory in MindSpeed-MM's layout of a model of any size, whose weights are zero and take no space."""
+    dtypes = {name: torch.bfloat16 for weight in model_weights(model) for name in weight.hf_names}
+    _, planned = mm_targets(model, tp_size, kind, dtypes)
+    for file in planned:
+        write_sparse(file, root / file.name)
+    (root / "latest_checkpointed_iteration.txt").write_text(RELEASE)
+
+
+def write_sparse_hf(config: dict, root: Path) -> None:
+    """A Hugging Face directory of a model of any size, in one file that takes no space."""
+    described = [(name, torch.bfloat16, shape) for weight in model_weights(model_from_hf(config))
+                 for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)]
+    write_sparse(SafetensorsFile.new("model.safetensors", described), root / "model.safetensors")
+    (root / "config.json").write_text(json.dumps(config))
+
+
+def write_sparse(file: TargetFile, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as opened:
+        for offset, content in file.frame({tensor.name: 0 for tensor in file.tensors}):
+            opened.seek(offset)
+            opened.write(content)
+        opened.truncate(file.num_bytes)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.cli import main
 from checkpoint.lists import read_lists
 from mm.errors import UserError
-from tests.checkpoint.models import SmallModel, files
+from tests.checkpoint.models import SmallModel, files, run, weights
 
 PP = "--cfg.parallel_config"
 
@@ -23,12 +23,6 @@ def hf(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("source") / "hf"
     SmallModel(2).save(directory)
     return directory
-
-
-def run(command: str, **flags: object) -> int:
-    """``mm-convert`` in this process; ``__`` in a flag stands for a dot."""
-    argv = [f"--cfg.{name.replace('__', '.')}={value}" for name, value in flags.items()]
-    return main(["Qwen2_5_VLConverter", command, *argv])
 
 
 def to_mm(hf: Path, target: Path, **flags: object) -> int:
@@ -45,6 +39,44 @@ def test_every_command(hf, tmp_path, capsys):
     assert run("verify", mm_dir=tmp_path / "other", hf_config__hf_dir=hf) == 0
     assert run("show", dir=tmp_path / "other") == 0
     assert "vit_pp_layers [[1, 1]], llm_pp_layers [[0, 3]], tp_size 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("structure", ["true", "false"])
+def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
+    """Format and structure stay what they are until another one is asked for."""
+    kept = {"common_model_config__enable_canonical_hf_struct": structure}
+    assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2, save_format="torch", **kept) == 0
+    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
+    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **target) == 0
+    assert [path.name for path in (tmp_path / "other/release/mp_rank_00").iterdir()] == ["model_optim_rng.pt"]
+    (tensors,) = weights(tmp_path / "other").values()
+    apart = "model/text_decoder.decoder.layers.0.self_attention.q_proj.weight"
+    assert (apart in tensors) == (structure == "true")
+    opposite = {"common_model_config__enable_canonical_hf_struct": "false" if structure == "true" else "true"}
+    back = {"save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}
+    assert run("mm_to_hf", mm_dir=tmp_path / "other", **back, **opposite) == 2
+    assert "its tensors are named as in the" in capsys.readouterr().err
+    assert run("resplit", source_dir=tmp_path / "other", target_dir=tmp_path / "third", save_format="safetensors",
+               **target, **opposite) == 0
+    assert run("show", dir=tmp_path / "third") == 0
+    kind = "fused" if structure == "true" else "canonical"
+    assert f"release, safetensors files, {kind} structure" in capsys.readouterr().out
+    assert run("mm_to_hf", mm_dir=tmp_path / "third", **back) == 0
+    assert files(tmp_path / "back") == files(hf)
+
+
+def test_vit_only(hf, tmp_path, capsys):
+    assert to_mm(hf, tmp_path / "mm", save_vit_only="true") == 0
+    names = {name for tensors in weights(tmp_path / "mm").values() for name in tensors}
+    assert names and all(name.startswith("image_encoder.") for name in names)
+    assert "image_encoder.projector.layernorm.weight" in names
+    assert run("verify", mm_dir=tmp_path / "mm") == 0
+    assert run("mm_to_hf", mm_dir=tmp_path / "mm", save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 2
+    assert "holds ViT and projector only" in capsys.readouterr().err
+    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
+    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **target) == 0
+    (whole,) = weights(tmp_path / "other").values()
+    assert len(whole) == len(names)
 
 
 def test_as_a_program(hf, tmp_path):

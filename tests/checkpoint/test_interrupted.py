@@ -13,7 +13,7 @@ import pytest
 from checkpoint import convert
 from checkpoint.convert import Conversion, Options
 from checkpoint.inspect import verify_directory
-from checkpoint.output import Output
+from checkpoint.output import MEGATRON_MODES, Output
 from mm.errors import UserError
 from mm.sharded.layout import Layout
 from tests.checkpoint.models import SmallModel, files
@@ -144,7 +144,7 @@ def test_another_conversion_starts_anew(hf, tmp_path):
 
 def test_two_at_once(hf, tmp_path):
     conversion = convert.hf_to_mm(hf, tmp_path / "mm", LAYOUT)
-    output = Output.begin(tmp_path / "mm", "another")
+    output = Output.begin(tmp_path / "mm", "another", MEGATRON_MODES)
     with pytest.raises(UserError, match="Another mm-convert is writing"):
         conversion.run(ONE_WORKER)
     output.close()
