@@ -5,6 +5,7 @@ attention and M-RoPE in the LLM, a byte-level BPE tokenizer with Qwen2.5-VL's sp
 and its file layout.  Knows nothing of the trainer: only torch, tokenizers and transformers make it.
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -227,3 +228,19 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, sizes: Sizes) -> Non
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+_WORDS = ("How many pictures are there, and what is to be seen in each of them?", "There are two of them, 1 and 2.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a small random Qwen2.5-VL checkpoint to try commands on.")
+    parser.add_argument("directory", type=Path, help="to write; it must not exist")
+    directory = parser.parse_args().directory
+    if directory.exists():
+        parser.error(f"{directory} exists already; give another directory, or remove it")
+    build(directory, _WORDS, seed=0)
+
+
+if __name__ == "__main__":
+    main()

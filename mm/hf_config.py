@@ -95,6 +95,12 @@ def _vision(vit: Section, layout: PipelineLayout | None) -> VisionConfig:
 
 def _language(text: Section, layout: PipelineLayout | None, tied: bool) -> LanguageConfig:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope_types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
+    if not rope_types <= {"default", "mrope"}:
+        raise UserError(
+            f"config.json asks for the rotary embedding {sorted(rope_types)}; expected 'mrope' or 'default': "
+            f"scaled ones (yarn, linear, ...) are not computed here. Give the config.json of the published model."
+        )
     return LanguageConfig(
         num_layers=text["num_hidden_layers"],
         pipeline_num_layers=layout or ((text["num_hidden_layers"],),),

@@ -47,3 +47,18 @@ def test_cpu_step(tmp_path: Path) -> None:
     results = run(tmp_path / "cpu.json", "benchmarks.cpu_step", "--quick", "--rounds", "1", "--num-microbatches", "2")
     assert [result["processes"] for result in results] == [1, 2]
     assert all(result["our_speed_over_peer"] > 0 and result["tokens_per_step"] > 0 for result in results)
+
+
+def test_convert(tmp_path: Path) -> None:
+    """Every command at its smallest; the exit status says whether the times of a real size would be good enough."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.convert", "--size", "tiny", "--rounds", "1", "--folder", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    result = json.loads(done.stdout[done.stdout.index("{") :])
+    for kind in ("warm", "cold"):
+        commands = {name: one for name, one in result[kind].items() if name != "copy"}
+        assert {name.split()[0] for name in commands} == {"hf_to_mm", "mm_to_hf", "resplit"} and len(commands) == 6
+        assert all(one["ratio"] > 0 and 10 < one["memory_mib"] < 512 for one in commands.values())
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from mm.config import ModelConfig
 from mm.errors import UserError
 from mm.hf import HFDirectory, write_hf
+from mm.hf_config import for_both_versions
 from mm.hf_files import HFTensor
 from mm.model.spelling import Spelling
 from mm.model.weights import (
@@ -26,6 +27,7 @@ from mm.model.weights import (
 from mm.placement import Placement
 from tests import tiny
 from tests.saved_hf import as_single_file, save, weight_files
+from tests.test_hf_config import flat
 
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 """Two chunks of three stages; the ViT ends in mid-stage and one slot is without any layer."""
@@ -76,7 +78,8 @@ def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, 
     assert weight_files(target) == weight_files(saved)
     copied = {file.name for file in target.iterdir()} - set(weight_files(target))
     assert copied == {"config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json"}
-    assert all((target / name).read_bytes() == (saved / name).read_bytes() for name in copied)
+    assert all((target / name).read_bytes() == (saved / name).read_bytes() for name in copied - {"config.json"})
+    assert json.loads((target / "config.json").read_text()) == for_both_versions(hf.config) != hf.config
     assert [path.name for path in target.parent.iterdir()] == ["export"]
 
 
@@ -85,7 +88,8 @@ def test_transformers_loads_what_was_written_and_computes_the_same(saved, tmp_pa
 
     hf = HFDirectory.open(saved)
     write_hf(tmp_path / "out", saved, hf.model_config(), hf.load_weight, dtype=torch.float32)
-    written = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out")
+    written, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(saved, dtype=torch.float32)
     assert written.dtype == torch.float32
     sample = tiny.random_sample(torch.Generator().manual_seed(0), ((1, 4, 6),), 9)
@@ -139,6 +143,17 @@ def test_a_base_without_weights_gives_shards_of_limited_size(saved, copy, tmp_pa
         written.check(hf.model_config())
         assert all(torch.equal(written.load_weight(w), hf.load_weight(w)) for w in model_weights(hf.model_config()))
         assert {tensor.dtype for tensor in written.tensors.values()} == {torch.bfloat16}
+    total_bytes = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    assert written.index["metadata"] == {"total_size": total_bytes}
+
+
+def test_other_files_of_a_base_in_published_form_are_copied_to_the_byte(copy, tmp_path):
+    published = json.dumps(flat(HFDirectory.open(copy).config), separators=(",", ":"))
+    (copy / "config.json").write_text(published)
+    hf = HFDirectory.open(copy)
+    for dtype in (None, torch.bfloat16):  # which the config says already
+        write_hf(tmp_path / str(dtype), copy, hf.model_config(), hf.load_weight, dtype=dtype)
+        assert (tmp_path / str(dtype) / "config.json").read_text() == published
 
 
 def test_a_given_dtype_is_written_into_the_config_too(saved, tmp_path):

@@ -255,3 +255,38 @@ def test_bad_directories_of_ranks(hf, tmp_path, capsys):
     assert run("mm_to_hf", **back) == 2
     assert "mp_rank_00_000/model.safetensors is missing" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
+
+
+class Evil:
+    """Runs code when it is unpickled by a reader that lets it."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of the file was run')",)
+
+
+def test_bad_torch_files(hf, tmp_path, capsys):
+    """A pickle with code in it, a truncated file, a Git-LFS pointer, and both formats at once."""
+    mm = tmp_path / "mm"
+    assert to_mm(hf, mm, save_format="torch") == 0
+    path = mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt"
+    whole = path.read_bytes()
+    evil = tmp_path / "evil.pt"
+    torch.save({"model": torch.load(path, weights_only=True)["model"], "rng_state": Evil()}, evil)
+    contents = {
+        "which no checkpoint needs and which can run code. Nothing was executed": evil.read_bytes(),
+        "truncated": whole[:-100],
+        "is a Git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "is empty": b"",
+    }
+    for message, content in contents.items():
+        path.write_bytes(content)
+        for command, flags in (("mm_to_hf", {"mm_dir": mm, "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}),
+                               ("verify", {"mm_dir": mm}), ("show", {"dir": mm})):
+            assert run(command, **flags) == 2
+            told = capsys.readouterr().err
+            assert message in told and str(path) in told
+    path.write_bytes(whole)
+    save_file({}, path.with_name("model.safetensors"))
+    assert run("verify", mm_dir=mm) == 2
+    assert "mixes" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()

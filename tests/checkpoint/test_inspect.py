@@ -11,8 +11,10 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.inspect import show_directory, verify_directory
 from mm.errors import UserError
+from mm.model.structure import Structure
 from mm.sharded.files import read_stored
 from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
 from tests.checkpoint.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
@@ -21,9 +23,13 @@ FLAG = "--cfg.parallel_config"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("made")
+    return make(tmp_path_factory.mktemp("made"), Kind())
+
+
+def make(root: Path, kind: Kind) -> tuple[Path, Path]:
+    """A Hugging Face directory and a conversion of it."""
     SmallModel(2, vision_ffn=5).save(root / "hf")
-    convert.hf_to_mm(root / "hf", root / "mm", LAYOUT).run(Options(num_workers=1))
+    convert.hf_to_mm(root / "hf", root / "mm", LAYOUT, kind).run(Options(num_workers=1))
     return root / "hf", root / "mm"
 
 
@@ -42,29 +48,31 @@ def test_whole(made):
         "100 tensors are as manifest.json says.", f"100 tensors are those of {hf}."]
 
 
-def test_every_flipped_bit(made, copy):
-    hf, _ = made
+@pytest.mark.parametrize("kind", [Kind(), Kind(Format.TORCH, Structure.CANONICAL)], ids=str)
+def test_every_flipped_bit(kind, tmp_path):
+    hf, mm = make(tmp_path, kind)
     chances = random.Random(0)
+    paths = sorted((mm / "release").rglob("model*"))
     for _ in range(50):
-        path = chances.choice(sorted(copy.rglob("*.safetensors")))
+        path = chances.choice(paths)
         tensor = chances.choice(list(read_stored(path, path.name).values()))
         place = tensor.offset + chances.randrange(tensor.num_bytes)
-        content = bytearray(path.read_bytes())
+        whole = path.read_bytes()
+        content = bytearray(whole)
         content[place] ^= 1 << chances.randrange(8)
         path.write_bytes(content)
         with pytest.raises(UserError) as told:
-            verify(copy)
+            verify(mm)
         (problem,) = told.value.problems
         assert f"{path}: {tensor.name} is damaged" in problem
-        (copy / "manifest.json").rename(copy / "aside")
+        (mm / "manifest.json").rename(mm / "aside")
         with pytest.raises(UserError) as told:
-            verify_directory(copy, str(hf), LAYOUT, FLAG, 1)
+            verify_directory(mm, str(hf), LAYOUT, FLAG, 1)
         (problem,) = told.value.problems
         assert f"{path}: {tensor.name} is not what" in problem
-        (copy / "aside").rename(copy / "manifest.json")
-        content[place] = (made[1] / path.relative_to(copy)).read_bytes()[place]
-        path.write_bytes(content)
-    verify(copy, hf)
+        (mm / "aside").rename(mm / "manifest.json")
+        path.write_bytes(whole)
+    verify(mm, hf)
 
 
 def test_swapped_shards(copy):

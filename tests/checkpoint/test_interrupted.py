@@ -15,11 +15,14 @@ from checkpoint.convert import Conversion, Options
 from checkpoint.inspect import verify_directory
 from checkpoint.output import MEGATRON_MODES, Output
 from mm.errors import UserError
+from mm.model.structure import Structure
 from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
 ONE_WORKER = Options(num_workers=1)
+KINDS = [Kind(), Kind(Format.TORCH, Structure.CANONICAL)]
 CALLS = ("pwrite", "fsync", "rename", "open", "mkdir", "unlink", "rmdir")
 """System calls that change the disk; the process dies just before one of them."""
 
@@ -66,10 +69,10 @@ def run_and_die(run: Callable[[], None], after: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def num_calls(hf: Path, folder: Path) -> int:
+def num_calls(hf: Path, folder: Path, kind: Kind = KINDS[0]) -> int:
     """How many calls a whole run makes, found by halving; each try has a target of its own."""
     def run() -> None:
-        convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT).run(ONE_WORKER)
+        convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT, kind).run(ONE_WORKER)
 
     low, high = 0, 1 << 12
     while high - low > 1:
@@ -78,12 +81,15 @@ def num_calls(hf: Path, folder: Path) -> int:
     return high
 
 
-def test_killed_at_random_moments(hf, expected, tmp_path):
-    moments, total = random.Random(0), num_calls(hf, tmp_path / "count")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_killed_at_random_moments(kind, hf, tmp_path):
+    convert.hf_to_mm(hf, tmp_path / "whole" / "mm", LAYOUT, kind).run(ONE_WORKER)
+    expected = files(tmp_path / "whole" / "mm")
+    moments, total = random.Random(0), num_calls(hf, tmp_path / "count", kind)
     num_deaths = 0
     for attempt in range(20):
         target = tmp_path / str(attempt) / "mm"
-        conversion = convert.hf_to_mm(hf, target, LAYOUT)
+        conversion = convert.hf_to_mm(hf, target, LAYOUT, kind)
         while run_and_die(lambda conversion=conversion: conversion.run(ONE_WORKER), moments.randrange(total)):
             num_deaths += 1
             is_whole = target.exists() and files(target) == expected
