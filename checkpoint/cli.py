@@ -17,6 +17,7 @@ from jsonargparse import auto_cli
 from checkpoint import convert
 from checkpoint.cli_config import (
     CommonModelConfig,
+    DiffConfig,
     HFToMMConfig,
     MMToHFConfig,
     ParallelConfig,
@@ -26,6 +27,7 @@ from checkpoint.cli_config import (
     VerifyConfig,
 )
 from checkpoint.convert import Options
+from checkpoint.diff import diff_directories
 from checkpoint.inspect import show_directory, verify_directory
 from checkpoint.lists import read_lists
 from checkpoint.stated import check_common, language_dir, parallel_problems
@@ -70,28 +72,40 @@ def verify(cfg: VerifyConfig) -> None:
     print("\n".join(verify_directory(Path(cfg.mm_dir), hf_dir, given, convert.LAYOUT, _num_workers(cfg.num_workers))))
 
 
+def diff(cfg: DiffConfig) -> int:
+    """Compare two directories of any kind and layout: the first differing tensors and a guess at the cause.
+
+    Exit status 0: equal; 1: different.
+    """
+    hf_dir = cfg.hf_config.hf_dir if cfg.hf_config else None
+    found = diff_directories(cfg.source_dir, cfg.target_dir, hf_dir, _num_workers(cfg.num_workers))
+    print("\n".join(found.lines))
+    return 0 if found.is_equal else 1
+
+
 def show(cfg: ShowConfig) -> None:
     """Print layout, sizes and dtypes of a directory."""
     print("\n".join(show_directory(Path(cfg.dir))))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "hf_to_mm": hf_to_mm, "mm_to_hf": mm_to_hf, "resplit": resplit, "verify": verify, "show": show,
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "hf_to_mm": hf_to_mm, "mm_to_hf": mm_to_hf, "resplit": resplit, "verify": verify, "diff": diff,
+    "show": show,
 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, or 2 after telling every mistake that the user can mend."""
+    """Run and return the exit status: 0, 1 where ``diff`` found differences, or 2 after telling the user's mistakes."""
     components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **COMMANDS}}
     try:
-        auto_cli(components, as_positional=False, args=list(sys.argv[1:] if argv is None else argv))
+        status = auto_cli(components, as_positional=False, args=list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; the same command goes on from what was finished.\n")
         return 130
-    return 0
+    return status or 0
 
 
 def _options(cfg: RunConfig) -> Options:

@@ -30,7 +30,7 @@ def check_source(plan: Plan, source: Path) -> None:
     Raises:
         UserError: naming each pair that differs, and each tensor whose padding is not zero.
     """
-    reader, problems = _Files(source), []
+    reader, problems = Files(source), []
     try:
         for one, other in plan.twins:
             same = (one.dtype, one.shape) == (other.dtype, other.shape) and reader.are_equal(one, other)
@@ -63,7 +63,7 @@ def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress
     stop = threading.Event()
 
     def work() -> None:
-        targets = _Files(output.folder, os.O_WRONLY)
+        targets = Files(output.folder, os.O_WRONLY)
         worker = _Worker(source, targets, progress)
         try:
             for job, wanted in todo:
@@ -154,7 +154,7 @@ class _Todo:
             self._output.finish(self._files[file], self._crc32s[file])
 
 
-class _Files:
+class Files:
     """The open files of one directory, and exact reads and writes.  For one thread: readahead is per open file."""
 
     def __init__(self, directory: Path, flags: int = os.O_RDONLY) -> None:
@@ -209,7 +209,7 @@ class _Files:
             os.close(descriptor)
 
 
-class _Compared(_Files):
+class _Compared(Files):
     """Takes what would be written and notes where the files hold something else."""
 
     def __init__(self, directory: Path) -> None:
@@ -229,8 +229,8 @@ class _Compared(_Files):
 class _Worker:
     """One thread's buffers and open files; closes the sources only."""
 
-    def __init__(self, source: Path, targets: _Files, progress: Progress) -> None:
-        self._sources, self._targets = _Files(source), targets
+    def __init__(self, source: Path, targets: Files, progress: Progress) -> None:
+        self._sources, self._targets = Files(source), targets
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._progress = progress
 

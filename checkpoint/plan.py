@@ -111,7 +111,7 @@ def make_plan(sources: Sequence[View], targets: Sequence[View], files: Sequence[
     problems = list(dict.fromkeys([*index.problems, *index.unused()]))
     if problems:
         raise UserError(problems)
-    return Plan(tuple(files), tuple(jobs), twins, tuple(_padding(sources)))
+    return Plan(tuple(files), tuple(jobs), twins, tuple(padding_parts(sources)))
 
 
 def _without_twins(sources: Sequence[View]) -> tuple[list[View], tuple[tuple[Stored, Stored], ...]]:
@@ -126,7 +126,8 @@ def _without_twins(sources: Sequence[View]) -> tuple[list[View], tuple[tuple[Sto
     return list(first.values()), tuple(twins)
 
 
-def _padding(sources: Sequence[View]) -> Iterator[Padding]:
+def padding_parts(sources: Iterable[View]) -> Iterator[Padding]:
+    """Whatever of ``sources`` is padding."""
     for view in sources:
         for position, run in _positions(view):
             if run.key is None:

@@ -356,5 +356,6 @@ def _latest(directory: Path) -> int | None:
         return None
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     if not text.isdecimal():
-        raise UserError(f"{path} holds {text[:40]!r}; expected the number of an iteration, for example 100.")
+        raise UserError(f"{path} holds {text[:40]!r}; expected the number of an iteration, for example 100, "
+                        f"or 'release' beside release/mp_rank_*.")
     return int(text)

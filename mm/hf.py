@@ -337,7 +337,11 @@ def _write_shards(
             used_again = uses[output.source] > 0
             piece = pending[output.source] if used_again else pending.pop(output.source)
             content[output.key] = piece.detach().to("cpu", output.dtype, copy=used_again)
-        save_file(content, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode  # as the umask has it; safetensors makes files of mode 600
+        save_file(content, path, metadata={"format": "pt"})
+        path.chmod(mode)
 
 
 def write_index(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from mm.checkpoint_files import find_checkpoint, find_load_kind
+from mm.checkpoint_files import LATEST_FILE, find_checkpoint, find_load_kind
 from mm.checkpoint_reader import CheckpointReader, check_model
 from mm.data.batch import SampleEncoder
 from mm.data.dataset import Dataset
@@ -76,6 +76,9 @@ def _check_outputs(run: RunConfig) -> None:
     directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir}
     found = (_directory_problem(flag, path) for flag, path in directories.items() if path is not None)
     problems = [problem for problem in found if problem is not None]
+    if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
+        problems.append(f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside "
+                        f"them would take the place of what {LATEST_FILE} names: give another directory")
     if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
         problems.append("--tensorboard-dir needs the package tensorboard, which is not installed; install it, or leave "
                         "the flag out")

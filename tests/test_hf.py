@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -299,3 +300,13 @@ def test_a_rank_reads_only_its_part(saved, monkeypatch):
         hf.load_weight(weight, 2, 1)
         whole = sum(torch.Size(shape).numel() for shape in weight.hf_shapes)
         assert sum(sizes) == whole // 2
+
+
+def test_every_file_has_the_mode_of_the_umask(saved, tmp_path):
+    """A colleague who may read config.json may read the weights."""
+    before = os.umask(0o027)
+    try:
+        write_hf(tmp_path / "out", saved, HFDirectory.open(saved).model_config(), HFDirectory.open(saved).load_weight)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint import convert
+from checkpoint.convert import Options
 from demo.tiny_checkpoint import build
 from mm.errors import UserError
 from mm.preflight import file_problems, sample_problems
 from mm.run_config import load_run
+from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
 from mm.train import main
 from tests.launch import ROOT
 
@@ -90,6 +94,74 @@ def test_an_unfinished_checkpoint_is_refused(inputs: Path):
     (inputs / "save/latest_checkpointed_iteration.txt").write_text("4")
     (problem,) = problems(inputs, "--load", str(inputs / "save"))
     assert "has no manifest.json, so it is not a complete checkpoint" in problem
+
+
+def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
+    """The checkpoint in MindSpeed-MM's layout, on two stages."""
+    layout = Layout(((5, 3),), ((0, 4),), tp_size)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Kind(format)).run(Options(num_workers=1))
+    return inputs / "mm"
+
+
+@pytest.mark.parametrize("format", Format)
+def test_a_converted_directory_is_in_order(inputs: Path, format):
+    assert problems(inputs, "--load", str(converted(inputs, format))) == []
+
+
+def test_every_problem_of_a_converted_directory_is_told_at_once(inputs: Path, capsys):
+    path = converted(inputs, Format.TORCH, tp_size=2)
+    files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
+    for file in files:
+        os.truncate(file, 5000)
+    capsys.readouterr()
+    assert main(flags(inputs, "--check", "--load", str(path), "--save", str(path))) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    for file, problem in zip(files, told[:2], strict=True):
+        assert problem.startswith(f"error: {file} starts like a file of torch.save") and "truncated" in problem
+    assert told[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
+
+
+def test_missing_files_of_a_converted_directory(inputs: Path):
+    path = converted(inputs, tp_size=2)
+    missing = [path / f"release/mp_rank_0{rank}_00{1 - rank}/model.safetensors" for rank in (1, 0)]
+    for file in missing:
+        file.unlink()
+    found = problems(inputs, "--load", str(path))
+    assert found == [f"{file} is missing; copy the directory again, or correct the layout." for file in missing]
+
+
+def test_a_converted_directory_of_another_model(inputs: Path):
+    path = converted(inputs)
+    model = json.loads((inputs / "model.json").read_text())
+    model["text_decoder"]["rope_theta"] = 5.0
+    model["image_encoder"]["vision_encoder"]["fullatt_block_indexes"] = [1]
+    (inputs / "model.json").write_text(json.dumps(model))
+    config = json.loads((inputs / "hf/config.json").read_text())  # the processor's, which is of the model JSON
+    config["rope_theta"] = 5.0
+    config["vision_config"]["fullatt_block_indexes"] = [1]
+    (inputs / "hf/config.json").write_text(json.dumps(config))
+    found = problems(inputs, "--load", str(path))
+    assert len(found) == 2 and all(problem.startswith(f"{path}: ") for problem in found)
+    assert "image_encoder.vision_encoder.fullatt_block_indexes = [3, 7], but the model JSON says [1]" in found[0]
+    assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 5.0" in found[1]
+
+
+def test_a_directory_that_mindspeed_trained_needs_finetune(inputs: Path):
+    path = converted(inputs, Format.TORCH)
+    (path / "manifest.json").unlink()
+    (path / "release").rename(path / "iter_0000100")
+    (path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert problems(inputs, "--load", str(path), "--finetune") == []
+    (problem,) = problems(inputs, "--load", str(path))
+    assert "add --finetune" in problem
+
+
+def test_checking_imports_no_megatron():
+    code = "import sys, mm.preflight; print([name for name in sys.modules if name.startswith('megatron')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

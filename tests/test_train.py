@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from checkpoint import convert
+from checkpoint.convert import Options
 from demo.tiny_checkpoint import build
+from mm.model.structure import Structure
+from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
 from tests.launch import ROOT, free_port
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -105,3 +110,14 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal
+
+
+def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path) -> None:
+    """Runs after the first test: its first two steps, from other files of the same weights."""
+    kind, layout = Kind(Format.TORCH, Structure.CANONICAL), Layout(((5, 3), (0, 0)), ((0, 1), (1, 2)), 2)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, kind).run(Options(num_workers=1))
+    said = run(inputs, "converted", 1, "--load", str(inputs / "mm"), "--exit-interval", "2")
+    assert f"loaded a converted checkpoint from {inputs / 'mm'}, iteration 0" in said
+    whole, found = metrics(inputs, "whole")[:2], metrics(inputs, "converted")
+    for key in ("loss", "grad_norm", "lr", "num_tokens", "consumed_samples"):
+        assert [row[key] for row in found] == [row[key] for row in whole], key

@@ -65,6 +65,19 @@ def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
     assert files(tmp_path / "back") == files(hf)
 
 
+def test_diff(hf, tmp_path, capsys):
+    assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2, save_format="torch") == 0
+    assert run("diff", source_dir=hf, target_dir=tmp_path / "mm") == 0
+    copy = Path(shutil.copytree(hf, tmp_path / "hf"))
+    rewrite(copy, lambda tensors: tensors[min(tensors)].view(torch.int16)[(0,) * tensors[min(tensors)].dim()].add_(1))
+    name = min(load_file(min(copy.glob("*.safetensors"))))
+    capsys.readouterr()
+    assert run("diff", source_dir=tmp_path / "mm", target_dir=copy) == 1
+    assert name in capsys.readouterr().out
+    assert run("diff", source_dir=tmp_path / "mm", target_dir=tmp_path / "none") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
 def test_vit_only(hf, tmp_path, capsys):
     assert to_mm(hf, tmp_path / "mm", save_vit_only="true") == 0
     names = {name for tensors in weights(tmp_path / "mm").values() for name in tensors}

@@ -1,0 +1,71 @@
+"""A converted directory trains: on TP2 x PP2, from any layout and kind of file, exactly as from Hugging Face."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint import convert
+from checkpoint.convert import Options
+from mm.model.structure import Structure
+from mm.sharded.layout import Layout
+from mm.sharded.slots import Format, Kind
+from tests import tiny
+from tests.launch import torchrun
+
+VIRTUAL = (((2, 1, 0), (1, 0, 0)), ((0, 0, 0), (0, 2, 2)))
+DIRECTORIES = {
+    "mm-same-layout": (Layout(((3, 1),), ((0, 4),), 2), Kind()),
+    "mm-one-file-torch": (Layout(((4,),), ((4,),), 1), Kind(Format.TORCH)),
+    "mm-virtual-chunks-canonical": (Layout(*VIRTUAL, 2), Kind(structure=Structure.CANONICAL)),
+    "mm-virtual-chunks-torch-canonical": (Layout(((4,), (0,)), ((0,), (4,)), 1),
+                                          Kind(Format.TORCH, Structure.CANONICAL)),
+    "mm-without-manifest": (Layout(((1, 3, 0),), ((0, 1, 3),), 2), Kind(Format.TORCH)),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("converted")
+    for name in ("untied", "tied"):
+        tiny.hf_model(name == "tied").save_pretrained(root / name / "hf")
+        for directory, (layout, kind) in DIRECTORIES.items():
+            convert.hf_to_mm(root / name / "hf", root / name / directory, layout, kind).run(Options(num_workers=1))
+        (root / name / "mm-without-manifest" / "manifest.json").unlink()
+    damage(root / "untied" / "mm-without-manifest", root / "damaged")
+    torchrun(4, "tests.parallel.converted_worker", str(root))
+    return json.loads((root / "results.json").read_text())
+
+
+def damage(source: Path, target: Path) -> None:
+    """A norm is not the same on both tensor-parallel ranks."""
+    shutil.copytree(source, target)
+    plan = convert.resplit(target, target.parent / "none", None, Layout(((4,),), ((4,),), 1), source.parent / "hf").plan
+    twin = next(other for _, other in plan.twins if other.name.endswith("final_layernorm.weight"))
+    path = target / twin.file
+    content = bytearray(path.read_bytes())
+    content[twin.offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_trains_as_from_hugging_face(model, directory, results):
+    """Every bit: weights as loaded, the losses of two steps, weights and optimizer state after them."""
+    found = results[model]["directories"][directory]
+    assert found["weights"] == []
+    expected, losses = found["losses"]
+    assert len(set(losses)) == 2 and losses == expected
+    assert found["after"] == []
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_the_comparison_finds_differences(model, results):
+    assert len(results[model]["without loading"]) > 50
+
+
+def test_a_copy_that_differs_is_told_by_every_rank(results):
+    for (problem,) in results["damaged"]:
+        assert "mp_rank_01_002/model_optim_rng.pt" in problem
+        assert "final_layernorm.weight differs from the one in" in problem
