@@ -152,11 +152,13 @@ def timed(name: str, size: str, source: Path, made: Path, target: Path, is_cold:
     """Seconds and peak memory of one piece of work; its input is in the page cache, or dropped from it."""
     is_hf = name == "copy" or name.startswith("hf_to_mm")
     read = source if is_hf else made / f"mm_tp{name.partition('TP')[2][0]}"
-    for path in filter(Path.is_file, read.rglob("*")):
-        with path.open("rb") as file:
-            if is_cold:
+    for folder in (source, made):  # what is not read must not take the room of what is written
+        for path in filter(Path.is_file, folder.rglob("*")):
+            with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
+    if not is_cold:
+        for path in filter(Path.is_file, read.rglob("*")):
+            with path.open("rb") as file:
                 while file.read(CHUNK_BYTES):
                     pass
     shutil.rmtree(target, ignore_errors=True)
