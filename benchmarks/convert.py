@@ -65,9 +65,9 @@ def make_checkpoint(directory: Path, size: str) -> None:
     """Random bytes under real names, in shards of about 2 GiB."""
     import torch
 
-    from checkpoint.safetensors_file import SafetensorsFile
-    from mm.hf_config import model_from_hf
-    from mm.model.weights import model_weights
+    from checkpoint.formats.safetensors_file import SafetensorsFile
+    from checkpoint.formats.hf_config import model_from_hf
+    from mm.weights.table import model_weights
 
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config(size)))
@@ -110,7 +110,7 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
 
 
 def _layouts(size: str, tp_size: int) -> tuple:
-    from mm.sharded.layout import Layout
+    from checkpoint.formats.layout import Layout
 
     depth, layers = SIZES[size]["depth"], SIZES[size]["layers"]
     half = layers // 2

@@ -192,13 +192,13 @@ def measure(
     directory: Path, num_stages: int, rounds: int, micro_batch_size: int, num_microbatches: int
 ) -> dict | None:
     """Time both sides in turn on this rank; the result is returned on the first rank only."""
-    from mm.device import Device
+    from mm.device.device import Device
 
     device = Device.pick("cpu")
     import torch
 
-    from mm.run_config import load_run
-    from mm.trainer import Trainer
+    from mm.config.run import load_run
+    from mm.training.run import Trainer
 
     run = load_run([
         "--mm-model", str(directory / f"model_{num_stages}.json"), "--mm-data", str(directory / "data_config.json"),

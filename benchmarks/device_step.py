@@ -109,7 +109,7 @@ def parity(device: "Device", precisions: list[str]) -> tuple[dict, bool]:  # noq
 
 def fused(model: "ModelConfig", gradients: dict) -> dict:  # noqa: F821
     """Gradients of Hugging Face tensors under our names."""
-    from mm.model.weights import fuse, model_weights
+    from mm.weights.table import fuse, model_weights
 
     return {w.name: fuse(w, [gradients[name] for name in w.hf_names]) for w in model_weights(model)}
 
@@ -143,9 +143,9 @@ def summary(found: dict) -> dict:
 def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F821
     """Build one side, warm up, and time its steps."""
     from benchmarks.one_device import Ours, Peer, model_config, peer_attention, random_microbatch, random_tensors
-    from mm.data.totals import BatchTotals
-    from mm.flops import peak_flops, training_flops
-    from mm.megatron import DTYPES
+    from mm.totals import BatchTotals
+    from mm.model.flops import peak_flops, training_flops
+    from mm.parallel.megatron import DTYPES
 
     model = model_config(flags.size, flags.freeze, flags.recompute)
     precision = flags.precision or ("fp32" if device.kind == "cpu" else "bf16")
@@ -266,7 +266,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    from mm.device import Device
+    from mm.device.device import Device
 
     flags = parse(argv)
     if flags.mode == "speed" and flags.side is None:

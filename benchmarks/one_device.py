@@ -18,18 +18,19 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
-from mm import arguments, parallel
-from mm.config import ModelConfig, RecomputeConfig, load_model
-from mm.data.microbatch import IGNORE_INDEX, Grid, Microbatch
-from mm.data.totals import BatchTotals
-from mm.device import Device
-from mm.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
-from mm.model.qwen2_5_vl import build_stage
+from mm.config import flags as arguments
+from mm.parallel import mesh as parallel
+from mm.config.model import ModelConfig, RecomputeConfig, load_model
+from mm.batch import IGNORE_INDEX, Grid, Microbatch
+from mm.totals import BatchTotals
+from mm.device.device import Device
+from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
+from mm.model.stage import build_stage
 from mm.model.rope import mrope_positions
-from mm.model.spelling import published_name
-from mm.model.weights import fuse, model_weights, stage_weights
-from mm.optimizer import build_optimizer, optimizer_step
-from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule
+from checkpoint.formats.spelling import published_name
+from mm.weights.table import fuse, model_weights, stage_weights
+from mm.training.optimizer import build_optimizer, optimizer_step
+from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
 from mm.placement import Placement
 from mm.step_plan import MessageShapes, StepPlan
 

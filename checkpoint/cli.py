@@ -3,7 +3,7 @@
     mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
-Turns flags into calls of ``checkpoint.convert`` and ``checkpoint.inspect``, and mistakes into messages with
+Turns flags into calls of ``checkpoint.convert`` and ``checkpoint.verify``, and mistakes into messages with
 exit status 2.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from jsonargparse import auto_cli
 
 from checkpoint import convert
-from checkpoint.cli_config import (
+from checkpoint.options import (
     CommonModelConfig,
     DiffConfig,
     HFToMMConfig,
@@ -28,13 +28,13 @@ from checkpoint.cli_config import (
 )
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
-from checkpoint.inspect import show_directory, verify_directory
+from checkpoint.verify import show_directory, verify_directory
 from checkpoint.lists import read_lists
 from checkpoint.stated import check_common, language_dir, parallel_problems
 from mm.errors import UserError
-from mm.model.structure import Structure
-from mm.sharded.layout import Layout
-from mm.sharded.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
 
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:

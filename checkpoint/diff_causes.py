@@ -13,9 +13,9 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from mm.model.weight_ranges import cut_dim
-from mm.model.weights import Fusion, Weight, local_shape
-from mm.sharded.views import ModelRun, model_runs
+from mm.weights.cut import cut_dim
+from mm.weights.table import Fusion, Weight, local_shape
+from mm.weights.views import ModelRun, model_runs
 
 PADDING = -1
 _JOINED_TP_SIZES = (2, 4, 8)

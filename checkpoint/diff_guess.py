@@ -26,9 +26,9 @@ from checkpoint.diff_causes import (
 )
 from checkpoint.diff_compare import Finding, Unequal
 from checkpoint.diff_sides import Held, Misfit, Side, sample
-from mm.model.structure import Structure, stored_weights
-from mm.model.weights import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight
-from mm.sharded.views import Stored
+from checkpoint.formats.structure import Structure, stored_weights
+from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight
+from mm.weights.views import Stored
 
 SAMPLE_ELEMENTS = 1 << 20
 _LAYER_INDICES, _LAYER_PLACES = 64, 64

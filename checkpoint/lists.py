@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from mm.config import PipelineLayout
+from mm.config.model import PipelineLayout
 from mm.errors import UserError
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from checkpoint.cli_config import CommonModelConfig, HFToMMConfig, ParallelConfig
+from checkpoint.options import CommonModelConfig, HFToMMConfig, ParallelConfig
 from checkpoint.lists import read_lists
 from mm.errors import UserError
-from mm.hf import HFDirectory
-from mm.model.spelling import Spelling, hf_spelling
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.spelling import Spelling, hf_spelling
 
 _COMMON = "--cfg.common_model_config"
 

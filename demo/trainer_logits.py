@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from mm.device import Device
+from mm.device.device import Device
 
 DEVICE = Device.pick("cpu")  # before anything imports megatron
 
@@ -17,15 +17,15 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm import parallel  # noqa: E402
-from mm.config import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
-from mm.data.batch import SampleEncoder, pack  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.config.model import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
+from mm.data.encode import SampleEncoder, pack  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
-from mm.data.microbatch import Microbatch  # noqa: E402
-from mm.hf import HFDirectory  # noqa: E402
-from mm.megatron import parallel_config  # noqa: E402
-from mm.model.qwen2_5_vl import Stage, build_stage  # noqa: E402
-from mm.model.weights import stage_weights  # noqa: E402
+from mm.batch import Microbatch  # noqa: E402
+from checkpoint.formats.hf import HFDirectory  # noqa: E402
+from mm.parallel.megatron import parallel_config  # noqa: E402
+from mm.model.stage import Stage, build_stage  # noqa: E402
+from mm.weights.table import stage_weights  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 
 

@@ -10,7 +10,7 @@ after the last ViT layer, word embedding and visual scatter right before LLM lay
 from dataclasses import dataclass
 from enum import Enum
 
-from mm.config import ModelConfig, PipelineLayout
+from mm.config.model import ModelConfig, PipelineLayout
 
 
 class Message(Enum):

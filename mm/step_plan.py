@@ -5,9 +5,9 @@ Pure: knows nothing of processes or megatron.
 
 from dataclasses import dataclass
 
-from mm.config import ModelConfig
-from mm.data.microbatch import Microbatch
-from mm.data.totals import BatchTotals
+from mm.config.model import ModelConfig
+from mm.batch import Microbatch
+from mm.totals import BatchTotals
 from mm.placement import Message
 
 

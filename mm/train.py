@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from mm.errors import AgreedError, UserError
-from mm.report import stage_report
-from mm.run_config import RunConfig, load_run
+from mm.plan.stages import stage_report
+from mm.config.run import RunConfig, load_run
 
 _HEAD_START_SECONDS = 5.0
 """What is wrong before the start is found by all ranks of a node, and what ranks agree on by all of the run.  The first
@@ -44,7 +44,7 @@ def prepare(argv: Sequence[str]) -> RunConfig:
     is_rehearsal = run.args.dry_run or run.args.check
     if not is_rehearsal and os.environ.get("RANK", "0") != "0":
         return run
-    from mm import preflight  # imports transformers, which the other ranks may not need
+    from mm.training import preflight  # imports transformers, which the other ranks may not need
 
     problems = preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else [])
     if problems:
@@ -67,11 +67,11 @@ def _refuse(error: UserError) -> int:
 
 def train(run: RunConfig) -> None:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world."""
-    from mm.device import Device
+    from mm.device.device import Device
 
     device = Device.pick(run.args.device)
     # megatron looks at the device while it is imported, so everything built on it comes after the line above
-    from mm.trainer import Trainer
+    from mm.training.run import Trainer
 
     trainer = Trainer(run, device)
     trainer.run_steps()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mm.model.spelling import Spelling, spell
+from checkpoint.formats.spelling import Spelling, spell
 from tests import tiny
 
 

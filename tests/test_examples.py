@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mm.arguments import parse_flags
-from mm.config import read_data, read_model
-from mm.report import num_model_params, stage_report
-from mm.run_config import load_run
+from mm.config.flags import parse_flags
+from mm.config.model import read_data, read_model
+from mm.plan.stages import num_model_params, stage_report
+from mm.config.run import load_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"

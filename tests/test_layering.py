@@ -14,25 +14,25 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 PURE = (
-    "mm.errors", "mm.config", "mm.config_keys", "mm.json_schema", "mm.json_file", "mm.placement", "mm.arguments",
-    "mm.model.rope", "mm.model.window", "mm.model.weights", "mm.model.weight_ranges", "mm.model.spelling",
-    "mm.model.structure", "mm.sharded.layout", "mm.sharded.slots", "mm.sharded.views",
-    "mm.data.sampler", "mm.data.microbatch",
+    "mm.errors", "mm.config.model", "mm.config.keys", "mm.config.json_schema", "mm.config.json_file", "mm.placement", "mm.config.flags",
+    "mm.model.rope", "mm.model.positions", "mm.weights.table", "mm.weights.cut", "checkpoint.formats.spelling",
+    "checkpoint.formats.structure", "checkpoint.formats.layout", "checkpoint.formats.slots", "mm.weights.views",
+    "mm.data.order", "mm.batch",
 )  # fmt: skip
 """Mathematics and rules: testable without processes."""
 
 CHECKPOINT_MAY_IMPORT = {
-    "mm", "mm.errors", "mm.placement", "mm.config", "mm.json_schema", "mm.json_file", "mm.checkpoint_files",
-    "mm.hf", "mm.hf_compare", "mm.hf_config", "mm.hf_files",
-    "mm.model", "mm.model.weights", "mm.model.weight_ranges", "mm.model.structure", "mm.model.spelling",
-    "mm.sharded", "mm.sharded.directory", "mm.sharded.files", "mm.sharded.layout", "mm.sharded.manifest",
-    "mm.sharded.slots", "mm.sharded.torch_zip", "mm.sharded.views",
+    "mm", "mm.errors", "mm.placement", "mm.config.model", "mm.config.json_schema", "mm.config.json_file", "checkpoint.formats.training",
+    "checkpoint.formats.hf", "checkpoint.formats.hf_compare", "checkpoint.formats.hf_config", "checkpoint.formats.hf_files",
+    "mm.model", "mm.weights.table", "mm.weights.cut", "checkpoint.formats.structure", "checkpoint.formats.spelling",
+    "mm.sharded", "checkpoint.formats.mindspeed", "checkpoint.formats.files", "checkpoint.formats.layout", "checkpoint.formats.manifest",
+    "checkpoint.formats.slots", "checkpoint.formats.torch_file", "mm.weights.views",
 }  # fmt: skip
 """mm-convert runs on machines without accelerators or process groups."""
 
-MAY_NAME_TORCH_NPU = {"mm.device", "mm.model.attention"}
-MAY_PATCH = {"mm.device"}
-MAY_USE_PARALLEL_STATE = {"mm.parallel"}
+MAY_NAME_TORCH_NPU = {"mm.device.device", "mm.device.attention"}
+MAY_PATCH = {"mm.device.device"}
+MAY_USE_PARALLEL_STATE = {"mm.parallel.mesh"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def each_source() -> list:
 
 
 def test_the_sources_are_found():
-    assert {"mm.config", "mm.placement", "mm.device", "mm.parallel", "demo.run"} <= set(sources())
+    assert {"mm.config.model", "mm.placement", "mm.device.device", "mm.parallel.mesh", "demo.run"} <= set(sources())
 
 
 def test_no_import_cycles():

@@ -13,9 +13,9 @@ from PIL import Image
 from checkpoint import convert
 from checkpoint.convert import Options
 from demo.tiny_checkpoint import build
-from mm.model.structure import Structure
-from mm.sharded.layout import Layout
-from mm.sharded.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
 from tests.launch import ROOT, free_port
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"

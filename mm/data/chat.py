@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.data.dataset import Message
-from mm.data.microbatch import IGNORE_INDEX, Grid
+from mm.batch import IGNORE_INDEX, Grid
 from mm.errors import UserError
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader
 
-from mm.data.batch import EncodedSample, SampleEncoder, pack
+from mm.data.encode import EncodedSample, SampleEncoder, pack
 from mm.data.dataset import Dataset
-from mm.data.microbatch import Microbatch
-from mm.data.sampler import microbatch_indices
+from mm.batch import Microbatch
+from mm.data.order import microbatch_indices
 from mm.errors import UserError
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.config import VisionConfig
-from mm.data.microbatch import Microbatch
-from mm.data.totals import BatchTotals
+from mm.config.model import VisionConfig
+from mm.batch import Microbatch
+from mm.totals import BatchTotals
 from mm.errors import AgreedError, UserError
-from mm.parallel import Mesh
+from mm.parallel.mesh import Mesh
 from mm.step_plan import StepPlan
 
 

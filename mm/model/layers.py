@@ -10,11 +10,11 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mm.device import Kernels
-from mm.model.attention import Segments
+from mm.device.device import Kernels
+from mm.device.attention import Segments
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
-from mm.model.weights import padded_ffn
+from mm.weights.table import padded_ffn
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Build:
         )
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter held whole on every rank; its values come from ``mm.state``."""
+        """A parameter held whole on every rank; its values come from ``mm.training.checkpoint``."""
         return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=torch.cuda.current_device()))
 
 
 def never_initialize(_: Tensor) -> None:
-    raise AssertionError("weights are loaded or drawn by mm.state, never initialised by a layer")
+    raise AssertionError("weights are loaded or drawn by mm.training.checkpoint, never initialised by a layer")
 
 
 class RMSNorm(nn.Module):

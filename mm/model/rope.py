@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mm.data.microbatch import Grid
+from mm.batch import Grid
 from mm.errors import UserError
 
 

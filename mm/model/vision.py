@@ -1,6 +1,6 @@
 """The ViT and the projector, as far as a stage owns them.
 
-Rows are patches in window order (see ``mm.model.window``) from the patch embedding to the projector, which puts the
+Rows are patches in window order (see ``mm.model.positions``) from the patch embedding to the projector, which puts the
 visual tokens back in reading order.  Knows nothing of text or of pipeline messages.
 """
 
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mm.config import ProjectorConfig, VisionConfig
-from mm.data.microbatch import Microbatch
-from mm.model.attention import Segments
+from mm.config.model import ProjectorConfig, VisionConfig
+from mm.batch import Microbatch
+from mm.device.attention import Segments
 from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm
 from mm.model.rope import vision_cos_sin
-from mm.model.window import plan_vision
+from mm.model.positions import plan_vision
 from mm.placement import StageSpec
-from mm.transfer import to_device
+from mm.device.transfer import to_device
 
 
 @dataclass(frozen=True)

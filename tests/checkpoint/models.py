@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
-from checkpoint.mm_target import mm_targets
-from checkpoint.plan import TargetFile
-from checkpoint.safetensors_file import SafetensorsFile
-from mm.config import ModelConfig, PipelineLayout
-from mm.hf_config import model_from_hf
-from mm.model.spelling import Spelling, spell
-from mm.model.weights import model_weights
-from mm.sharded.layout import Layout
-from mm.sharded.slots import RELEASE, Kind
+from checkpoint.formats.mindspeed_target import mm_targets
+from mm.weights.plan import TargetFile
+from checkpoint.formats.safetensors_file import SafetensorsFile
+from mm.config.model import ModelConfig, PipelineLayout
+from checkpoint.formats.hf_config import model_from_hf
+from checkpoint.formats.spelling import Spelling, spell
+from mm.weights.table import model_weights
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import RELEASE, Kind
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
-from mm.sharded.layout import Layout
-from mm.sharded.slots import Format, Kind
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
 from tests.checkpoint.models import SmallModel
 
 SMALL = SmallModel(2, vision_ffn=5, language_ffn=6)

@@ -12,12 +12,12 @@ import pytest
 
 from checkpoint import convert
 from checkpoint.convert import Conversion, Options
-from checkpoint.inspect import verify_directory
-from checkpoint.output import MEGATRON_MODES, Output
+from checkpoint.verify import verify_directory
+from checkpoint.formats.atomic import MEGATRON_MODES, Output
 from mm.errors import UserError
-from mm.model.structure import Structure
-from mm.sharded.layout import Layout
-from mm.sharded.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

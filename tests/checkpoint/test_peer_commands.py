@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint.cli import main
-from checkpoint.known_models import published_config, published_model
-from mm.config import ModelConfig
-from mm.model.structure import Structure
-from mm.sharded.layout import Layout
-from mm.sharded.slots import Format, Kind
+from checkpoint.formats.known_models import published_config, published_model
+from mm.config.model import ModelConfig
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
 
 NAME = "Qwen2.5-VL-{}-Instruct"

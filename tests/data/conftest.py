@@ -9,7 +9,7 @@ from oracle import CHAT_TEMPLATE, PREPROCESSOR, RECORDS, SPECIAL_TOKENS, TEXTS, 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
-from mm.config import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.config.model import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 
 
 @pytest.fixture(scope="session")

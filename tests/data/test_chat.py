@@ -8,7 +8,7 @@ from oracle import CHAT_TEMPLATE, RECORDS
 
 from mm.data.chat import ChatEncoder, load_tokenizer
 from mm.data.dataset import Dataset, ImagePart, Message
-from mm.data.microbatch import IGNORE_INDEX
+from mm.batch import IGNORE_INDEX
 from mm.errors import UserError
 
 GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}

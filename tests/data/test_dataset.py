@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import RECORDS, data_config
 
-from mm.config import Attributes
+from mm.config.model import Attributes
 from mm.data.dataset import Dataset, ImagePart, Message
 from mm.errors import UserError
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from oracle import photo
 
-from mm.data.batch import SampleEncoder, pack
+from mm.data.encode import SampleEncoder, pack
 from mm.data.dataset import Dataset
 from mm.data.loader import StepLoader
-from mm.data.sampler import sample_index
+from mm.data.order import sample_index
 from mm.errors import UserError
 
 

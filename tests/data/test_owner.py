@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 
-from mm.data.totals import BatchTotals
+from mm.totals import BatchTotals
 from mm.placement import Placement
 from tests.launch import torchrun
 from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint

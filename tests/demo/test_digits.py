@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from demo import digits
-from mm.config import load_data
+from mm.config.model import load_data
 from mm.data.dataset import Dataset
 
 

@@ -9,7 +9,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig, Qw
 
 from demo import tiny_checkpoint
 from demo.tiny_checkpoint import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, Sizes
-from mm.config import load_model
+from mm.config.model import load_model
 
 TEXTS = ["Which digit is this?", "Which two digits are these?", "3 and 7"]
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mm.device import Device
+from mm.device.device import Device
 from mm.placement import Placement
 from tests.tiny import our_config
 
@@ -16,8 +16,8 @@ INPUT, OUTPUT, ROWS = 6, 10, 5
 def build():
     """How layers are built in a process group of one."""
     device = Device.pick("cpu")
-    from mm import parallel
-    from mm.megatron import parallel_config
+    from mm.parallel import mesh as parallel
+    from mm.parallel.megatron import parallel_config
     from mm.model.layers import Build
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

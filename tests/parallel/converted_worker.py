@@ -8,14 +8,15 @@ import json
 import sys
 from pathlib import Path
 
-from mm.device import Device
+from mm.device.device import Device
 
 Device.pick("cpu")  # before megatron is imported
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm import parallel, state  # noqa: E402
+from mm.parallel import mesh as parallel
+from mm.training import checkpoint as state  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 from tests.parallel.state_worker import different, problems_of  # noqa: E402
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from mm.config import ModelConfig
-from mm.data.microbatch import Microbatch
-from mm.device import Device
+from mm.config.model import ModelConfig
+from mm.batch import Microbatch
+from mm.device.device import Device
 from mm.errors import UserError
 from mm.placement import Placement
 from tests.tiny import microbatch, our_config, random_sample
@@ -108,7 +108,7 @@ class Loader:
 
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
-    from mm import parallel
+    from mm.parallel import mesh as parallel
     from mm.data.owner import DataOwner
 
     config = layout.config

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-from mm.device import Device
+from mm.device.device import Device
 
 DEVICE = Device.pick("cpu")
 
@@ -18,15 +18,16 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm import arguments, parallel  # noqa: E402
-from mm.config import ModelConfig, RecomputeConfig  # noqa: E402
-from mm.data.totals import BatchTotals  # noqa: E402
+from mm.config import flags as arguments
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
+from mm.totals import BatchTotals  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
-from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
-from mm.model.qwen2_5_vl import build_stage  # noqa: E402
-from mm.model.weights import Weight, shard, stage_weights  # noqa: E402
-from mm.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
-from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.model.stage import build_stage  # noqa: E402
+from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
+from mm.training.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
+from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402

@@ -1,6 +1,6 @@
 """Runs one step of each case on a pipeline of four and writes what each rank really sent, received and read back.
 
-Launched by tests/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each rank writes
+Launched by tests/parallel/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each rank writes
 DIRECTORY/RANK.json; nothing is judged here.
 
 Messages are counted below mm and below torch.distributed's Python: torch's dispatcher sees every collective and
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm.device import Device
+from mm.device.device import Device
 from tests.parallel.cases import Case
 
 CASES = (
@@ -72,7 +72,7 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
 def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
     """Count tensors that Python reads back, except in ``stage.prepare``, which works on host tensors.
 
-    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in tests/test_pipeline.py.)
+    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in tests/parallel/test_pipeline.py.)
     """
     import torch
 
@@ -109,8 +109,8 @@ def run_case(case: Case) -> dict:
     """One step, after one that is not watched."""
     import torch
 
-    from mm import parallel
-    from mm.pipeline import run_schedule
+    from mm.parallel import mesh as parallel
+    from mm.parallel.pipeline import run_schedule
     from tests.parallel import parity_worker
     from tests.tiny import hf_model, hf_tensors
 

@@ -4,7 +4,7 @@ import gc
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm.device import Device
+from mm.device.device import Device
 
 DEVICE = Device.pick("cpu")
 
@@ -14,15 +14,17 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from mm import arguments, parallel, state  # noqa: E402
-from mm.config import ModelConfig  # noqa: E402
-from mm.data.totals import BatchTotals  # noqa: E402
-from mm.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
-from mm.model.qwen2_5_vl import build_stage  # noqa: E402
-from mm.model.weights import local_shape, model_weights, stage_weights, unshard  # noqa: E402
-from mm.optimizer import build_optimizer, optimizer_step  # noqa: E402
-from mm.optimizer_state import owned_states, scaler_state  # noqa: E402
-from mm.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.config import flags as arguments
+from mm.parallel import mesh as parallel
+from mm.training import checkpoint as state  # noqa: E402
+from mm.config.model import ModelConfig  # noqa: E402
+from mm.totals import BatchTotals  # noqa: E402
+from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.model.stage import build_stage  # noqa: E402
+from mm.weights.table import local_shape, model_weights, stage_weights, unshard  # noqa: E402
+from mm.training.optimizer import build_optimizer, optimizer_step  # noqa: E402
+from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
+from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample  # noqa: E402

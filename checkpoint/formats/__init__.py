@@ -1,0 +1,1 @@
+"""Every kind of directory of weights, both ways."""

@@ -1,0 +1,225 @@
+"""A directory that appears complete or not at all, and remembers what was finished when its writer was killed.
+
+Everything is written under a temporary sibling, ``.NAME.mm-convert``; a journal beside it says which files are on the
+disk, with the checksums of their tensors.  The same conversion goes on from there; another one starts anew.  Knows
+nothing of models or of how files are filled.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mm.weights.plan import TargetFile
+from mm.errors import UserError
+from checkpoint.formats.hf import sync
+from mm.weights.views import Stored
+
+_CHECK_BYTES = 1 << 18
+
+Crc32s = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Permissions of what is written, before the umask takes its bits away."""
+
+    directory: int
+    file: int
+
+
+MEGATRON_MODES = Modes(0o750, 0o640)
+"""Of Megatron's and MindSpeed-MM's checkpoints."""
+PLAIN_MODES = Modes(0o777, 0o666)
+"""Of any program's files: only the umask decides."""
+
+
+class Output:
+    """The target of one conversion while it is written.  Safe to use from several threads."""
+
+    def __init__(self, target: Path, fingerprint: str, modes: Modes, journal: BinaryIO) -> None:
+        self.target = target
+        self.folder = _temporary(target)
+        self._modes = modes
+        self._fingerprint = fingerprint
+        self._journal = journal
+        self._lock = threading.Lock()
+        self.finished: dict[str, dict[str, int]] = {}
+        """Checksums of the tensors of every file that is on the disk, by file."""
+
+    @classmethod
+    def begin(cls, target: Path, fingerprint: str, modes: Modes) -> "Output":
+        """Claim ``target`` (a resolved path) for the conversion ``fingerprint``, and take over what it finished before.
+
+        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.
+
+        Raises:
+            UserError: another process is writing it.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path = _journal(target)
+        journal = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, modes.file), "r+b")
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))
+        except BlockingIOError:
+            is_current = False
+        if not is_current:  # locked by, or just now removed by, a run that is about to be complete
+            journal.close()
+            raise UserError(
+                f"Another mm-convert is writing {target} (it holds {path}); wait for it, or give another target."
+            )
+        output = cls(target, fingerprint, modes, journal)
+        finished = _read_journal(path, fingerprint)
+        if finished is None or not output.folder.is_dir():
+            output._start_anew()
+        else:
+            output.finished = finished
+            journal.truncate(len(b"".join(_journal_lines(path))))
+        return output
+
+    def _start_anew(self) -> None:
+        self.finished = {}
+        self._journal.truncate(0)
+        os.fsync(self._journal.fileno())
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(mode=self._modes.directory)
+        self._append({"conversion": self._fingerprint})
+
+    def drop_damaged(self, files: tuple[TargetFile, ...]) -> list[str]:
+        """Forget the finished files that are not, byte for byte, what the journal says; return their names."""
+        damaged = [file.name for file in files if file.name in self.finished
+                   and not is_intact(self.folder / file.name, file, self.finished[file.name])]
+        for name in damaged:
+            del self.finished[name]
+        return damaged
+
+    def create(self, file: TargetFile) -> None:
+        """Make room for a file that is to be filled."""
+        path = self.folder / file.name
+        for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) would not give them the mode
+            (self.folder / parent).mkdir(mode=self._modes.directory, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._modes.file)
+        try:
+            os.ftruncate(descriptor, file.num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def finish(self, file: TargetFile, crc32s: Crc32s) -> None:
+        """All tensors of ``file`` are written: add its frame, put it on the disk, and remember it."""
+        path = self.folder / file.name
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for offset, data in file.frame(crc32s):
+                os.pwrite(descriptor, data, offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with self._lock:
+            self.finished[file.name] = dict(crc32s)
+            self._append({"file": file.name, "crc32": dict(crc32s)})
+
+    def commit(self, write_others: Callable[[Path, Mapping[str, Crc32s]], None]) -> None:
+        """Write the small files, rename the whole into place, and remove what stood there and the journal."""
+        write_others(self.folder, self.finished)
+        for path in (*self.folder.rglob("*"), self.folder):
+            sync(path)
+        if self.target.exists():
+            if _old(self.target).exists():
+                shutil.rmtree(_old(self.target))
+            self.target.rename(_old(self.target))
+        self.folder.rename(self.target)
+        sync(self.target.parent)
+        tidy(self.target)
+
+    def close(self) -> None:
+        """Let go of the target; what was finished stays for the next run."""
+        self._journal.close()
+
+    def _append(self, entry: Mapping[str, object]) -> None:
+        self._journal.write(_line(entry))
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+
+def is_complete(target: Path, fingerprint: str, files: Sequence[TargetFile]) -> bool:
+    """Whether an earlier run of the same conversion was interrupted when only tidying up was left."""
+    finished = _read_journal(_journal(target), fingerprint)
+    return (
+        finished is not None
+        and not _temporary(target).exists()
+        and all(file.name in finished and is_intact(target / file.name, file, finished[file.name]) for file in files)
+    )
+
+
+def tidy(target: Path) -> None:
+    """Remove what a complete conversion has no more use for."""
+    if _old(target).exists():
+        shutil.rmtree(_old(target))
+    _journal(target).unlink()
+
+
+def left_bytes(target: Path) -> int:
+    """Bytes on the disk of what an interrupted run left for ``target``: they will be used or freed."""
+    folder = _temporary(target)
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
+
+
+def is_intact(path: Path, file: TargetFile, crc32s: Crc32s) -> bool:
+    """Whether the file at ``path`` has the size, the frame and the checksums that it should have."""
+    if not path.is_file() or path.stat().st_size != file.num_bytes:
+        return False
+    with path.open("rb", buffering=0) as opened:
+        is_framed = all(os.pread(opened.fileno(), len(data), at) == data for at, data in file.frame(crc32s))
+        return is_framed and all(stored_crc32(opened, tensor) == crc32s[tensor.name] for tensor in file.tensors)
+
+
+def stored_crc32(opened: BinaryIO, tensor: Stored) -> int:
+    """crc32 of one tensor's bytes in an open file; shorter when the file is."""
+    crc32, buffer = 0, memoryview(bytearray(_CHECK_BYTES))
+    position, stop = tensor.offset, tensor.offset + tensor.num_bytes
+    while position < stop:
+        num_bytes = os.preadv(opened.fileno(), [buffer[: min(_CHECK_BYTES, stop - position)]], position)
+        if num_bytes == 0:
+            break
+        crc32 = zlib.crc32(buffer[:num_bytes], crc32)
+        position += num_bytes
+    return crc32
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert")
+
+
+def _journal(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert.journal")
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert.old")
+
+
+def _journal_lines(path: Path) -> list[bytes]:
+    """Its whole lines: the last one is torn when the machine failed while it was written."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | None:
+    """Finished files with their checksums; None when it is not the journal of the conversion ``fingerprint``."""
+    lines = _journal_lines(path)
+    if not lines or lines[0] != _line({"conversion": fingerprint}):
+        return None
+    entries = [json.loads(line) for line in lines[1:]]
+    return {entry["file"]: entry["crc32"] for entry in entries}
+
+
+def _line(entry: Mapping[str, object]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"

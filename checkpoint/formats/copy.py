@@ -1,0 +1,307 @@
+"""Carries a byte plan out: reads, cuts and writes the bytes, with a checksum of every tensor that is written.
+
+Memory is a few buffers for each worker, whatever the size of the model.  Data goes through small buffers that stay in
+the processor's cache between reading, checksum and writing; that is as fast as ``copy_file_range`` followed by a pass
+for the checksum, and what is summed is what is written.  Knows nothing of models or formats.
+"""
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+
+from checkpoint.formats.atomic import Output
+from mm.weights.plan import Job, Padding, Plan
+from mm.errors import UserError
+from mm.weights.views import Stored
+
+BUFFER_BYTES = 1 << 18
+"""Of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
+Progress = Callable[[int], None]
+
+
+def check_source(plan: Plan, source: Path) -> None:
+    """Make sure that source tensors that should be equal are, and that padding, which is left out, is zero.
+
+    Raises:
+        UserError: naming each pair that differs, and each tensor whose padding is not zero.
+    """
+    reader, problems = Files(source), []
+    try:
+        for one, other in plan.twins:
+            same = (one.dtype, one.shape) == (other.dtype, other.shape) and reader.are_equal(one, other)
+            if not same:
+                problems.append(
+                    f"{source / other.file}: {other.name} differs from {one.name} in {source / one.file}, of which it "
+                    f"should be a copy; one of the files is damaged or of another model."
+                )
+        for padding in plan.padding:
+            if not reader.is_zero(padding):
+                stored = padding.stored
+                problems.append(
+                    f"{source / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
+                    f"is damaged or was cut for another TP size."
+                )
+    finally:
+        reader.close()
+    if problems:
+        raise UserError(problems)
+
+
+def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Progress) -> None:
+    """Write all files of ``plan`` that ``output`` has not finished; ``progress`` is told bytes, from any thread.
+
+    Raises:
+        UserError: a source ends early.
+        OSError: the disk is full or fails.  What was finished stays finished.
+    """
+    todo = _Todo(plan, output)
+    stop = threading.Event()
+
+    def work() -> None:
+        targets = Files(output.folder, os.O_WRONLY)
+        worker = _Worker(source, targets, progress)
+        try:
+            for job, wanted in todo:
+                if stop.is_set():
+                    return
+                todo.done(dict(zip(wanted, worker.run(job, wanted), strict=True)))
+        finally:
+            worker.close()
+            targets.close()
+
+    _run_workers(work, num_workers, stop)
+
+
+def differing(plan: Plan, source: Path, target: Path, num_workers: int, progress: Progress) -> list[Stored]:
+    """The tensors under ``target`` that are not what ``plan`` would make of ``source``; writes nothing."""
+    jobs, lock, stop = iter(plan.jobs), threading.Lock(), threading.Event()
+    found: set[Stored] = set()
+
+    def work() -> None:
+        compared = _Compared(target)
+        worker = _Worker(source, compared, progress)
+        try:
+            while not stop.is_set():
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    break
+                worker.run(job, list(job.targets))
+        finally:
+            worker.close()
+            compared.close()
+        with lock:
+            found.update(compared.differing)
+
+    _run_workers(work, num_workers, stop)
+    return [tensor for job in plan.jobs for tensor in job.targets if tensor in found]
+
+
+def _run_workers(work: Callable[[], None], num_workers: int, stop: threading.Event) -> None:
+    """Run ``work`` in threads; when one fails, or the user interrupts, the others stop after their job."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        futures = [pool.submit(work) for _ in range(num_workers)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop_early = any(future.done() and future.exception() for future in futures)
+            if stop_early or not all(future.done() for future in futures):
+                stop.set()
+    for future in futures:
+        future.result()
+
+
+class _Todo:
+    """Hands out the jobs of unfinished files in order, and finishes a file after its last tensor."""
+
+    def __init__(self, plan: Plan, output: Output) -> None:
+        self._output = output
+        self._files = {file.name: file for file in plan.files if file.name not in output.finished}
+        self._left = {name: len(file.tensors) for name, file in self._files.items()}
+        self._crc32s: dict[str, dict[str, int]] = {name: {} for name in self._files}
+        self._lock = threading.Lock()
+        self._jobs = iter(plan.jobs)
+        for file in self._files.values():
+            output.create(file)
+            if not file.tensors:
+                output.finish(file, {})
+
+    def __iter__(self) -> Iterator[tuple[Job, list[Stored]]]:
+        """Jobs, each with those of its targets that are to be written."""
+        while True:
+            with self._lock:
+                job = next(self._jobs, None)
+            if job is None:
+                return
+            targets = [target for target in job.targets if target.file in self._files]
+            if targets:
+                yield job, targets
+
+    def done(self, crc32s: dict[Stored, int]) -> None:
+        complete = []
+        with self._lock:
+            for target, crc32 in crc32s.items():
+                self._crc32s[target.file][target.name] = crc32
+                self._left[target.file] -= 1
+                if self._left[target.file] == 0:
+                    complete.append(target.file)
+        for file in complete:
+            self._output.finish(self._files[file], self._crc32s[file])
+
+
+class Files:
+    """The open files of one directory, and exact reads and writes.  For one thread: readahead is per open file."""
+
+    def __init__(self, directory: Path, flags: int = os.O_RDONLY) -> None:
+        self.directory = directory
+        self._flags = flags
+        self._descriptors: dict[str, int] = {}
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self.directory / file, self._flags)
+        return self._descriptors[file]
+
+    def read(self, stored: Stored, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a tensor from ``start`` on."""
+        done = 0
+        while done < len(into):
+            num_bytes = os.preadv(self._descriptor(stored.file), [into[done:]], stored.offset + start + done)
+            if num_bytes == 0:
+                raise UserError(
+                    f"{self.directory / stored.file} ends within {stored.name}; it became shorter while it was read."
+                )
+            done += num_bytes
+
+    def write(self, stored: Stored, start: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor(stored.file), data[done:], stored.offset + start + done)
+
+    def are_equal(self, one: Stored, other: Stored) -> bool:
+        left, right = (memoryview(bytearray(BUFFER_BYTES)) for _ in range(2))
+        for start in range(0, one.num_bytes, BUFFER_BYTES):
+            num_bytes = min(BUFFER_BYTES, one.num_bytes - start)
+            self.read(one, start, left[:num_bytes])
+            self.read(other, start, right[:num_bytes])
+            if left[:num_bytes] != right[:num_bytes]:
+                return False
+        return True
+
+    def is_zero(self, padding: Padding) -> bool:
+        stored, width = padding.stored, padding.stored.num_bytes // padding.num_rows
+        found = memoryview(bytearray(min(BUFFER_BYTES, padding.num_bytes)))
+        for row in range(padding.num_rows):
+            for at in range(0, padding.num_bytes, BUFFER_BYTES):
+                part = found[: min(BUFFER_BYTES, padding.num_bytes - at)]
+                self.read(stored, row * width + padding.start + at, part)
+                if any(part):
+                    return False
+        return True
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+class _Compared(Files):
+    """Takes what would be written and notes where the files hold something else."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.differing: set[Stored] = set()
+        self._found = memoryview(bytearray(BUFFER_BYTES))
+
+    def write(self, stored: Stored, start: int, data: memoryview) -> None:
+        for at in range(0, len(data), BUFFER_BYTES):
+            part = data[at : at + BUFFER_BYTES]
+            found = self._found[: len(part)]
+            self.read(stored, start + at, found)
+            if found != part:
+                self.differing.add(stored)
+
+
+class _Worker:
+    """One thread's buffers and open files; closes the sources only."""
+
+    def __init__(self, source: Path, targets: Files, progress: Progress) -> None:
+        self._sources, self._targets = Files(source), targets
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._progress = progress
+
+    def run(self, job: Job, targets: list[Stored]) -> list[int]:
+        """Write ``targets``, which are some of the job's; return their checksums."""
+        if job.num_rows == 1:
+            (target,) = targets
+            return [self._gather(job, target)]
+        return self._cut(job, targets)
+
+    def _gather(self, job: Job, target: Stored) -> int:
+        """Write one tensor from first to last byte."""
+        crc32 = written = filled = 0
+        for source, start, num_bytes in _pieces(job):
+            while num_bytes:
+                step = min(num_bytes, BUFFER_BYTES - filled)
+                part = self._buffer[filled : filled + step]
+                if source is None:
+                    part[:] = bytes(step)
+                else:
+                    self._sources.read(source, start, part)
+                start, num_bytes, filled = start + step, num_bytes - step, filled + step
+                if filled == BUFFER_BYTES or written + filled == target.num_bytes:
+                    crc32 = zlib.crc32(self._buffer[:filled], crc32)
+                    self._targets.write(target, written, self._buffer[:filled])
+                    self._progress(filled)
+                    written, filled = written + filled, 0
+        assert written == target.num_bytes, target
+        return crc32
+
+    def _cut(self, job: Job, targets: list[Stored]) -> list[int]:
+        """Write tensors that take columns of the same rows, a block of rows at a time."""
+        source_widths = [source.num_bytes // job.num_rows for source in job.sources]
+        target_widths = [target.num_bytes // job.num_rows for target in targets]
+        block = max(1, BUFFER_BYTES // max(*source_widths, *target_widths))
+        sources = [np.empty((block, width), np.uint8) for width in source_widths]
+        blocks = [np.zeros((block, width), np.uint8) for width in target_widths]  # padding stays zero
+        number = {job.targets.index(target): index for index, target in enumerate(targets)}
+        moves = [(move, number[move.target]) for move in job.moves if move.target in number]
+        needed = {move.source for move, _ in moves}
+        crc32s = [0] * len(targets)
+        for row in range(0, job.num_rows, block):
+            rows = min(block, job.num_rows - row)
+            for index in needed:
+                self._sources.read(job.sources[index], row * source_widths[index], _bytes(sources[index][:rows]))
+            for move, index in moves:
+                blocks[index][:rows, move.target_start : move.target_start + move.num_bytes] = sources[move.source][
+                    :rows, move.source_start : move.source_start + move.num_bytes
+                ]
+            for index, target in enumerate(targets):
+                data = _bytes(blocks[index][:rows])
+                crc32s[index] = zlib.crc32(data, crc32s[index])
+                self._targets.write(target, row * target_widths[index], data)
+                self._progress(len(data))
+        return crc32s
+
+    def close(self) -> None:
+        self._sources.close()
+
+
+def _pieces(job: Job) -> Iterator[tuple[Stored | None, int, int]]:
+    """(source or None for zeros, first byte in it, bytes) of a job with one row, in the order of its target."""
+    reached = 0
+    for move in job.moves:
+        if move.target_start > reached:
+            yield None, 0, move.target_start - reached
+        yield job.sources[move.source], move.source_start, move.num_bytes
+        reached = move.target_start + move.num_bytes
+    if reached < job.targets[0].num_bytes:
+        yield None, 0, job.targets[0].num_bytes - reached
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array).cast("B")

@@ -1,0 +1,81 @@
+"""Where the layers of a weight directory live: pipeline lists and tensor parallel size.
+
+Knows nothing of files.  The rules are those of ``mm.placement`` and ``mm.weights.table``; only the names of the flags
+are added here.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from mm.config.model import ModelConfig, PipelineLayout
+from mm.errors import UserError
+from mm.weights.table import local_shape, model_weights
+from mm.placement import layout_problems
+
+_MAX_TP_SIZE = 64
+"""Up to which legal sizes are looked for, to be named in a message."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers of a checkpoint live: ``[chunk][stage]`` lists, and the tensor parallel size."""
+
+    vision: PipelineLayout
+    language: PipelineLayout
+    tp_size: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tp_size: int) -> "Layout":
+        """The layout on which ``model`` is placed."""
+        return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers, tp_size)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.language[0])
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.language)
+
+    def place(self, model: ModelConfig) -> ModelConfig:
+        """``model`` on this layout."""
+        return dataclasses.replace(
+            model,
+            vision=dataclasses.replace(model.vision, pipeline_num_layers=self.vision),
+            language=dataclasses.replace(model.language, pipeline_num_layers=self.language),
+        )
+
+    def __str__(self) -> str:
+        vision, language = ([list(chunk) for chunk in layout] for layout in (self.vision, self.language))
+        return f"vit_pp_layers {vision}, llm_pp_layers {language}, tp_size {self.tp_size}"
+
+
+def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
+    """Refuse a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given.
+
+    Raises:
+        UserError: every problem, with the nearest legal value.
+    """
+    problems = layout_problems(
+        layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
+        f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers",
+    )  # fmt: skip
+    if layout.tp_size < 1 or not _cuts(model, layout.tp_size):
+        legal = [size for size in range(1, _MAX_TP_SIZE + 1) if _cuts(model, size)]
+        problems.append(
+            f"{flag}.tp_size is {layout.tp_size}; it must divide the model's {model.language.num_query_groups} "
+            f"key/value heads, {model.language.num_attention_heads} attention heads, "
+            f"{model.vision.num_attention_heads} ViT heads and {model.language.vocab_size} vocabulary rows; legal "
+            f"sizes are {', '.join(map(str, legal))}."
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _cuts(model: ModelConfig, tp_size: int) -> bool:
+    try:
+        for weight in model_weights(model):
+            local_shape(weight, tp_size)
+    except UserError:
+        return False
+    return True

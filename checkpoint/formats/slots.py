@@ -1,0 +1,105 @@
+"""Which file of a directory in MindSpeed-MM's layout holds which weights, for reading and writing alike.
+
+``<dir>/latest_checkpointed_iteration.txt`` says ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds what one
+rank owns: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
+``model_optim_rng.pt`` with the keys ``model`` (``model0``, ``model1``...).  Names in the files are MindSpeed-MM's,
+whose layers count from 0 in every slot.  Pure: opens no file.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from mm.config.model import ModelConfig
+from checkpoint.formats.structure import Structure, stored_weights
+from mm.weights.table import Weight, stage_local_name, stage_weights
+from mm.placement import Placement
+from checkpoint.formats.layout import Layout
+
+RELEASE = "release"
+TORCH_FILE = "model_optim_rng.pt"
+_RANK_NAME = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+
+
+class Format(Enum):
+    """Of the files: ``--cfg.save_format``."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the weights of a directory are kept, apart from where."""
+
+    format: Format = Format.SAFETENSORS
+    structure: Structure = Structure.FUSED
+    vit_only: bool = False
+    """Whether the LLM is left out (``--cfg.save_vit_only``)."""
+
+    def __str__(self) -> str:
+        return f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one slot holds for one tensor-parallel rank."""
+
+    file: str
+    """Relative to the directory of the ranks.  The chunks of a stage share a torch file."""
+    chunk_key: str
+    """``model``, or ``model0``, ``model1``... with virtual chunks."""
+    tp_rank: int
+    weights: Mapping[str, Weight]
+    """By name as ``mm.weights.views.Stored`` has it."""
+
+
+def shards(model: ModelConfig, tp_size: int, kind: Kind) -> Iterator[Shard]:
+    """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
+    placement = Placement.from_config(model)
+    layout = Layout.of(model, tp_size)
+    for stage in range(placement.num_stages):
+        for tp_rank in range(tp_size):
+            for chunk in range(placement.num_chunks):
+                spec, key = placement[stage, chunk], chunk_key(layout, chunk)
+                prefix = f"{key}/" if kind.format is Format.TORCH else ""
+                owned = {
+                    prefix + stage_local_name(part, spec): part
+                    for weight in stage_weights(model, spec, placement)
+                    if not (kind.vit_only and weight.part == "language")
+                    for part in stored_weights(weight, kind.structure)
+                }
+                yield Shard(shard_file(layout, tp_rank, stage, chunk, kind.format), key, tp_rank, owned)
+
+
+def shard_file(layout: Layout, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
+    """Name of one file, relative to the directory of the ranks."""
+    rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if layout.num_stages > 1 else "")
+    return f"{rank}/{TORCH_FILE if format is Format.TORCH else f'{chunk_key(layout, chunk)}.safetensors'}"
+
+
+def chunk_key(layout: Layout, chunk: int) -> str:
+    """What a virtual chunk is called."""
+    return f"model{chunk if layout.num_chunks > 1 else ''}"
+
+
+def rank_of(directory_name: str) -> tuple[int, int] | None:
+    """(tensor-parallel rank, stage) of a rank's directory; None for another name, with an expert rank for example."""
+    match = _RANK_NAME.fullmatch(directory_name)
+    return match and (int(match[1]), int(match[2] or 0))
+
+
+# What the names in the files tell
+
+_LAYER = re.compile(r"(?:model\d*/)?(image_encoder\.encoder\.blocks|text_decoder\.decoder)\.layers\.(\d+)\.")
+
+
+def num_layers(names: Iterable[str]) -> tuple[int, int]:
+    """(ViT layers, LLM layers) of the slot whose tensors have these names."""
+    counts = {"image_encoder.encoder.blocks": 0, "text_decoder.decoder": 0}
+    for name in names:
+        match = _LAYER.match(name)
+        if match:
+            counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
+    return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]

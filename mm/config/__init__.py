@@ -1,0 +1,1 @@
+"""What the user said, and what follows from it."""

@@ -1,0 +1,252 @@
+"""Image files as the numbers that the ViT reads.
+
+Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files.
+Transparency is laid on white and EXIF rotation is not applied, as there; an animation gives its first frame.
+Knows nothing of samples, tokens or parallelism.
+"""
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mm.batch import Grid
+from mm.errors import UserError
+
+MAX_IMAGE_PIXELS = 50_000_000
+"""Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Only formats that are pictures: Pillow starts a PostScript interpreter for EPS."""
+_DEEP_MODES = ("F", "I")
+"""Pillow modes of more than 8 bits a channel; its conversion to RGB would clip almost all of them to white."""
+_MAX_ASPECT_RATIO = 200
+"""transformers' limit, in ``smart_resize``."""
+_CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
+    """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
+
+    The same numbers as transformers' function of this name.  The aspect ratio is kept as far as the multiples allow.
+
+    Raises ValueError when one side is more than 200 times the other.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise ValueError(f"one side is more than {_MAX_ASPECT_RATIO} times the other: {width} x {height} pixels")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def load_image(path: str) -> Image.Image:
+    """Decode ``path`` to RGB.
+
+    Raises UserError naming ``path`` when it is no regular file, no image, cut short, deeper than 8 bits a channel or
+    larger than ``MAX_IMAGE_PIXELS``.
+    """
+    with _open(path) as image:
+        try:
+            image.load()
+        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+        return _to_rgb(image)
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Height and width from the file's header, without decoding pixels.  Raises as ``load_image`` does."""
+    with _open(path) as image:
+        return image.height, image.width
+
+
+def _open(path: str) -> Image.Image:
+    """A Pillow image whose pixels are not yet decoded."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{path}: is no regular file; expected an image.")
+        image = Image.open(path, formats=_FORMATS)
+    except Image.UnidentifiedImageError as error:
+        formats = ", ".join(_FORMATS)
+        raise UserError(f"{path}: is no image in one of the formats {formats}; {_beginning(path)}.") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    problem = None
+    if image.width * image.height > MAX_IMAGE_PIXELS:
+        problem = f"{image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}; make the image smaller"
+    elif image.mode.split(";")[0] in _DEEP_MODES:
+        problem = f"more than 8 bits a channel (mode {image.mode}); convert the image to 8 bits"
+    if problem:
+        image.close()
+        raise UserError(f"{path}: {problem}.")
+    return image
+
+
+def _beginning(path: str) -> str:
+    with open(path, "rb") as stream:
+        start = stream.read(16)
+    return f"it begins with {start!r}" if start else "it is empty"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """As transformers' ``convert_to_rgb`` for Pillow images."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Sizes and constants of the image side.  ``max_pixels`` may be infinite."""
+
+    min_pixels: int
+    max_pixels: float
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @classmethod
+    def from_directory(cls, directory: str, min_pixels: int = 0, max_pixels: int = 0) -> "ImageProcessor":
+        """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
+
+        ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 is no bound.  Of two
+        bounds on one side the tighter holds.  Constants come from ``processor_config.json`` (its ``image_processor``),
+        else ``preprocessor_config.json``: transformers' order.
+
+        Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
+        """
+        path, values = _read_config(Path(directory))
+        size = values.get("size") if isinstance(values.get("size"), dict) else {}
+        bounds = {
+            "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
+            "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
+        }
+        required = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+        missing = [key for key in required if key not in values] + [key for key in bounds if bounds[key] is None]
+        if missing:
+            raise UserError(f"{path}: has no {', '.join(missing)}; copy the file from the published checkpoint.")
+        _check_numbers(path, {key: values[key] for key in required} | bounds)
+        lower, upper = max(bounds["min_pixels"], min_pixels), min(bounds["max_pixels"], max_pixels or math.inf)
+        if lower > upper:
+            raise UserError(
+                f"image_max_pixels = {max_pixels} and image_min_pixels = {min_pixels} of the data JSON, together with "
+                f"min_pixels = {bounds['min_pixels']} and max_pixels = {bounds['max_pixels']} of {path}, leave no "
+                f"size: the lower bound {lower} is above the upper bound {upper}."
+            )
+        return cls(
+            min_pixels=lower,
+            max_pixels=upper,
+            patch_size=values["patch_size"],
+            temporal_patch_size=values["temporal_patch_size"],
+            merge_size=values["merge_size"],
+            mean=tuple(values["image_mean"]),
+            std=tuple(values["image_std"]),
+        )
+
+    def grid(self, height: int, width: int) -> Grid:
+        """Patches (time, height, width) of an image of this size in pixels.  Raises as ``smart_resize`` does."""
+        factor = self.patch_size * self.merge_size
+        new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def image_grid(self, path: str) -> Grid:
+        """Patches of an image file, from its header alone."""
+        height, width = image_size(path)
+        try:
+            return self.grid(height, width)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; crop or remove the image.") from error
+
+    def patches(self, image: Image.Image) -> tuple[Tensor, Grid]:
+        """Resize, normalise and cut an RGB image.
+
+        Returns float32 [num_patches, channels x frames x patch_size x patch_size] and the grid.  Patches that merge
+        into one visual token lie together.  A still image is repeated to fill ``temporal_patch_size`` frames.
+        """
+        grid = self.grid(image.height, image.width)
+        _, rows, columns = grid
+        side, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
+        resized = image.resize((columns * side, rows * side), resample=Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.array(resized))
+        # Bytes are permuted, and only one frame is computed: an eighth of what moving floats of all frames would cost.
+        pixels = pixels.view(rows // merge, merge, side, columns // merge, merge, side, 3)
+        pixels = pixels.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, side * side)
+        # Three roundings, not one fused multiply-add: this is what transformers' numpy code rounds to, for every byte.
+        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        values = pixels.float().div_(255).sub_(mean).div_(std)
+        return values.expand(-1, -1, frames, -1).reshape(rows * columns, -1), grid
+
+
+def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that holds the image processor's settings, and these."""
+    for name in _CONFIG_FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON: {error}.") from error
+        if name == "processor_config.json" and isinstance(values, dict):
+            values = values.get("image_processor")
+        if not isinstance(values, dict | None):
+            raise UserError(f"{path}: holds {str(values)[:40]!r}; expected an object with the processor's settings.")
+        if values is not None:
+            _check_settings(path, values)
+            return path, values
+    raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
+
+
+def _check_settings(path: Path, values: dict[str, Any]) -> None:
+    """Refuse settings that would change the picture and that this code does not have."""
+    expected = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": int(Image.Resampling.BICUBIC),
+        "rescale_factor": 1 / 255,
+    }
+    problems = [
+        f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
+        for key, value in expected.items()
+        if values.get(key, value) != value
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _check_numbers(path: Path, values: dict[str, Any]) -> None:
+    """Refuse what is no number, and what would make pixels infinite."""
+    problems = []
+    for key, value in values.items():
+        numbers, expected = [value], "an integer of at least 1"
+        if key in ("image_mean", "image_std"):
+            numbers = value if isinstance(value, list) and len(value) == 3 else [None]
+            expected = "three numbers, above 0 for image_std"
+        kind, least = (int | float, 0) if key in ("image_mean", "image_std") else (int, 1)
+        is_number = all(isinstance(one, kind) and not isinstance(one, bool) for one in numbers)
+        if not is_number or min(numbers) < least or (key == "image_std" and min(numbers) == 0):
+            problems.append(f"{path}: {key} is {value!r}; expected {expected}. Copy the file from the published "
+                            f"checkpoint.")
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,1 @@
+"""The only folder that knows cuda, npu and cpu."""

@@ -1,0 +1,185 @@
+"""Attention over packed segments, one kernel per kind of device.
+
+Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
+num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  Knows nothing
+of modules, the model, or which device runs (``mm.device.device`` picks the kernel).  The softmax scale is 1 / sqrt(head_dim).
+
+Two ways of calling a fused kernel recur.  *By run*: segments of equal length that lie together are viewed as a batch,
+one call per run; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mm.device.transfer import to_device
+
+NPU_MAX_SEGMENTS = 1024
+"""Longest list of lengths that ``npu_fusion_attention`` takes in one variable-length call (its documentation)."""
+
+NPU_CAUSAL_MASK_SIDE = 2048
+"""Side of the compressed mask that its ``sparse_mode`` 3 wants, whatever the lengths (its documentation)."""
+
+MIN_SEGMENTS_PER_RUN = 4
+"""Runs must hold this many segments on average before a call per run is preferred to one variable-length call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Lengths of the segments of a packed row, on the host and on the device: built once per microbatch, so that no
+    layer has to wait for the device to learn them."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each segment; none is empty."""
+    runs: tuple[tuple[int, int], ...]
+    """(length, how many segments of it in a row)."""
+    cu_seqlens: Tensor
+    """int32 [num_segments + 1] on the device: where each segment begins, and the end."""
+    max_length: int
+    """0 without segments."""
+
+    @classmethod
+    def build(cls, lengths: Iterable[int], device: torch.device | str) -> "Segments":
+        """Describe segments of ``lengths`` tokens; empty ones hold no token and are left out."""
+        kept = tuple(length for length in lengths if length)
+        starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
+        return cls(
+            lengths=kept,
+            runs=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
+            cu_seqlens=to_device(starts, torch.device(device)),
+            max_length=max(kept, default=0),
+        )
+
+    @property
+    def prefers_runs(self) -> bool:
+        """Whether a call per run beats one variable-length call: a single run (one sequence, or all of one length),
+        or many segments in few runs (the ViT's windows, which ``mm.model.positions`` sorts for this)."""
+        return len(self.runs) == 1 or len(self.lengths) >= MIN_SEGMENTS_PER_RUN * len(self.runs)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
+"""``kernel(q, k, v, segments, causal)``: [num_tokens, num_heads, head_dim], in the dtype of q.  k and v may have fewer
+heads, a divisor of q's (grouped queries)."""
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """A ``Kernel``: torch's SDPA by run."""
+    return _by_run(q, k, v, segments, functools.partial(_sdpa, causal=causal))
+
+
+def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """A ``Kernel``.  float16 and bfloat16: SDPA by run where ``segments.prefers_runs``, else torch's ``varlen_attn``.
+    Other dtypes, which ``varlen_attn`` does not take: SDPA by run, keys and values repeated for grouped queries
+    (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return _by_run(q, *_repeat_heads(q, k, v), segments, functools.partial(_sdpa, causal=causal))
+    if not segments.lengths or segments.prefers_runs:
+        return _by_run(q, k, v, segments, functools.partial(_sdpa, causal=causal))
+    return _cuda_varlen(q, k, v, segments, causal)
+
+
+def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by run for the ViT's windows (as a batch they
+    escape the limit on lists of lengths, and need no transposition), TND otherwise."""
+    if not segments.lengths or (segments.prefers_runs and not causal):
+        return _by_run(q, k, v, segments, _npu_full)
+    return _npu_varlen(q, k, v, segments, causal)
+
+
+def _by_run(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Call ``attend`` on each run as a batch [count, length, heads, head_dim] and join what it returns."""
+    _check_cover(q, segments)
+    if not segments.runs:
+        return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
+    sizes = [length * count for length, count in segments.runs]
+    outputs = []
+    # split, not slices: its backward joins the gradients once instead of padding each to the whole row
+    for run, *parts in zip(segments.runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        length, count = run
+        outputs.append(attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _check_cover(q, segments)
+    options = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[1] != k.shape[1]:
+        if _takes_grouped_queries(varlen_attn):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = _repeat_heads(q, k, v)
+    starts, longest = segments.cu_seqlens, segments.max_length
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+
+
+@functools.cache
+def _takes_grouped_queries(varlen_attn: Callable) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    import torch_npu
+
+    return torch_npu.npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
+
+
+def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    import torch_npu
+
+    _check_cover(q, segments)
+    # without a mask the operator ignores sparse_mode and attends to everything
+    masking = {"atten_mask": _npu_causal_mask(q.device), "sparse_mode": 3} if causal else {}
+    starts = range(0, len(segments.lengths), NPU_MAX_SEGMENTS)
+    chunks = [segments.lengths[start : start + NPU_MAX_SEGMENTS] for start in starts]
+    sizes = [sum(chunk) for chunk in chunks]
+    outputs = []
+    for chunk, *parts in zip(chunks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        ends = list(itertools.accumulate(chunk))
+        outputs.append(
+            torch_npu.npu_fusion_attention(
+                *parts,
+                q.shape[1],
+                "TND",
+                scale=q.shape[-1] ** -0.5,
+                actual_seq_qlen=ends,
+                actual_seq_kvlen=ends,
+                **masking,
+            )[0]
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@functools.cache
+def _npu_causal_mask(device: torch.device) -> Tensor:
+    """True where a key is hidden from a query.  4 MiB, the same for every call."""
+    side = NPU_CAUSAL_MASK_SIDE
+    return torch.ones(side, side, dtype=torch.bool, device=device).triu(1)
+
+
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each query head its own copy of the keys and values that its group shares."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def _check_cover(q: Tensor, segments: Segments) -> None:
+    if sum(segments.lengths) != q.shape[0]:
+        raise ValueError(f"segments hold {sum(segments.lengths)} tokens, but the queries are {q.shape[0]}")

@@ -1,0 +1,88 @@
+"""Model FLOPs of a training step, and what devices can do: the two sides of MFU.
+
+Counts real tokens and real patches, the ViT included and padding excluded.  Causal attention counts the pairs it
+looks at, recomputation does not count (it is work, not model).  Pure.
+"""
+
+from dataclasses import dataclass
+
+from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
+from mm.totals import BatchTotals
+
+PEAK_FLOPS = {
+    # Dense bf16 peaks as the makers publish them; the first name found in the device's own name counts.
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "Ascend910_93": 354e12,
+    "Ascend910B1": 378e12,
+    "Ascend910B2": 353e12,
+    "Ascend910B3": 313e12,
+    "Ascend910B4": 280e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a device by its name; None for one we do not know, which then gets no MFU."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of one forward pass, by part (a multiply-add counts two)."""
+
+    vision: float
+    projector: float
+    language: float
+
+
+def forward_flops(model: ModelConfig, totals: BatchTotals) -> ForwardFlops:
+    """Forward FLOPs of a batch; matrix products only, biases and norms left out."""
+    return ForwardFlops(_vision(model.vision, totals), _projector(model, totals), _language(model.language, totals))
+
+
+def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
+    """FLOPs of one step: a trainable part costs three forwards, a frozen one two where a gradient passes through it
+    to something trainable before it, else one."""
+    forward = forward_flops(model, totals)
+    vision_trains = not model.vision.freeze
+    before_language = vision_trains or not model.projector.freeze
+    return (
+        forward.vision * _passes(vision_trains, gradient_passes=False)
+        + forward.projector * _passes(not model.projector.freeze, gradient_passes=vision_trains)
+        + forward.language * _passes(not model.language.freeze, gradient_passes=before_language)
+    )
+
+
+def _passes(trains: bool, gradient_passes: bool) -> int:
+    return 3 if trains else 2 if gradient_passes else 1
+
+
+def _vision(vision: VisionConfig, totals: BatchTotals) -> float:
+    hidden = vision.hidden_size
+    num_full = len(vision.fullatt_block_indexes)
+    per_patch = vision.num_layers * (4 * hidden**2 + 3 * hidden * vision.ffn_hidden_size)
+    per_patch += vision.patch_elements * hidden
+    pairs = num_full * totals.num_image_pairs + (vision.num_layers - num_full) * totals.num_window_pairs
+    return 2.0 * totals.num_patches * per_patch + 4.0 * hidden * pairs
+
+
+def _projector(model: ModelConfig, totals: BatchTotals) -> float:
+    merge = model.vision.spatial_merge_size**2
+    projector = model.projector
+    per_token = projector.input_size * merge * projector.ffn_hidden_size
+    per_token += projector.ffn_hidden_size * projector.hidden_size
+    return 2.0 * totals.num_patches / merge * per_token
+
+
+def _language(language: LanguageConfig, totals: BatchTotals) -> float:
+    hidden = language.hidden_size
+    queries = language.num_attention_heads * language.kv_channels
+    keys = language.num_query_groups * language.kv_channels
+    per_layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * language.ffn_hidden_size
+    linear = totals.num_tokens * language.num_layers * per_layer
+    head = totals.num_target_tokens * hidden * language.vocab_size  # logits are made for target tokens only
+    return 2.0 * (linear + head) + 4.0 * language.num_layers * queries * totals.num_causal_pairs

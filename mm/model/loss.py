@@ -1,0 +1,61 @@
+"""The training loss: how each token's cross entropy is weighted, and the cross entropy over a cut vocabulary.
+
+The weights depend on the whole global batch, never on how it is laid out over microbatches and ranks, so every
+layout has the same loss and gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+from mm.batch import IGNORE_INDEX, Microbatch
+from mm.totals import BatchTotals, targets_per_segment
+from mm.device.transfer import to_device
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The positions of one microbatch that have a loss, on the device."""
+
+    target_index: Tensor
+    """int64 [num_targets]: rows of the packed microbatch."""
+    target_ids: Tensor
+    """int64 [num_targets]"""
+    weights: Tensor
+    """float32 [num_targets]; they sum to 1 over the global batch."""
+
+
+def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, device: torch.device) -> LossInputs:
+    """Pick out the target tokens and weigh them.
+
+    Default: every target token of the global batch counts the same.  ``per_sample``: every sample with a target
+    counts the same, and its target tokens share its weight (MindSpeed-MM's ``--calculate-per-sample-loss``).
+    A batch without any target has no rows, hence loss 0.
+    """
+    index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
+    if per_sample:
+        counts = targets_per_segment(microbatch)
+        of_row = torch.repeat_interleave(counts, torch.tensor(microbatch.segment_lengths, dtype=torch.int64))
+        weights = 1.0 / (of_row[index].double() * max(totals.num_target_samples, 1))
+    else:
+        weights = torch.full((len(index),), 1.0 / max(totals.num_target_tokens, 1), dtype=torch.float64)
+    return LossInputs(
+        to_device(index, device),
+        to_device(microbatch.labels[index], device),
+        to_device(weights.float(), device),
+    )
+
+
+def weighted_cross_entropy(logits: Tensor, inputs: LossInputs, tp_size: int) -> Tensor:
+    """Sum of weighted token losses, in fp32.
+
+    ``logits`` is [num_targets, vocabulary / TP]; with TP each rank holds its columns and the result is equal on all.
+    """
+    if tp_size == 1:
+        losses = F.cross_entropy(logits.float(), inputs.target_ids, reduction="none")
+    else:
+        losses = vocab_parallel_cross_entropy(logits.float(), inputs.target_ids)
+    return (losses * inputs.weights).sum()

@@ -1,0 +1,51 @@
+"""Ranks that do something together and fail together: one rank's mistake becomes the same error on all.
+
+Knows nothing of what is done.  Objects are exchanged within the job only.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from mm.errors import AgreedError, UserError
+from mm.parallel.mesh import Mesh
+
+Result = TypeVar("Result")
+
+
+def together(mesh: Mesh, action: Callable[[], Result]) -> Result:
+    """Run ``action`` on every rank; when it fails on one, raise the same AgreedError on all."""
+    result, problems = _attempt(mesh, action)
+    gathered: list[tuple[str, ...]] = [()] * mesh.world_size
+    dist.all_gather_object(gathered, problems, group=mesh.control_group)
+    found = tuple(dict.fromkeys(problem for one in gathered for problem in one))
+    if found:
+        raise AgreedError(found)
+    return result
+
+
+def on_first(mesh: Mesh, action: Callable[[], Result]) -> Result:
+    """Run ``action`` on rank 0 and give every rank its result, or its error."""
+    outcome = [_attempt(mesh, action) if mesh.rank == 0 else None]
+    dist.broadcast_object_list(outcome, src=0, group=mesh.control_group)
+    result, problems = outcome[0]
+    if problems:
+        raise AgreedError(problems)
+    return result
+
+
+def gather(mesh: Mesh, value: Result) -> list[Result]:
+    """Every rank's value, on rank 0; elsewhere an empty list."""
+    gathered: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
+    dist.gather_object(value, gathered, dst=0, group=mesh.control_group)
+    return gathered or []
+
+
+def _attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:
+    try:
+        return action(), ()
+    except UserError as error:
+        return None, error.problems
+    except OSError as error:
+        return None, (f"rank {mesh.rank}: {error}",)

@@ -1,0 +1,131 @@
+"""Processes and their groups: the only file that touches megatron's parallel_state.
+
+Ranks are laid out as in Megatron: tensor parallel fastest, then data parallel, then pipeline stages.  A *replica* is
+the set of ranks of one data-parallel index; they share every batch.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mm.device.device import Device
+from mm.placement import Placement
+
+CONTROL_TIMEOUT = timedelta(days=1)
+"""Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place on the axes, and the groups it talks in."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    groups: ProcessGroupCollection
+    """megatron's groups, on the device's backend."""
+    replica_group: dist.ProcessGroup
+    """gloo, all ranks of this replica; its first rank owns the data.  Used by the data thread alone."""
+    owners_group: dist.ProcessGroup | None
+    """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
+    pixel_group: dist.ProcessGroup | None
+    """gloo, the data owner and the ranks with the patch embedding; None when that is one rank, or on other ranks."""
+    control_group: dist.ProcessGroup
+    """gloo, the whole world; used by the main thread alone."""
+    tied_group: dist.ProcessGroup | None
+    """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere."""
+    replica_owner: int
+    """Global rank of this replica's data owner."""
+
+    @property
+    def owns_data(self) -> bool:
+        return self.rank == self.replica_owner
+
+
+def start(
+    device: Device, placement: Placement, tied: bool, tp_size: int, timeout_minutes: float = 10.0
+) -> Mesh:
+    """Join the process group that the launcher describes in the environment and build every group.
+
+    ``tied`` says whether output layer and word embedding are one weight.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
+            os.environ.setdefault(name, value)
+        dist.init_process_group(device.backend, timeout=timeout)
+    return build_mesh(placement, tied, tp_size, timeout)
+
+
+def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelta) -> Mesh:
+    """Build the groups inside an initialised process group; tests call it once per layout."""
+    pp_size = placement.num_stages
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=pp_size,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dp_size = world_size // (tp_size * pp_size)
+
+    def at(pp: int, dp: int, tp: int) -> int:
+        return tp + tp_size * (dp + dp_size * pp)
+
+    def gloo(groups: list[list[int]]) -> dist.ProcessGroup | None:
+        return _my_group(groups, rank, "gloo", timeout)
+
+    tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
+    pp_rank, dp_rank, tp_rank = rank // (tp_size * dp_size), rank // tp_size % dp_size, rank % tp_size
+    patches, embedding, head = placement.patch_embedding_stage, placement.embedding_stage, placement.head_stage
+    pixel_ranks = [sorted({at(0, dp, 0)} | {at(patches, dp, tp) for tp in tps}) for dp in dps]
+    tied_ranks = [[at(embedding, dp, tp), at(head, dp, tp)] for dp in dps for tp in tps]
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        replica_group=gloo([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps]),
+        owners_group=gloo([[at(0, dp, 0) for dp in dps]]),
+        pixel_group=gloo(pixel_ranks) if len(pixel_ranks[0]) > 1 else None,
+        control_group=_my_group([list(range(world_size))], rank, "gloo", CONTROL_TIMEOUT),
+        tied_group=_my_group(tied_ranks, rank, None, timeout) if tied and embedding != head else None,
+        replica_owner=at(0, dp_rank, 0),
+    )
+
+
+def _my_group(
+    groups: list[list[int]], rank: int, backend: str | None, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Create all ``groups`` (every rank must, in the same order) and return the one with ``rank`` in it."""
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def stop_mesh() -> None:
+    """Forget the groups of ``build_mesh``, keeping the process group itself."""
+    parallel_state.destroy_model_parallel()
+
+
+def stop() -> None:
+    """Leave the process group."""
+    stop_mesh()
+    dist.destroy_process_group()

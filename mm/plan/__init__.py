@@ -1,0 +1,1 @@
+"""What a layout holds and costs, before it runs."""

@@ -1,0 +1,165 @@
+"""The text of a dry run: what every pipeline stage would hold, how many bytes that is, and what crosses each boundary.
+
+Sizes come from the weight table and the placement; nothing is measured, and activations are not counted.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mm.weights.table import local_shape, model_weights, stage_weights
+from mm.placement import Message, Placement, StageSpec
+from mm.config.run import RunConfig
+
+_GRADIENT_BYTES = 4
+"""Megatron's DDP keeps gradients in a contiguous fp32 buffer."""
+_ADAM_MOMENT_BYTES = 4
+"""Each of the two moments is fp32."""
+_MASTER_BYTES = 4
+"""fp32 copy of a parameter whose working copy is bf16 or fp16."""
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """What one rank of a stage holds, tensor-parallel cut and padding included."""
+
+    num_params: int
+    num_trainable_params: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def stage_size(run: RunConfig, placement: Placement, spec: StageSpec) -> StageSize:
+    """Parameters and bytes of one rank of ``spec``: weights, gradients and optimizer; frozen ones have weights only."""
+    weights = stage_weights(run.model, spec, placement)
+    tp_size = run.args.tensor_model_parallel_size
+    frozen = {"vision": placement.vision_frozen, "projector": placement.projector_frozen,
+              "language": placement.language_frozen}
+    num_params = sum(math.prod(local_shape(weight, tp_size)) for weight in weights)
+    num_trainable = sum(math.prod(local_shape(weight, tp_size)) for weight in weights if not frozen[weight.part])
+    state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
+    num_shards = run.data_parallel_size if run.args.use_distributed_optimizer else 1
+    return StageSize(
+        num_params=num_params,
+        num_trainable_params=num_trainable,
+        weight_bytes=num_params * _WIDTHS[run.precision],
+        gradient_bytes=num_trainable * _GRADIENT_BYTES,
+        optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
+    )
+
+
+def num_model_params(run: RunConfig) -> int:
+    """Parameters of the whole model, each once: no tensor-parallel padding, no second copy of a tied embedding."""
+    return sum(math.prod(weight.shape) for weight in model_weights(run.model))
+
+
+def stage_report(run: RunConfig) -> str:
+    """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
+    placement = Placement.from_config(run.model)
+    sizes = [stage_size(run, placement, spec) for spec in placement.slots]
+    parts = [
+        _run_lines(run),
+        _stage_table(run, placement, sizes),
+        _boundary_lines(run, placement),
+        _total_lines(run, sizes),
+        ["Notes:", *(f"  - {note}" for note in run.notes)] if run.notes else [],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _run_lines(run: RunConfig) -> list[str]:
+    args = run.args
+    parallel = (f"{run.world_size} ranks = tensor {args.tensor_model_parallel_size} x pipeline {run.num_stages} x "
+                f"data {run.data_parallel_size}")
+    return [
+        f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
+        f"Ranks     {parallel}",
+        f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
+        f"microbatches x data {run.data_parallel_size}; at most {args.seq_length} tokens per sample",
+        f"Training  {args.train_iters} steps in {run.precision}, loss: {run.loss}, optimizer state "
+        f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
+    ]
+
+
+def _stage_table(run: RunConfig, placement: Placement, sizes: list[StageSize]) -> list[str]:
+    header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
+    rows = [header]
+    for spec, size in zip(placement.slots, sizes, strict=True):
+        name = str(spec.stage) if run.model.num_chunks == 1 else f"{spec.stage}.{spec.chunk}"
+        rows.append((
+            name, _contents(spec, placement), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
+            _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
+        ))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) if column < 2 else cell.rjust(width)
+                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return ["Stages (one rank each; GiB without activations and buffers):", *lines]
+
+
+def _contents(spec: StageSpec, placement: Placement) -> str:
+    def marked(what: str, is_frozen: bool) -> str:
+        return f"{what} (frozen)" if is_frozen else what
+
+    parts = []
+    if spec.has_patch_embedding:
+        parts.append(marked("patch embedding", placement.vision_frozen))
+    if spec.vision_layers:
+        parts.append(marked(f"ViT {_span(spec.vision_layers)}", placement.vision_frozen))
+    if spec.has_projector:
+        parts.append(marked("projector", placement.projector_frozen))
+    if spec.has_embedding:
+        parts.append(marked("embedding", placement.language_frozen))
+    if spec.language_layers:
+        parts.append(marked(f"LLM {_span(spec.language_layers)}", placement.language_frozen))
+    if spec.has_head:
+        parts.append(marked("norm + head", placement.language_frozen))
+    return ", ".join(parts) or "nothing (hands on what it receives)"
+
+
+def _span(layers: range) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def _boundary_lines(run: RunConfig, placement: Placement) -> list[str]:
+    """What each boundary carries per microbatch, and when a gradient comes back over it."""
+    vision, language = run.model.vision, run.model.language
+    merged = vision.spatial_merge_size**2
+    shapes = {
+        Message.PATCHES: f"[patches, {vision.hidden_size}]",
+        Message.VISUAL_TOKENS: f"[patches / {merged}, {language.hidden_size}]",
+        Message.HIDDEN_STATES: f"[tokens, {language.hidden_size}]",
+    }
+    lines = []
+    for before, after in zip(placement.slots, placement.slots[1:], strict=False):
+        crossing = f"  {before.stage} -> {after.stage}: {before.sends.value}"
+        if before.sends is Message.NOTHING:
+            lines.append(crossing)
+            continue
+        with_images = placement.gradient_flows(before.sends, has_images=True)
+        text_only = placement.gradient_flows(before.sends, has_images=False)
+        back = {(True, True): "gradient always", (True, False): "gradient for microbatches with images only",
+                (False, False): "no gradient"}[with_images, text_only]
+        lines.append(f"{crossing} {shapes[before.sends]} {run.precision}; {back}")
+    return ["Boundaries (per microbatch):", *lines] if lines else []
+
+
+def _total_lines(run: RunConfig, sizes: list[StageSize]) -> list[str]:
+    copies = run.args.tensor_model_parallel_size * run.data_parallel_size
+    fullest = max(range(len(sizes)), key=lambda index: sizes[index].total_bytes)
+    return [
+        f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",
+        f"In all    {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {run.world_size} ranks",
+    ]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f}"

@@ -1,0 +1,1 @@
+"""A run: built, stepped, saved, measured."""

@@ -1,0 +1,136 @@
+"""What a run says of itself: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
+
+The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.  Knows nothing of how the numbers
+came about.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TextIO
+
+from mm.config.flags import Arguments
+from mm.errors import UserError
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Everything reported of one optimizer step.  Counts are of the global batch."""
+
+    iteration: int
+    consumed_samples: int
+    loss: float
+    lr: float
+    grad_norm: float
+    loss_scale: float
+    step_seconds: float
+    global_batch_size: int
+    num_tokens: int
+    num_target_tokens: int
+    num_patches: int
+    num_images: int
+    tokens_per_second_per_device: float
+    model_flops_per_second_per_device: float
+    mfu: float | None
+    """Model FLOP/s over the device's peak, the ViT included; None where the peak is not known."""
+    max_memory_bytes: int
+    updated: bool
+    num_skipped: int
+    """Steps since the last log line that updated nothing because a scaled gradient overflowed."""
+
+
+def log_line(
+    step: StepMetrics, train_iters: int, elapsed_ms: float, loss: float, log_tps: bool, log_throughput: bool
+) -> str:
+    """One line in the shape of MindSpeed-MM's log; ``elapsed_ms`` and ``loss`` are means since the last line.
+
+    Field 5 between colons must begin with the elapsed time: the timestamp's two colons count.
+    """
+    tokens_per_sample = step.num_tokens / max(step.global_batch_size, 1)
+    fields = [
+        f"iteration {step.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
+        *([f"throughput per GPU (TFLOP/s/GPU): {step.model_flops_per_second_per_device / 1e12:.1f}"] * log_throughput),
+        f"learning rate: {step.lr:.6E}",
+        f"global batch size: {step.global_batch_size:5d}",
+        *([f"tokens per sample: {tokens_per_sample:.1f}"] * log_tps),
+        f"loss: {loss:.6E}",
+        f"loss scale: {step.loss_scale:.1f}",
+        f"grad norm: {step.grad_norm:.3f}",
+        f"number of skipped iterations: {step.num_skipped:3d}",
+        f"number of nan iterations: {0:3d}",
+    ]
+    return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+class MetricsWriter:
+    """Prints and stores the metrics of a run; only one rank has one."""
+
+    def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int) -> None:
+        """Open the files of ``args.log_dir``.
+
+        A resumed run drops the rows of iterations that will be run again; a new one puts an earlier run's file aside.
+        """
+        self._args = args
+        self._since_line: list[StepMetrics] = []
+        directory = Path(args.log_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "run.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+        path = directory / "metrics.jsonl"
+        kept = _rows_before(path, first_iteration)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._board = _tensorboard(args.tensorboard_dir)
+
+    def write(self, step: StepMetrics) -> None:
+        """Store one step, and print the log line when it is due."""
+        self._file.write(json.dumps(asdict(step)) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name in ("loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu"):
+                value = getattr(step, name)
+                if value is not None:
+                    self._board.add_scalar(name, value, step.iteration)
+        self._since_line.append(step)
+        if step.iteration % self._args.log_interval == 0:
+            elapsed_ms = 1000 * fmean(one.step_seconds for one in self._since_line)
+            loss = fmean(one.loss for one in self._since_line)
+            args = self._args
+            print(log_line(step, args.train_iters, elapsed_ms, loss, args.log_tps, args.log_throughput), flush=True)
+            self._since_line.clear()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _rows_before(path: Path, iteration: int) -> list[str]:
+    """Rows of an earlier run of the same training up to ``iteration``; a fresh start moves the file aside."""
+    if not path.exists():
+        return []
+    if iteration == 0:
+        written = datetime.fromtimestamp(path.stat().st_mtime)
+        path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
+        return []
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
+
+
+def _tensorboard(directory: str | None) -> Any | None:
+    if directory is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"--tensorboard-dir is {directory!r}, but tensorboard is not installed; pip install tensorboard"
+        ) from error
+    return SummaryWriter(directory)

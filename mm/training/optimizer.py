@@ -1,0 +1,129 @@
+"""Learning-rate schedule and megatron's optimizer, built over one stage.
+
+megatron-core provides Adam (distributed or not), mixed precision, loss scaling and clipping; this module builds it,
+switches on torch's fused kernel, and sets the learning rate of each step.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from mm.errors import AgreedError
+from mm.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The schedule as a pure function of how many samples were consumed before the step (Megatron's rule)."""
+
+    max_lr: float
+    min_lr: float
+    warmup_init: float
+    warmup_samples: float
+    decay_samples: float
+    decay_style: str
+    """"constant", "linear", "cosine" or "inverse-square-root"."""
+
+    def at(self, consumed_samples: int) -> float:
+        """The rate of the step that begins after ``consumed_samples``."""
+        if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
+            return self.warmup_init + (self.max_lr - self.warmup_init) * consumed_samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if consumed_samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            warmup, now = max(self.warmup_samples, 1), max(consumed_samples, 1)
+            return max(self.min_lr, self.max_lr * math.sqrt(warmup / now))
+        ratio = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        coefficient = 1.0 - ratio if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    updated: bool
+    """False when a non-finite gradient under loss scaling made the optimizer skip the step."""
+    grad_norm: float
+    loss_scale: float
+
+
+def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel, mesh: Mesh) -> MegatronOptimizer:
+    """Adam over the trainable parameters of ``model``; without any, megatron's stub that only joins reductions.
+
+    Biases and norms get no weight decay, as in Megatron and in transformers' Trainer.
+    """
+    optimizer = get_megatron_optimizer(
+        config,
+        [model],
+        config_overrides=get_standard_config_overrides(config),
+        use_gloo_process_groups=False,
+        pg_collection=None,
+    )
+    for group in torch_param_groups(optimizer):
+        group["fused"] = True
+        group["weight_decay"] *= group["wd_mult"]  # megatron leaves this to its own scheduler
+    model.module.config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
+    return optimizer
+
+
+def torch_param_groups(optimizer: MegatronOptimizer) -> list[dict]:
+    """The parameter groups of the torch optimizers inside."""
+    return [group for inner in torch_optimizers(optimizer) for group in inner.param_groups]
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside; none on a stage with nothing to train."""
+    return [chained.optimizer for chained in optimizer.chained_optimizers if chained.optimizer is not None]
+
+
+def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
+    """Clip and update with learning rate ``lr``.
+
+    A gradient that overflowed under loss scaling makes the optimizer skip the step.  Any other gradient that is not
+    finite raises AgreedError on all ranks, before a weight has changed: the norm is the same number everywhere.
+    """
+    for group in torch_param_groups(optimizer):
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+    loss_scale = float(optimizer.get_loss_scale())
+    if optimizer.prepare_grads():
+        return StepResult(updated=False, grad_norm=0.0, loss_scale=loss_scale)
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        raise AgreedError(f"the gradient norm is {grad_norm}: a gradient is not finite, so no weight was changed")
+    max_norm = optimizer.config.clip_grad
+    for chained in optimizer.chained_optimizers:
+        if max_norm > 0.0 and not chained.is_stub_optimizer and chained.get_parameters():
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), max_norm=max_norm, total_norm=grad_norm)
+    return StepResult(optimizer.step_with_ready_grads(), grad_norm, loss_scale)
+
+
+def owned_ranges(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> dict[str, tuple[int, int]]:
+    """Which flat range of each trainable parameter's reduced gradient and optimizer state is on this rank.
+
+    The whole parameter without the distributed optimizer; with it, this data-parallel rank's cut, and parameters of
+    which this rank has nothing are left out.
+    """
+    ranges = {}
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        for chained in optimizer.chained_optimizers:
+            if not isinstance(chained, DistributedOptimizer):
+                ranges[name] = (0, parameter.numel())
+            elif parameter in chained.model_param_group_index_map:
+                owned = chained._get_model_param_range_map(parameter)["param"]
+                ranges[name] = (owned.start, owned.end)
+    return ranges

@@ -1,0 +1,95 @@
+"""What is wrong with the files and directories of a run, found before any device or process group is touched.
+
+The flags and JSON files themselves are checked before, in ``mm.config.run``.  What is not there at all is left out:
+it is told there too.  Knows nothing of processes; one rank, or none, calls it.
+"""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from checkpoint.formats.training import LATEST_FILE, find_checkpoint, find_load_kind
+from checkpoint.formats.training_reader import CheckpointReader, check_model
+from mm.data.encode import SampleEncoder
+from mm.data.dataset import Dataset
+from mm.errors import UserError
+from checkpoint.formats.hf import HFDirectory, check_target
+from mm.config.run import RunConfig
+from checkpoint.formats.mindspeed_reader import MMReader
+
+
+def file_problems(run: RunConfig) -> list[str]:
+    """Problems of weights, tokenizer, processor and output directories; reads headers only, so it takes seconds."""
+    checks = (_check_load, _check_processor, _check_export, _check_outputs)
+    found = [problem for check in checks for problem in _problems_of(check, run)]
+    return list(dict.fromkeys(found))
+
+
+def sample_problems(run: RunConfig) -> list[str]:
+    """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
+    if not all(Path(path).is_file() for path in run.data.dataset) or not Path(run.data.dataset_dir).is_dir():
+        return []
+    return _problems_of(lambda run: Dataset(run.data), run)
+
+
+def _problems_of(check: Callable[[RunConfig], object], run: RunConfig) -> list[str]:
+    try:
+        check(run)
+    except UserError as error:
+        return list(error.problems)
+    except OSError as error:
+        return [f"{error.filename}: cannot be read: {error.strerror}"]
+    return []
+
+
+def _check_load(run: RunConfig) -> None:
+    if run.args.load is None or not Path(run.args.load).is_dir():
+        return
+    match find_load_kind(run.args.load):
+        case "hf":
+            HFDirectory.open(run.args.load).check(run.model)
+        case "mm":
+            MMReader.open(run.args.load, run.model, run.args.finetune)
+        case "training":
+            check_model(CheckpointReader(find_checkpoint(run.args.load)[0]), run.model)
+
+
+def _check_processor(run: RunConfig) -> None:
+    if Path(run.data.model_name_or_path).is_dir():
+        SampleEncoder.from_config(run.data, run.model, run.args.seq_length)
+
+
+def _check_export(run: RunConfig) -> None:
+    if run.args.export_hf is None or not Path(run.data.model_name_or_path).is_dir():
+        return
+    base = HFDirectory.open(run.data.model_name_or_path, weights_required=False)
+    base.check(run.model)
+    try:
+        check_target(Path(run.args.export_hf).resolve(), base.path.resolve(), overwrite=False, num_bytes=0)
+    except UserError as error:
+        raise UserError(f"--export-hf: {problem}" for problem in error.problems) from error
+
+
+def _check_outputs(run: RunConfig) -> None:
+    args = run.args
+    directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir}
+    found = (_directory_problem(flag, path) for flag, path in directories.items() if path is not None)
+    problems = [problem for problem in found if problem is not None]
+    if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
+        problems.append(f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside "
+                        f"them would take the place of what {LATEST_FILE} names: give another directory")
+    if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
+        problems.append("--tensorboard-dir needs the package tensorboard, which is not installed; install it, or leave "
+                        "the flag out")
+    if problems:
+        raise UserError(problems)
+
+
+def _directory_problem(flag: str, path: str) -> str | None:
+    existing = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        return f"{flag} is {path!r}, but {existing} is a file; give a directory"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{flag} is {path!r}, but {existing} cannot be written; give another directory, or mend its permissions"
+    return None

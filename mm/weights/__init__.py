@@ -1,0 +1,1 @@
+"""What a weight is: names, fusion, cuts; pure."""

@@ -1,0 +1,54 @@
+"""Which indices of which Hugging Face tensors one rank's shard of a weight is made of, as runs.
+
+Byte plans need to know where every element of a shard comes from without holding one.  No rule of layout is written
+here: the rules of ``mm.weights.table`` are applied to numbered indices, and the numbers are read off.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mm.weights.table import Weight, fuse_parts, hf_ranges
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring indices of a shard along the dimension that is cut (``cut_dim``)."""
+
+    hf_index: int | None
+    """Which of ``weight.hf_names`` they come from; None for zero padding."""
+    start: int
+    """First index in that Hugging Face tensor; 0 for padding."""
+    length: int
+
+
+def cut_dim(weight: Weight) -> int:
+    """The one dimension along which the shards of ``weight`` differ from its Hugging Face tensors."""
+    return weight.tp_dim or 0
+
+
+def shard_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Run, ...]:
+    """One rank's shard from its first index along ``cut_dim`` to its last.
+
+    Raises:
+        UserError: ``tp_size`` does not divide the weight.
+    """
+    dim = cut_dim(weight)
+    sizes = [shape[dim] for shape in weight.hf_shapes]
+    is_cut = weight.tp_dim is not None
+    ranges = hf_ranges(weight, tp_size, tp_rank) if is_cut else tuple((range(size),) for size in sizes)
+    # Numbers start at 1, because padding is 0, and leave one out between tensors, so that no run goes over an end.
+    firsts = [1 + sum(sizes[:index]) + index for index in range(len(sizes))]
+    parts = []
+    for first, kept in zip(firsts, ranges, strict=True):
+        numbers = torch.cat([torch.arange(first + part.start, first + part.stop) for part in kept])
+        parts.append(numbers.reshape((1,) * dim + (-1,)))
+    numbers = fuse_parts(weight, parts, tp_size).flatten()
+    continues = numbers[1:] - numbers[:-1] == (numbers[:-1] != 0).long()
+    starts = [0, *(torch.nonzero(~continues).flatten() + 1).tolist()]
+    runs = []
+    for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True):
+        number = int(numbers[start])
+        hf_index = max((index for index, first in enumerate(firsts) if first <= number), default=None)
+        runs.append(Run(hf_index, number - firsts[hf_index] if number else 0, stop - start))
+    return tuple(runs)

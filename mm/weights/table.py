@@ -1,0 +1,359 @@
+"""The weight table: every tensor of the model once, under our name and under its Hugging Face names.
+
+Conversion both ways, resharding, direct loading, the keys a stage must hold, LoRA targets and verification all ask
+here; nobody else spells a weight name or knows how weights fuse.  Pure shapes and tensor algebra: knows nothing of
+devices, files or processes.
+
+Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``stage_local_name`` gives its
+local ones).  Hugging Face names are the published ones (``visual.*``, ``model.layers.*``, ``lm_head.weight``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.errors import UserError
+from mm.placement import Placement, StageSpec
+
+Names = tuple[str, ...]
+Shapes = tuple[tuple[int, ...], ...]
+
+EMBEDDING_NAME = "text_decoder.embedding.word_embeddings.weight"
+OUTPUT_LAYER_NAME = "text_decoder.output_layer.weight"
+HF_EMBEDDING_NAME = "model.embed_tokens.weight"
+HF_OUTPUT_LAYER_NAME = "lm_head.weight"
+
+
+class Fusion(Enum):
+    """How the Hugging Face tensors of a weight become ours."""
+
+    COPY = "one tensor, as it is"
+    STACKED_QKV = "[Q; K; V] in one tensor, as it is; each of the three is cut"
+    GROUPED_QKV = "q, k, v -> per key/value group [its query heads, k, v]"
+    PER_HEAD_QKV = "[Q; K; V] in one tensor -> per head [q, k, v]"
+    GATE_UP = "gate, up -> [gate; up]"
+
+
+class Slot(Enum):
+    """Which place of the model a weight belongs to; a stage owns whole places."""
+
+    PATCH_EMBEDDING = "patch embedding"
+    VISION_LAYER = "ViT layer"
+    PROJECTOR = "projector"
+    EMBEDDING = "word embedding"
+    LANGUAGE_LAYER = "LLM layer"
+    HEAD = "final norm and output layer"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of ours: its names, shapes, fusion and cut."""
+
+    name: str
+    """Ours, with the global layer number."""
+    part: str
+    """"vision", "projector" or "language"."""
+    slot: Slot
+    layer: int | None
+    """Global layer number within its tower."""
+    hf_names: Names
+    hf_shapes: Shapes
+    fusion: Fusion
+    tp_dim: int | None
+    """Dimension that tensor parallelism cuts; None = every rank holds the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole fused tensor, without padding."""
+    num_units: int = 1
+    """Pieces along ``tp_dim`` that are never cut: heads, key/value groups, ffn columns or vocabulary rows."""
+    pads: bool = False
+    """Whether ``num_units`` is zero-padded to a multiple of the TP size (harmless in an ffn) instead of refused."""
+    head_dim: int = 0
+    """Width of one attention head; 0 outside qkv."""
+
+
+def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Every tensor of the model once, in model order; a tied model has no output layer of its own."""
+    weights = [*_patch_embedding(model.vision)]
+    for layer in range(model.vision.num_layers):
+        weights += _vision_layer(model.vision, layer)
+    weights += _projector(model.projector, model.vision.spatial_merge_size**2)
+    weights.append(_vocabulary(model.language, Slot.EMBEDDING, EMBEDDING_NAME, HF_EMBEDDING_NAME))
+    for layer in range(model.language.num_layers):
+        weights += _language_layer(model.language, layer)
+    weights += _head(model.language)
+    return tuple(weights)
+
+
+def stage_weights(model: ModelConfig, spec: StageSpec, placement: Placement) -> tuple[Weight, ...]:
+    """What the slot ``spec`` owns, in model order.
+
+    In a tied model whose embedding and head live on different stages, the head's slot also owns
+    ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
+    """
+    owned = [weight for weight in model_weights(model) if _owns(spec, weight)]
+    if spec.has_head and model.language.tied and placement.embedding_stage != placement.head_stage:
+        owned.append(_vocabulary(model.language, Slot.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
+    return tuple(owned)
+
+
+def stage_local_name(weight: Weight, spec: StageSpec) -> str:
+    """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
+    if weight.layer is None:
+        return weight.name
+    layers = spec.vision_layers if weight.slot is Slot.VISION_LAYER else spec.language_layers
+    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - layers.start}.")
+
+
+def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
+    """Our tensor from the Hugging Face tensors, in the order of ``weight.hf_names``.
+
+    Only the layout matters, not the size: ``fuse_parts`` fuses one rank's parts with it.
+    """
+    match weight.fusion:
+        case Fusion.COPY | Fusion.STACKED_QKV:
+            (tensor,) = hf_tensors
+            return tensor
+        case Fusion.GATE_UP:
+            return torch.cat(list(hf_tensors))
+        case Fusion.PER_HEAD_QKV:
+            (tensor,) = hf_tensors
+            rest = tensor.shape[1:]
+            return tensor.reshape(3, -1, weight.head_dim, *rest).transpose(0, 1).reshape(-1, *rest)
+        case Fusion.GROUPED_QKV:
+            num_groups = hf_tensors[1].shape[0] // weight.head_dim
+            grouped = [tensor.reshape(num_groups, -1, *tensor.shape[1:]) for tensor in hf_tensors]
+            return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def unfuse(weight: Weight, whole: Tensor) -> list[Tensor]:
+    """The Hugging Face tensors of a whole fused tensor; contiguous, and none shares memory with another."""
+    _expect_shape(weight, whole, weight.shape)
+    rest = whole.shape[1:]
+    match weight.fusion:
+        case Fusion.COPY | Fusion.STACKED_QKV:
+            return [whole.contiguous()]
+        case Fusion.GATE_UP:
+            return [half.clone() for half in whole.chunk(2)]
+        case Fusion.PER_HEAD_QKV:
+            per_head = whole.reshape(weight.num_units, 3, weight.head_dim, *rest)
+            return [per_head.transpose(0, 1).reshape(-1, *rest).contiguous()]
+        case Fusion.GROUPED_QKV:
+            grouped = whole.reshape(weight.num_units, -1, *rest)
+            sizes = [shape[0] // weight.num_units for shape in weight.hf_shapes]
+            return [part.reshape(-1, *rest).clone() for part in grouped.split(sizes, dim=1)]
+
+
+def padded_ffn(ffn: int, tp_size: int) -> int:
+    """The smallest multiple of ``tp_size`` that holds ``ffn`` columns: 3420 at TP 8 becomes 3424."""
+    return -(-ffn // tp_size) * tp_size
+
+
+def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
+    """Shape of one TP rank's shard, padding included; the same on every rank."""
+    if weight.tp_dim is None:
+        return weight.shape
+    shape = list(weight.shape)
+    shape[weight.tp_dim] = shape[weight.tp_dim] // weight.num_units * _units_per_rank(weight, tp_size)
+    return tuple(shape)
+
+
+def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+    """One TP rank's part of a whole fused tensor, zero-padded; [gate; up] gives [gate_i; up_i]."""
+    _expect_shape(weight, whole, weight.shape)
+    if weight.tp_dim is None or tp_size == 1:
+        return whole
+    num_blocks = _num_blocks(weight)
+    block_size = weight.shape[weight.tp_dim] // num_blocks
+    kept = _rank_range(weight, block_size, tp_size, tp_rank)
+    padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_blocks
+    blocks = whole.split(block_size, dim=weight.tp_dim)
+    parts = [block.narrow(weight.tp_dim, kept.start, len(kept)) for block in blocks]
+    return torch.cat([_zero_pad(part, weight.tp_dim, padded_size) for part in parts], dim=weight.tp_dim)
+
+
+def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
+    """The whole fused tensor from the shards of all TP ranks, without padding.  A replicated one is rank 0's."""
+    for part in shards:
+        _expect_shape(weight, part, local_shape(weight, len(shards)))
+    if weight.tp_dim is None or len(shards) == 1:
+        return shards[0]
+    num_blocks = _num_blocks(weight)
+    block_size = weight.shape[weight.tp_dim] // num_blocks
+    padded = zip(*(part.chunk(num_blocks, dim=weight.tp_dim) for part in shards), strict=True)
+    blocks = [torch.cat(parts, dim=weight.tp_dim).narrow(weight.tp_dim, 0, block_size) for parts in padded]
+    return torch.cat(blocks, dim=weight.tp_dim)
+
+
+def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, ...], ...]:
+    """For each Hugging Face tensor, the ranges along ``tp_dim`` that one TP rank needs: no rank reads more.
+
+    ``fuse_parts`` makes the rank's shard of them.  Only for weights that have a ``tp_dim``.
+    """
+    assert weight.tp_dim is not None, weight.name
+    num_blocks = 3 if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.STACKED_QKV) else 1
+    ranges = []
+    for shape in weight.hf_shapes:
+        block_size = shape[weight.tp_dim] // num_blocks
+        kept = _rank_range(weight, block_size, tp_size, tp_rank)
+        ranges.append(tuple(range(kept.start + b * block_size, kept.stop + b * block_size) for b in range(num_blocks)))
+    return tuple(ranges)
+
+
+def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
+    """One TP rank's shard from its part of each Hugging Face tensor: the joined ``hf_ranges``."""
+    if weight.pads:
+        padded_size = local_shape(weight, tp_size)[weight.tp_dim] // _num_blocks(weight)
+        parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
+    return fuse(weight, parts)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the cut dimension of a linear layer falls into pieces (the fields of ``Weight`` of the same names)."""
+
+    num_units: int
+    fusion: Fusion = Fusion.COPY
+    pads: bool = False
+    head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the next weights of the table live."""
+
+    part: str
+    slot: Slot
+    layer: int | None = None
+
+    def norm(self, name: str, hf_name: str, size: int) -> Iterator[Weight]:
+        yield self.weight(f"{name}.weight", (f"{hf_name}.weight",), ((size,),))
+
+    def column(
+        self, name: str, hf_names: Names, outputs: tuple[int, ...], inputs: int, cut: _Cut, bias: bool = True
+    ) -> Iterator[Weight]:
+        """A column-parallel linear layer: outputs, the rows of its weight, are cut."""
+        for kind, rest in (("weight", (inputs,)), ("bias", ()))[: 1 + bias]:
+            shapes = tuple((size, *rest) for size in outputs)
+            yield self.weight(f"{name}.{kind}", tuple(f"{hf_name}.{kind}" for hf_name in hf_names), shapes, 0, cut)
+
+    def row(self, name: str, hf_name: str, outputs: int, inputs: int, cut: _Cut, bias: bool) -> Iterator[Weight]:
+        """A row-parallel linear layer: inputs, the columns of its weight, are cut; its bias is replicated."""
+        yield self.weight(f"{name}.weight", (f"{hf_name}.weight",), ((outputs, inputs),), 1, cut)
+        if bias:
+            yield self.weight(f"{name}.bias", (f"{hf_name}.bias",), ((outputs,),))
+
+    def swiglu(self, name: str, hf_name: str, hidden: int, ffn: int, bias: bool) -> Iterator[Weight]:
+        hf_names, cut = (f"{hf_name}.gate_proj", f"{hf_name}.up_proj"), _Cut(ffn, Fusion.GATE_UP, pads=True)
+        yield from self.column(f"{name}.linear_fc1", hf_names, (ffn, ffn), hidden, cut, bias)
+        yield from self.row(f"{name}.linear_fc2", f"{hf_name}.down_proj", hidden, ffn, _Cut(ffn, pads=True), bias)
+
+    def weight(
+        self, name: str, hf_names: Names, hf_shapes: Shapes, tp_dim: int | None = None, cut: _Cut = _Cut(1)
+    ) -> Weight:
+        shape = (sum(shape[0] for shape in hf_shapes), *hf_shapes[0][1:])
+        where = (name, self.part, self.slot, self.layer, hf_names, hf_shapes)
+        return Weight(*where, cut.fusion, tp_dim, shape, cut.num_units, cut.pads, cut.head_dim)
+
+
+def _patch_embedding(vision: VisionConfig) -> Iterator[Weight]:
+    shape = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    place = _Place("vision", Slot.PATCH_EMBEDDING)
+    yield place.weight("image_encoder.encoder.patch_embed.proj.weight", ("visual.patch_embed.proj.weight",), (shape,))
+
+
+def _vision_layer(vision: VisionConfig, layer: int) -> Iterator[Weight]:
+    place = _Place("vision", Slot.VISION_LAYER, layer)
+    ours, hf = f"image_encoder.encoder.blocks.layers.{layer}", f"visual.blocks.{layer}"
+    hidden, num_heads, attention = vision.hidden_size, vision.num_attention_heads, f"{ours}.self_attention"
+    qkv = _Cut(num_heads, Fusion.PER_HEAD_QKV, head_dim=vision.head_dim)
+    yield from place.norm(f"{ours}.input_layernorm", f"{hf}.norm1", hidden)
+    yield from place.column(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
+    yield from place.row(f"{attention}.linear_proj", f"{hf}.attn.proj", hidden, hidden, _Cut(num_heads), bias=True)
+    yield from place.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.norm2", hidden)
+    yield from place.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, vision.ffn_hidden_size, bias=True)
+
+
+def _projector(projector: ProjectorConfig, num_merged_patches: int) -> Iterator[Weight]:
+    place = _Place("projector", Slot.PROJECTOR)
+    ours, hf = "image_encoder.projector", "visual.merger"
+    merged, ffn = projector.input_size * num_merged_patches, projector.ffn_hidden_size
+    cut = _Cut(ffn, pads=True)
+    yield from place.norm(f"{ours}.layernorm", f"{hf}.ln_q", projector.input_size)
+    yield from place.column(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, cut)
+    yield from place.row(f"{ours}.encoder.linear_fc2", f"{hf}.mlp.2", projector.hidden_size, ffn, cut, bias=True)
+
+
+def _language_layer(language: LanguageConfig, layer: int) -> Iterator[Weight]:
+    place = _Place("language", Slot.LANGUAGE_LAYER, layer)
+    ours, hf = f"text_decoder.decoder.layers.{layer}", f"model.layers.{layer}"
+    hidden, num_groups, attention = language.hidden_size, language.num_query_groups, f"{ours}.self_attention"
+    query, key = language.num_attention_heads * language.kv_channels, num_groups * language.kv_channels
+    heads, qkv = _Cut(num_groups), _Cut(num_groups, Fusion.GROUPED_QKV, head_dim=language.kv_channels)
+    qkv_names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
+    yield from place.norm(f"{ours}.input_layernorm", f"{hf}.input_layernorm", hidden)
+    yield from place.column(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
+    yield from place.row(f"{attention}.linear_proj", f"{hf}.self_attn.o_proj", hidden, query, heads, bias=False)
+    yield from place.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", hidden)
+    yield from place.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, language.ffn_hidden_size, bias=False)
+
+
+def _head(language: LanguageConfig) -> Iterator[Weight]:
+    place = _Place("language", Slot.HEAD)
+    yield from place.norm("text_decoder.decoder.final_layernorm", "model.norm", language.hidden_size)
+    if not language.tied:
+        yield _vocabulary(language, Slot.HEAD, OUTPUT_LAYER_NAME, HF_OUTPUT_LAYER_NAME)
+
+
+def _vocabulary(language: LanguageConfig, slot: Slot, name: str, hf_name: str) -> Weight:
+    shape = (language.vocab_size, language.hidden_size)
+    return _Place("language", slot).weight(name, (hf_name,), (shape,), 0, _Cut(language.vocab_size))
+
+
+def _owns(spec: StageSpec, weight: Weight) -> bool:
+    owned = {
+        Slot.PATCH_EMBEDDING: spec.has_patch_embedding,
+        Slot.VISION_LAYER: weight.layer in spec.vision_layers,
+        Slot.PROJECTOR: spec.has_projector,
+        Slot.EMBEDDING: spec.has_embedding,
+        Slot.LANGUAGE_LAYER: weight.layer in spec.language_layers,
+        Slot.HEAD: spec.has_head,
+    }
+    return owned[weight.slot]
+
+
+def _num_blocks(weight: Weight) -> int:
+    """Stacked parts of our tensor that are cut one by one."""
+    return {Fusion.GATE_UP: 2, Fusion.STACKED_QKV: 3}.get(weight.fusion, 1)
+
+
+def _units_per_rank(weight: Weight, tp_size: int) -> int:
+    if weight.num_units % tp_size and not weight.pads:
+        raise UserError(
+            f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) along dimension "
+            f"{weight.tp_dim}, which tensor parallel size {tp_size} does not divide; choose a size that does."
+        )
+    return padded_ffn(weight.num_units, tp_size) // tp_size
+
+
+def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> range:
+    """The real (not padding) part of a block of ``block_size`` that belongs to one rank."""
+    unit_size, per_rank = block_size // weight.num_units, _units_per_rank(weight, tp_size)
+    return range(*(min(index * per_rank, weight.num_units) * unit_size for index in (tp_rank, tp_rank + 1)))
+
+
+def _zero_pad(tensor: Tensor, dim: int, size: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, size - tensor.shape[dim]))
+
+
+def _expect_shape(weight: Weight, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise UserError(
+            f"{weight.name} has shape {list(tensor.shape)}; expected {list(shape)}. Was it cut for another TP size?"
+        )

@@ -1,0 +1,50 @@
+"""A directory without a manifest is recognised by its shapes, and nothing else is taken for a published model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from checkpoint.formats.known_models import published_model, recognize
+from mm.config.model import ModelConfig, load_model
+from mm.weights.table import model_weights
+from checkpoint.formats.mindspeed import MMDirectory
+from checkpoint.formats.slots import Kind
+from tests.checkpoint.models import write_sparse_mm
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
+SIZES = ("3b", "7b", "32b", "72b")
+
+
+def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MMDirectory:
+    """Real headers, without the bytes of the weights."""
+    write_sparse_mm(model, tp_size, Kind(), root)
+    return MMDirectory.open(root)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_are_those_of_the_examples(size):
+    """In everything that shapes and heads depend on."""
+    example, known = load_model(EXAMPLES / f"model_{size}.json"), published_model(size.upper())
+    assert model_weights(known) == model_weights(example)
+    placed = dataclasses.replace(known.language, pipeline_num_layers=example.language.pipeline_num_layers,
+                                 max_position_embeddings=example.language.max_position_embeddings,
+                                 init_method_std=example.language.init_method_std, freeze=example.language.freeze,
+                                 recompute=example.language.recompute)
+    assert placed == example.language
+
+
+@pytest.mark.parametrize(("size", "tp_size"), [("3b", 1), ("7b", 4), ("32b", 8), ("72b", 1)])
+def test_a_published_model_is_recognized(size, tp_size, tmp_path):
+    model = load_model(EXAMPLES / f"model_{size}.json")
+    directory = directory_of(model, tp_size, tmp_path)
+    assert recognize(directory) == published_model(size.upper())
+    assert directory.layout.vision == model.vision.pipeline_num_layers
+    assert directory.layout.language == model.language.pipeline_num_layers
+    assert directory.layout.tp_size == tp_size
+
+
+def test_another_vocabulary_is_not(tmp_path):
+    model = published_model("7B")
+    other = dataclasses.replace(model, language=dataclasses.replace(model.language, vocab_size=151660))
+    assert recognize(directory_of(other, 1, tmp_path)) is None

@@ -1,0 +1,123 @@
+"""verify finds every damage and names tensor and file; show says what a directory holds."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from checkpoint import convert
+from checkpoint.convert import Options
+from checkpoint.verify import show_directory, verify_directory
+from mm.errors import UserError
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.files import read_stored
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
+from tests.checkpoint.models import SmallModel
+
+LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
+FLAG = "--cfg.parallel_config"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    return make(tmp_path_factory.mktemp("made"), Kind())
+
+
+def make(root: Path, kind: Kind) -> tuple[Path, Path]:
+    """A Hugging Face directory and a conversion of it."""
+    SmallModel(2, vision_ffn=5).save(root / "hf")
+    convert.hf_to_mm(root / "hf", root / "mm", LAYOUT, kind).run(Options(num_workers=1))
+    return root / "hf", root / "mm"
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made[1], tmp_path / "mm"))
+
+
+def verify(directory: Path, hf: Path | None = None) -> list[str]:
+    return verify_directory(directory, None if hf is None else str(hf), None, FLAG, 1)
+
+
+def test_whole(made):
+    hf, mm = made
+    assert [line.partition(": ")[2] for line in verify(mm, hf)] == [
+        "100 tensors are as manifest.json says.", f"100 tensors are those of {hf}."]
+
+
+@pytest.mark.parametrize("kind", [Kind(), Kind(Format.TORCH, Structure.CANONICAL)], ids=str)
+def test_every_flipped_bit(kind, tmp_path):
+    hf, mm = make(tmp_path, kind)
+    chances = random.Random(0)
+    paths = sorted((mm / "release").rglob("model*"))
+    for _ in range(50):
+        path = chances.choice(paths)
+        tensor = chances.choice(list(read_stored(path, path.name).values()))
+        place = tensor.offset + chances.randrange(tensor.num_bytes)
+        whole = path.read_bytes()
+        content = bytearray(whole)
+        content[place] ^= 1 << chances.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(UserError) as told:
+            verify(mm)
+        (problem,) = told.value.problems
+        assert f"{path}: {tensor.name} is damaged" in problem
+        (mm / "manifest.json").rename(mm / "aside")
+        with pytest.raises(UserError) as told:
+            verify_directory(mm, str(hf), LAYOUT, FLAG, 1)
+        (problem,) = told.value.problems
+        assert f"{path}: {tensor.name} is not what" in problem
+        (mm / "aside").rename(mm / "manifest.json")
+        path.write_bytes(whole)
+    verify(mm, hf)
+
+
+def test_swapped_shards(copy):
+    one, other = (copy / "release" / f"mp_rank_0{rank}_001" / "model.safetensors" for rank in range(2))
+    one.rename(copy / "aside")
+    other.rename(one)
+    (copy / "aside").rename(other)
+    with pytest.raises(UserError) as told:
+        verify(copy)
+    assert all(any(str(path) in problem for problem in told.value.problems) for path in (one, other))
+
+
+def test_truncated_file(copy):
+    path = max(copy.rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"{path}.*its header describes"):
+        verify(copy)
+
+
+def test_missing_and_extra_tensors_and_files(copy):
+    path = max(copy.rglob("*.safetensors"))
+    tensors = load_file(path)
+    name, tensor = tensors.popitem()
+    save_file(tensors | {"stray": tensor}, path)
+    gone = min(copy.rglob("*.safetensors"))
+    shutil.copytree(gone.parent, gone.parent.with_name("mp_rank_07"))
+    gone.unlink()
+    with pytest.raises(UserError) as told:
+        verify(copy)
+    text = "\n".join(told.value.problems)
+    assert f"{path} lacks {name}" in text and f"{path} holds stray" in text
+    assert f"{gone} is missing" in text and "mp_rank_07/model.safetensors is not in manifest.json" in text
+
+
+def test_damaged_manifest(copy):
+    path = copy / "manifest.json"
+    path.write_text(path.read_text().replace('"tp_size": 2', '"tp_size": 1'))
+    with pytest.raises(UserError, match="manifest.json is damaged"):
+        verify(copy)
+
+
+def test_show(made):
+    hf, mm = made
+    lines = show_directory(mm)
+    assert lines[1] == "layout: vit_pp_layers [[1, 1, 0]], llm_pp_layers [[0, 1, 2]], tp_size 2"
+    assert len([line for line in lines if "mp_rank" in line]) == 6
+    assert lines[-1].startswith("6 files, 100 BF16 tensors, ")
+    assert show_directory(hf)[1] == "layers: vit_pp_layers [[2]], llm_pp_layers [[3]], tp_size 1"

@@ -1,0 +1,206 @@
+"""Model and data JSON: what loads, what is refused, and how it is said."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from mm.config.model import load_data, load_model, read_data, read_model
+from mm.errors import UserError
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen2.5vl"
+VISION, PROJECTOR, LANGUAGE = "image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder"
+ABSENT = object()
+
+
+def changed(name: str, changes: dict[str, object]) -> dict:
+    """An example file with the given key paths set, or removed where the value is ABSENT."""
+    root = copy.deepcopy(json.loads((EXAMPLES / name).read_text()))
+    for key_path, value in changes.items():
+        *parents, key = key_path.split(".")
+        found = root
+        for parent in parents:
+            found = found.setdefault(parent, {})
+        if value is ABSENT:
+            del found[key]
+        else:
+            found[key] = value
+    return root
+
+
+def write(tmp_path, root: dict) -> Path:
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(root, indent=4))
+    return path
+
+
+def model(tmp_path, **changes):
+    return load_model(write(tmp_path, changed("model_7b.json", changes)))
+
+
+def problems(read, tmp_path, name, changes) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        read(write(tmp_path, changed(name, changes)))
+    return list(caught.value.problems)
+
+
+def test_sizes_of_the_7b_model():
+    config = load_model(EXAMPLES / "model_7b.json")
+    vision, language = config.vision, config.language
+    assert (vision.num_layers, vision.hidden_size, vision.num_attention_heads, vision.head_dim) == (32, 1280, 16, 80)
+    assert vision.fullatt_block_indexes == (7, 15, 23, 31)
+    assert vision.pipeline_num_layers == ((32, 0),)
+    assert (language.num_layers, language.hidden_size, language.ffn_hidden_size) == (28, 3584, 18944)
+    assert (language.num_attention_heads, language.num_query_groups, language.kv_channels) == (28, 4, 128)
+    assert language.mrope_section == (16, 24, 24)
+    assert (config.num_stages, config.num_chunks, config.image_token_id) == (2, 1, 151655)
+    assert (vision.freeze, config.projector.freeze, language.freeze, language.tied) == (True, True, False, False)
+    assert load_model(EXAMPLES / "model_3b.json").language.tied
+
+
+def test_freeze_when_absent_and_given(tmp_path):
+    config = model(tmp_path, **{f"{VISION}.freeze": ABSENT, f"{PROJECTOR}.freeze": ABSENT})
+    assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (True, False, False)
+    config = model(tmp_path, **{f"{VISION}.freeze": False, f"{LANGUAGE}.freeze": True})
+    assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (False, True, True)
+
+
+def test_nested_lists_are_kept_per_chunk(tmp_path):
+    config = model(tmp_path, **{f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
+                                f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]})
+    assert config.language.pipeline_num_layers == ((0, 4), (12, 12))
+    assert (config.num_stages, config.num_chunks) == (2, 2)
+
+
+def test_aliases_and_recompute(tmp_path):
+    config = model(tmp_path, **{f"{LANGUAGE}.rope_theta": ABSENT, f"{LANGUAGE}.rotary_base": 5000,
+                                f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": "block",
+                                f"{LANGUAGE}.recompute_num_layers": 2, f"{VISION}.recompute_granularity": "selective"})
+    assert config.language.rope_theta == 5000.0
+    recompute = config.language.recompute
+    assert (recompute.granularity, recompute.method, recompute.num_layers) == ("full", "block", 2)
+    assert config.vision.recompute.granularity == "selective"
+
+
+def test_keys_without_effect_are_told_once_with_the_reason():
+    notes = "\n".join(read_model(EXAMPLES / "model_7b.json").notes)
+    assert notes.count("text_decoder.seq_length") == 1
+    assert "--seq-length decides; no effect: text_decoder.seq_length" in notes
+    notes = read_data(EXAMPLES / "data_7b.json").notes
+    assert any("without a cache" in note and "basic_parameters.cache_dir" in note for note in notes)
+
+
+def test_precision_claims():
+    claims = {claim.where.split(": ")[1]: (claim.precision, claim.is_on)
+              for claim in read_model(EXAMPLES / "model_7b.json").claims}
+    assert claims[f"{VISION}.fp16"] == ("fp16", False)
+    assert claims[f"{VISION}.bf16"] == ("bf16", True)
+    assert claims[f"{LANGUAGE}.params_dtype"] == ("bf16", True)
+
+
+@pytest.mark.parametrize(("changes", "what"), [
+    ({f"{LANGUAGE}.num_layer": 28}, "text_decoder.num_layer is not a known key (did you mean 'num_layers'?)"),
+    ({f"{LANGUAGE}.activation_func": "gelu"}, 'text_decoder.activation_func is "gelu"; supported: "silu"'),
+    ({f"{PROJECTOR}.activation_func": "silu"}, 'supported: "gelu"'),
+    ({f"{VISION}.model_id": "InternViT"}, 'supported: "qwen2vit" or "qwen2_5_vit"'),
+    ({f"{LANGUAGE}.rope_scaling": {"type": "dynamic"}}, "supported: null"),
+    ({f"{LANGUAGE}.hidden_dropout": 0.1}, "dropout is not part of this model"),
+    ({f"{LANGUAGE}.add_qkv_bias": False}, "add_qkv_bias is false; supported: true"),
+    ({f"{VISION}.hidden_size": True}, "hidden_size is true; expected an integer of at least 1"),
+    ({f"{LANGUAGE}.params_dtype": "int8"}, 'params_dtype is "int8"; supported: "bf16", "fp16" or "fp32"'),
+    ({f"{LANGUAGE}.vocab_size": ABSENT}, "text_decoder.vocab_size is missing; expected an integer"),
+    ({"text_decoder": ABSENT}, "text_decoder is missing; expected an object"),
+    ({"image_encoder": 3}, "image_encoder is 3; expected an object"),
+    ({"video_encoder": {}}, "video_encoder is {}; supported: null"),
+    ({"patch": {"use_fsdp1": True}}, "patch.use_fsdp1 is true; supported: null or false"),
+    ({"img_context_token_id": 151656}, "img_context_token_id is 151656, the video token"),
+    ({f"{VISION}.fullatt_block_indexes": [7, 32]}, "fullatt_block_indexes has [32]; expected layers 0 to 31"),
+    ({f"{VISION}.fullatt_block_indexes": [7, 7]}, "names a layer twice"),
+    ({f"{VISION}.window_attn_size": 100}, "expected a multiple of patch_size x spatial_merge_size = 28"),
+    ({f"{VISION}.num_attention_heads": 17}, "expected a multiple of 4 x num_attention_heads = 68"),
+    ({f"{PROJECTOR}.input_size": 1024}, "input_size is 1024; expected the ViT's hidden_size = 1280"),
+    ({f"{PROJECTOR}.ffn_hidden_size": 1280}, "expected input_size x spatial_merge_size^2 = 5120"),
+    ({f"{PROJECTOR}.hidden_size": 2048}, "hidden_size is 2048; expected text_decoder.hidden_size = 3584"),
+    ({f"{LANGUAGE}.num_query_groups": 5}, "num_query_groups is 5; expected a divisor of num_attention_heads = 28"),
+    ({f"{LANGUAGE}.mrope_section": [16, 24, 20]}, "half of kv_channels = 64"),
+    ({f"{LANGUAGE}.mrope_section": [64]}, "expected three numbers"),
+    ({f"{LANGUAGE}.kv_channels": 64}, "expected num_attention_heads x kv_channels = 28 x 64"),
+    ({f"{LANGUAGE}.freeze": True}, "are all true, so nothing would be trained"),
+    ({f"{LANGUAGE}.recompute_granularity": "ful"}, "granularity is 'ful'; supported: 'full' or 'selective' (did you"),
+    ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
+    ({f"{LANGUAGE}.recompute_num_layers": 1}, "only go with text_decoder.recompute_granularity 'full'"),
+    ({f"{LANGUAGE}.recompute_granularity": "full"}, "and text_decoder.recompute_num_layers, for example"),
+])
+def test_refused_model(tmp_path, changes, what):
+    found = problems(load_model, tmp_path, "model_7b.json", changes)
+    assert any(what in problem for problem in found), found
+    assert all("file.json" in problem for problem in found)
+
+
+def test_one_mistake_is_one_problem_and_many_are_told_together(tmp_path):
+    assert len(problems(load_model, tmp_path, "model_7b.json", {"text_decoder": ABSENT})) == 1
+    assert len(problems(load_model, tmp_path, "model_7b.json", {f"{VISION}.num_layers": "32"})) == 1
+    assert len(problems(load_model, tmp_path, "model_7b.json", {f"{LANGUAGE}.hidden_size": 0})) == 1
+    found = problems(load_model, tmp_path, "model_7b.json", {
+        f"{VISION}.num_layers": "32", f"{PROJECTOR}.freez": True, f"{LANGUAGE}.vocab_size": ABSENT, "model_id": "x"})
+    assert len(found) == 4
+    found = problems(load_model, tmp_path, "model_7b.json", {f"{PROJECTOR}.hidden_size": 1, f"{LANGUAGE}.freeze": True})
+    assert len(found) == 2
+
+
+def test_data_of_the_7b_example():
+    data = load_data(EXAMPLES / "data_7b.json")
+    assert data.model_name_or_path == "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct"
+    assert data.dataset == ("./data/mllm_format_llava_instruct_data.json",)
+    assert (data.dataset_dir, data.image_max_pixels, data.image_min_pixels) == ("./data", 262144, 0)
+    assert (data.attr.messages, data.attr.role_tag, data.attr.user_tag) == ("messages", "role", "user")
+    assert (data.attr.images, data.attr.system, data.attr.system_tag) == ("images", None, None)
+    assert (data.shuffle, data.train_on_prompt, data.max_samples) == (True, False, None)
+
+
+@pytest.mark.parametrize(("sampler", "shuffle", "expected"), [
+    ("BaseRandomBatchSampler", True, True),
+    ("BaseRandomBatchSampler", False, False),
+    ("SequentialSampler", True, False),
+    ("stateful_distributed_sampler", ABSENT, True),
+])
+def test_samplers(tmp_path, sampler, shuffle, expected):
+    root = changed("data_7b.json", {"dataloader_param.sampler_type": sampler, "dataloader_param.shuffle": shuffle})
+    assert load_data(write(tmp_path, root)).shuffle is expected
+
+
+def test_several_datasets_and_loader_settings(tmp_path):
+    basic = "dataset_param.basic_parameters"
+    root = changed("data_7b.json", {f"{basic}.dataset": "a.json,b.jsonl", f"{basic}.max_samples": 5,
+                                    f"{basic}.dataset_dir": ABSENT, "dataloader_param.prefetch_factor": 4})
+    data = load_data(write(tmp_path, root))
+    assert (data.dataset, data.max_samples, data.dataset_dir, data.prefetch_factor) == (
+        ("a.json", "b.jsonl"), 5, "data", 4)
+
+
+@pytest.mark.parametrize(("changes", "what"), [
+    ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
+    ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
+    ({"dataset_param.attr.videos": "videos"}, "not on video or audio"),
+    ({"dataset_param.attr.packing": True}, "packed anyway"),
+    ({"dataset_param.attr.observation_tag": "tool"}, "not supported by this version"),
+    ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
+    ({"dataset_param.basic_parameters.val_dataset": "v.json"}, "val_dataset is \"v.json\"; supported: null"),
+    ({"dataset_param.basic_parameters.cutoff_len": 512}, "--seq-length is the longest sample"),
+    ({"dataset_param.basic_parameters.dataset": ABSENT}, "basic_parameters.dataset is missing"),
+    ({"dataset_param.preprocess_parameters.model_name_or_path": ABSENT}, "model_name_or_path is missing"),
+    ({"dataset_param.preprocess_parameters.image_max_pixel": 3}, "did you mean 'image_max_pixels'?"),
+    ({"dataset_param.attr": ABSENT}, "dataset_param.attr is missing; expected an object"),
+    ({"dataset_param": ABSENT}, "dataset_param is missing; expected an object"),
+    ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
+    ({"dataset_param.attr.content_tag": "role"}, "role_tag = 'role', content_tag = 'role'; expected names that differ"),
+    ({"dataset_param.attr.images": "messages"}, "messages = 'messages', images = 'messages'"),
+    ({"dataloader_param.sampler_type": "BucketBatchSampler"}, "supported: BaseRandomBatchSampler"),
+    ({"dataloader_param.sampler_type": 3}, "expected a string"),
+    ({"dataloader_param.collate_param.model_name": "internvl"}, 'supported: "qwen2vl"'),
+])
+def test_refused_data(tmp_path, changes, what):
+    found = problems(load_data, tmp_path, "data_7b.json", changes)
+    assert any(what in problem for problem in found), found
+    assert len(found) == 1

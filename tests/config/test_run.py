@@ -1,0 +1,232 @@
+"""One run from flags and files: derived numbers, rules across files, and all problems at once."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mm.config import run as run_config
+from mm.errors import UserError
+from mm.config.run import RunConfig, load_run, resolved
+from tests.config.test_model import ABSENT, LANGUAGE, VISION, changed
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen2.5vl"
+FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
+         "--dry-run"]
+
+
+def load(tmp_path, *flags: str, world_size: int | None = 8, model: dict | None = None, data: dict | None = None,
+         environment: dict[str, str] | None = None) -> RunConfig:
+    paths = []
+    for name, changes in (("model_7b.json", model), ("data_7b.json", data)):
+        path = tmp_path / name
+        path.write_text(json.dumps(changed(name, changes or {}), indent=1))
+        paths.append(str(path))
+    argv = ["--mm-model", paths[0], "--mm-data", paths[1], *FLAGS, *flags]
+    return load_run(argv, world_size, environment or {})
+
+
+def problems(tmp_path, *flags: str, **how) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, *flags, **how)
+    return list(caught.value.problems)
+
+
+def test_derived_numbers(tmp_path):
+    run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
+    assert (run.num_stages, run.data_parallel_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
+    assert (run.precision, run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", "global_tokens", 100, 12.5)
+    run = load(tmp_path, "--tensor-model-parallel-size", "2", "--calculate-per-sample-loss",
+               "--lr-warmup-iters", "3", "--lr-decay-iters", "50")
+    assert (run.data_parallel_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
+    assert (run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("per_sample", 50, 3)
+
+
+def test_run_cannot_be_changed(tmp_path):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(tmp_path).world_size = 3
+
+
+def test_sources_of_the_world_size(tmp_path):
+    assert load(tmp_path, world_size=None, environment={"WORLD_SIZE": "4"}).world_size == 4
+    assert load(tmp_path, "--world-size", "6", world_size=None).world_size == 6
+    assert load(tmp_path, world_size=None, model={f"{VISION}.pipeline_num_layers": [32],
+                                                  f"{LANGUAGE}.pipeline_num_layers": [28]}).world_size == 1
+    found = problems(tmp_path, "--world-size", "6", world_size=None, environment={"WORLD_SIZE": "4"})
+    assert "--world-size is 6, but the launcher started 4 ranks" in found[0]
+    assert "WORLD_SIZE is 'x'" in problems(tmp_path, "--world-size", "2", world_size=None,
+                                           environment={"WORLD_SIZE": "x"})[0]
+
+
+@pytest.mark.parametrize(("flags", "how", "what"), [
+    (["--tensor-model-parallel-size", "8"], {"world_size": 16},
+     "does not divide text_decoder.num_attention_heads = 28"),
+    (["--tensor-model-parallel-size", "8"], {"world_size": 16}, "this model allows 1, 2, 4"),
+    (["--pipeline-model-parallel-size", "4"], {}, "--pipeline-model-parallel-size is 4, but the"),
+    (["--virtual-pipeline-model-parallel-size", "2"], {}, "runs one chunk per stage"),
+    (["--context-parallel-size", "2"], {}, "--context-parallel-size is 2; this version supports 1"),
+    ([], {"world_size": 7}, "The world size is 7, not a multiple of tensor x pipeline parallel size = 1 x 2 = 2; "
+                            "nearest: 6 or 8 ranks"),
+    ([], {"world_size": 1}, "nearest: 2 ranks"),
+    (["--global-batch-size", "6"], {}, "--global-batch-size is 6, not a multiple of --micro-batch-size x data-parallel "
+                                       "size = 1 x 4 = 4; nearest: 4 or 8"),
+    (["--fp16"], {}, "--bf16 and --fp16 are both given"),
+    (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are both given; keep one"),
+    (["--min-lr", "1"], {}, "--min-lr is 1, above --lr = 1e-05"),
+    (["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "3"], {}, "are both given; keep one"),
+    (["--lr-warmup-fraction", "1.5"], {}, "expected at least 0 and less than 1"),
+    (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),
+    (["--adam-beta2", "1"], {}, "expected both below 1"),
+    (["--save-interval", "5"], {}, "--save is missing"),
+    (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
+    (["--overlap-param-gather"], {}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+    (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
+    ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
+     "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
+    ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected both below vocab_size = 1000"),
+    ([], {"model": {f"{LANGUAGE}.pipeline_num_layers": [12, 15]}}, "which sums to 27; expected num_layers = 28"),
+    ([], {"model": {f"{VISION}.pipeline_num_layers": [16, 16], f"{LANGUAGE}.pipeline_num_layers": [1, 27]}},
+     "cannot come before the last ViT layer"),
+    ([], {"model": {f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
+                    f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}}, "have 2 virtual chunks per stage"),
+    ([], {"model": {f"{LANGUAGE}.bf16": False}}, "text_decoder.bf16 is false; change the flag or the file"),
+    ([], {"model": {f"{VISION}.params_dtype": "fp32"}}, "--bf16 is given, which means bf16, but"),
+    ([], {"data": {"dataset_param.preprocess_parameters.image_min_pixels": 300000}}, "above image_max_pixels = 262144"),
+])
+def test_rules_across_files(tmp_path, flags, how, what):
+    found = problems(tmp_path, *flags, **how)
+    assert any(what in problem for problem in found), found
+
+
+def test_problems_of_flags_and_both_files_come_together(tmp_path):
+    found = problems(tmp_path, "--sed", "1", model={f"{LANGUAGE}.num_layer": 3},
+                     data={"dataset_param.attr.role_tags": "x"})
+    assert len(found) == 3
+    for what in ("--seed", "num_layers", "role_tag"):
+        assert any(f"did you mean '{what}'" in problem for problem in found)
+    found = problems(tmp_path, "--min-lr", "1", model={f"{LANGUAGE}.num_layer": 3})
+    assert len(found) == 2
+
+
+def test_files_that_were_not_given_are_told_once():
+    with pytest.raises(UserError) as caught:
+        load_run(FLAGS, 1, {})
+    assert len(caught.value.problems) == 2
+
+
+def test_recompute_flags_count_where_the_json_says_nothing(tmp_path):
+    run = load(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
+               "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
+    assert run.model.vision.recompute.method == "uniform"
+    assert run.model.language.recompute.granularity == "selective"
+
+
+def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
+    run = load(tmp_path, "--load", "nowhere")
+    told = "\n".join(run.notes)
+    for what in ("--load is 'nowhere', which is not a directory", "model_name_or_path", "dataset_dir is './data'",
+                 "dataset is './data/mllm"):
+        assert what in told
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            "--load", "nowhere", *(flag for flag in FLAGS if flag != "--dry-run")]
+    with pytest.raises(UserError) as caught:
+        load_run(argv, 8, {})
+    assert len(caught.value.problems) == 4
+
+
+def test_notes(tmp_path):
+    told = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn").notes)
+    for what in ("--sequence-parallel has no effect with one", "no --load", "no --save", "--loss-scale has no effect",
+                 "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
+        assert what in told
+
+
+def test_another_model_in_the_hf_directory_is_refused(tmp_path):
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
+    found = problems(tmp_path, data={"dataset_param.preprocess_parameters.model_name_or_path": str(directory)})
+    assert "text_decoder.hidden_size  3584  |  2048" in found[0]
+    assert "text_decoder.hidden_size" in problems(tmp_path, "--load", str(directory))[0]
+
+
+def test_resolved_run_is_json_and_complete(tmp_path):
+    run = load(tmp_path, "--global-batch-size", "192")
+    whole = resolved(run)
+    assert json.loads(json.dumps(whole)) == whole
+    assert whole["arguments"]["lr"] == 1e-5
+    assert whole["model"]["language"]["pipeline_num_layers"] == [[12, 16]]
+    assert whole["data"]["attr"]["role_tag"] == "role"
+    derived = ("world_size", "pipeline_model_parallel_size", "data_parallel_size", "num_microbatches", "precision")
+    assert [whole[key] for key in derived] == [8, 2, 4, 48, "bf16"]
+    assert whole["notes"] == list(run.notes)
+
+
+def test_precision_keys_may_be_absent(tmp_path):
+    absent = {f"{tower}.{key}": ABSENT for tower, keys in (
+        (VISION, ("fp16", "bf16", "params_dtype")), ("image_encoder.vision_projector", ("bf16", "params_dtype")),
+        (LANGUAGE, ("bf16", "params_dtype"))) for key in keys}
+    for name, changes in (("model_7b.json", absent), ("data_7b.json", {})):
+        (tmp_path / name).write_text(json.dumps(changed(name, changes)))
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            *(flag for flag in FLAGS if flag != "--bf16")]
+    assert load_run(argv, 2, {}).precision == "fp32"
+    assert load_run([*argv, "--fp16"], 2, {}).precision == "fp16"
+
+
+def test_real_environment_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    load(tmp_path)
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"), *FLAGS]
+    assert run_config.load_run(argv).world_size == 2
+
+
+def refused(argv: list[str], environment: dict[str, str]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_run(argv, environment=environment)
+    return list(caught.value.problems)
+
+
+def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_path):
+    load(tmp_path)
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            *(flag for flag in FLAGS if flag != "--dry-run")]
+    for environment, flags, what in (
+        ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is set, but RANK is not"),
+        ({"RANK": "1"}, (), "RANK is set, but WORLD_SIZE is not"),
+        ({}, ("--world-size", "2"), "--world-size is 2, but no launcher started these ranks"),
+    ):
+        assert any(what in problem for problem in refused([*argv, *flags], environment)), what
+    for environment, flags in (
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ()),
+        ({}, ("--world-size", "2", "--check")),
+    ):
+        told = refused([*argv, *flags], environment)
+        assert len(told) == 3, told  # the paths that are missing
+        assert all("which is not a" in problem for problem in told)
+
+
+def test_missing_paths_are_told_together_with_the_mistakes_of_a_file(tmp_path):
+    load(tmp_path)
+    (tmp_path / "model_7b.json").write_text("{")
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            "--load", "nowhere", "--sed", "1", *(flag for flag in FLAGS if flag != "--dry-run")]
+    told = refused(argv, {})
+    assert len(told) == 6
+    for what in ("--sed is not", "model_7b.json:1", "--load is 'nowhere'", "model_name_or_path", "dataset_dir"):
+        assert any(what in problem for problem in told), what
+
+
+@pytest.mark.parametrize(("flags", "how", "what"), [
+    ((), {"model": {f"{LANGUAGE}.pipeline_num_layers": []}}, "text_decoder.pipeline_num_layers is empty"),
+    (("--adam-eps", "0"), {}, "--adam-eps is 0"),
+    (("--recompute-granularity", "full"), {}, "and --recompute-num-layers, for example"),
+    ((), {"data": {"dataset_param.basic_parameters.mask_history": True,
+                   "dataset_param.basic_parameters.train_on_prompt": True}}, "they exclude each other"),
+])
+def test_refused_before_the_start(tmp_path, flags, how, what):
+    found = problems(tmp_path, *flags, **how)
+    assert len(found) == 1
+    assert what in found[0]

@@ -1,0 +1,196 @@
+import json
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import PREPROCESSOR, photo
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
+
+from mm.data.image import ImageProcessor, image_size, load_image, smart_resize
+from mm.errors import UserError
+
+sides = st.integers(1, 6000)
+
+
+@given(sides, sides, st.sampled_from([28, 32]), st.integers(0, 10**5), st.integers(10**5, 10**7))
+def test_smart_resize_equals_transformers(height, width, factor, min_pixels, max_pixels):
+    try:
+        expected = reference_smart_resize(height, width, factor, min_pixels, max_pixels)
+    except ValueError:
+        with pytest.raises(ValueError, match="200 times"):
+            smart_resize(height, width, factor, min_pixels, max_pixels)
+        return
+    assert smart_resize(height, width, factor, min_pixels, max_pixels) == expected
+
+
+def reference_patches(path, **changes):
+    processor = Qwen2VLImageProcessorPil(**{**PREPROCESSOR, **changes})
+    answer = processor([Image.open(path)], return_tensors="pt")
+    return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
+
+
+def assert_equals_reference(path, hf_directory, max_pixels=300_000):
+    processor = ImageProcessor.from_directory(str(hf_directory), 0, max_pixels)
+    values, grid = processor.patches(load_image(str(path)))
+    expected_values, expected_grid = reference_patches(path, max_pixels=max_pixels)
+    assert grid == expected_grid == processor.image_grid(str(path))
+    assert values.dtype == torch.float32
+    assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (33, 700), (28, 28), (1, 1), (5, 3), (84, 56), (901, 1203), (3000, 17)])
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_patches_equal_transformers_for_photos_of_all_sizes(tmp_path, hf_directory, size, suffix):
+    path = tmp_path / f"photo.{suffix}"
+    photo(*size, seed=sum(size)).save(path)
+    assert_equals_reference(path, hf_directory)
+
+
+def test_patches_equal_transformers_for_every_byte_of_every_channel(tmp_path, hf_directory):
+    ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    pixels = np.zeros((56, 56, 3), dtype=np.uint8)
+    for channel in range(3):
+        pixels[16 * channel : 16 * channel + 16, :16, channel] = ramp
+    Image.fromarray(pixels).save(tmp_path / "ramp.png")
+    assert_equals_reference(tmp_path / "ramp.png", hf_directory)
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("L", "png"), ("1", "png"), ("P", "png"), ("LA", "png"), ("RGBA", "png"), ("CMYK", "jpg"), ("P", "gif"),
+     ("YCbCr", "jpg"), ("RGBA", "webp"), ("RGB", "mpo"), ("RGB", "bmp"), ("RGB", "ppm"), ("CMYK", "tiff")],
+)  # fmt: skip
+def test_patches_equal_transformers_for_every_mode(tmp_path, hf_directory, mode, suffix):
+    image = photo(90, 70, mode="RGB" if mode in ("LA", "RGBA") else mode)
+    if mode in ("LA", "RGBA"):
+        image = image.convert(mode)
+        image.putalpha(photo(90, 70, seed=5, mode="L"))
+    path = tmp_path / f"photo.{suffix}"
+    image.save(path)
+    assert_equals_reference(path, hf_directory)
+
+
+def test_palette_transparency_lies_on_white(tmp_path, hf_directory):
+    path = tmp_path / "palette.png"
+    photo(64, 64).quantize(16).save(path, transparency=3)
+    assert_equals_reference(path, hf_directory)
+
+
+def test_animation_gives_its_first_frame_and_rotation_tags_are_not_applied(tmp_path, hf_directory):
+    frames = [photo(60, 60, seed=seed) for seed in (1, 2)]
+    frames[0].save(tmp_path / "two.gif", save_all=True, append_images=frames[1:])
+    assert_equals_reference(tmp_path / "two.gif", hf_directory)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees
+    photo(90, 40).save(tmp_path / "turned.jpg", exif=exif)
+    assert_equals_reference(tmp_path / "turned.jpg", hf_directory)
+    assert image_size(str(tmp_path / "turned.jpg")) == (40, 90)
+
+
+def write_huge_png(path):
+    """A header that claims 10000 x 10000 pixels, and nothing behind it."""
+    photo(4, 4).save(path)
+    data = bytearray(path.read_bytes())
+    data[16:24] = (10_000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_unusable_files_are_refused_by_name(tmp_path):
+    photo(300, 300).save(tmp_path / "short.jpg", quality=95)
+    (tmp_path / "short.jpg").write_bytes((tmp_path / "short.jpg").read_bytes()[:3000])
+    photo(300, 300).save(tmp_path / "short.png")
+    (tmp_path / "short.png").write_bytes((tmp_path / "short.png").read_bytes()[:3000])
+    (tmp_path / "page.jpg").write_text("<html>not found</html>")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    write_huge_png(tmp_path / "huge.png")
+    Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    photo(8, 8).save(tmp_path / "script.eps")
+    expected = {
+        "short.jpg": "damaged or cut short",
+        "short.png": "damaged or cut short",
+        "page.jpg": "begins with b'<html>",
+        "empty.png": "is empty",
+        "folder.png": "no regular file",
+        "huge.png": "10000 x 10000 pixels",
+        "deep.png": "more than 8 bits",
+        "script.eps": "no image in one of the formats",
+        "absent.png": "No such file",
+    }
+    for name, message in expected.items():
+        with pytest.raises(UserError, match=message) as error:
+            load_image(str(tmp_path / name))
+        assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_strip_is_refused_by_name(tmp_path, hf_directory):
+    photo(1001, 5).save(tmp_path / "strip.png")
+    processor = ImageProcessor.from_directory(str(hf_directory))
+    with pytest.raises(UserError, match="strip.png: one side is more than 200 times"):
+        processor.image_grid(str(tmp_path / "strip.png"))
+
+
+def test_the_tighter_pixel_bound_holds_and_0_is_none(hf_directory):
+    def bounds(min_pixels, max_pixels):
+        processor = ImageProcessor.from_directory(str(hf_directory), min_pixels, max_pixels)
+        return processor.min_pixels, processor.max_pixels
+
+    assert bounds(0, 0) == (3136, 12845056)
+    assert bounds(1024, 262144) == (3136, 262144)
+    assert bounds(10_000, 10**9) == (10_000, 12845056)
+    with pytest.raises(UserError, match="image_max_pixels = 1000 .* 3136 is above the upper bound 1000"):
+        bounds(0, 1000)
+
+
+def test_constants_come_from_where_transformers_reads_them(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
+    saved = Qwen2VLImageProcessorPil(**{**PREPROCESSOR, "max_pixels": 50_000}).to_dict()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": saved}))
+    processor = ImageProcessor.from_directory(str(tmp_path))
+    assert (processor.min_pixels, processor.max_pixels) == (3136, 50_000)
+    assert processor.mean == tuple(PREPROCESSOR["image_mean"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"do_resize": False}, "do_resize is False"), ({"resample": 2}, "resample is 2"),
+     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "has no merge_size")],
+)  # fmt: skip
+def test_unknown_settings_are_refused(tmp_path, change, message):
+    values = {key: value for key, value in {**PREPROCESSOR, **change}.items() if value is not None}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        ImageProcessor.from_directory(str(tmp_path))
+
+
+def test_a_directory_without_settings_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no preprocessor_config.json"):
+        ImageProcessor.from_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
+    ({"merge_size": 0}, "merge_size is 0"),
+    ({"image_mean": [0.5]}, "image_mean is \\[0.5\\]; expected three numbers"),
+    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]"),
+    ({"min_pixels": "5"}, "min_pixels is '5'"),
+    ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
+])
+def test_settings_that_are_no_numbers_are_refused(tmp_path, change, message):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
+    with pytest.raises(UserError, match=message):
+        ImageProcessor.from_directory(str(tmp_path))
+
+
+def test_settings_that_are_no_object_are_refused(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text("[1]")
+    with pytest.raises(UserError, match="expected an object with the processor's settings"):
+        ImageProcessor.from_directory(str(tmp_path))

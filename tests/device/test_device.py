@@ -1,0 +1,69 @@
+"""The device is found by itself, and what is patched is exactly the declared table."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mm.device.device import COMMON_SHIMS, CPU_SHIMS, Device
+from mm.errors import UserError
+
+
+def test_every_shim_target_exists_and_has_a_reason() -> None:
+    Device.pick("cpu")  # importing megatron needs it
+    for shim in CPU_SHIMS + COMMON_SHIMS:
+        module_name, attribute = shim.target.split(":")
+        owner: object = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            owner = getattr(owner, name)
+        assert owner is shim.replacement, f"{shim.target} is not patched"
+        assert len(shim.reason) > 10
+    targets = [shim.target for shim in CPU_SHIMS + COMMON_SHIMS]
+    assert len(set(targets)) == len(targets)
+
+
+def test_tensors_keep_their_meaning_under_the_shims() -> None:
+    Device.pick("cpu")
+    x = torch.ones(2)
+    assert x.cuda() is x
+    assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert x.type(torch.float64).dtype == torch.float64
+    assert torch.arange(2).type() == "torch.LongTensor"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="torch sees no CUDA device"):
+        Device.pick("cuda")
+    with pytest.raises(UserError, match="expected auto, npu, cuda or cpu"):
+        Device.pick("tpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="needs a machine without torch_npu")
+def test_npu_without_torch_npu_is_refused() -> None:
+    with pytest.raises(UserError, match="torch_npu is not installed"):
+        Device.pick("npu")
+
+
+def test_foreach_norm_equals_torch() -> None:
+    Device.pick("cpu")
+    norm = importlib.import_module("megatron.core.optimizer.clip_grads").l2_norm_impl
+    tensors = [torch.randn(3, 4), torch.randn(7), torch.randn(2).bfloat16()]
+    expected = torch.linalg.vector_norm(torch.cat([t.float().flatten() for t in tensors]))
+    torch.testing.assert_close(norm(0, None, [tensors], False)[0], expected.reshape(1))
+
+
+def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object) -> None:
+    from mm.device.device import _npu_rms_norm, _npu_swiglu, _rms_norm, _swiglu
+
+    x, weight = torch.randn(5, 8), torch.randn(8)
+    torch.testing.assert_close(_npu_rms_norm(x, weight, 1e-6), _rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(_npu_swiglu(x), _swiglu(x))
+
+
+def test_megatron_is_not_imported_before_the_device_is_picked() -> None:
+    program = "import sys, mm.train, mm.device.device; print([m for m in sys.modules if m.split('.')[0] == 'megatron'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,184 @@
+"""The NPU path against the stand-in torch_npu: how the device is picked, and the whole model on the NPU's kernels.
+
+What it cannot show: the operators' own arithmetic and speed, and HCCL.  Those need an NPU.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mm.totals import BatchTotals
+from mm.device.device import Device, Kernels
+from mm.placement import Placement
+from mm.step_plan import MessageShapes, StepPlan
+from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+LOSS_TOLERANCE = 1e-6  # measured 0
+GRADIENT_TOLERANCE = 1e-5  # measured 2.0e-6, relative, by norm of each gradient
+# measured 4.2e-6: Adam's first update is the sign of the gradient, and rounding decides the sign of some elements
+WEIGHT_TOLERANCE = 1e-4
+
+
+# Picking the device, in a process of its own: it patches torch
+
+PICK = """
+import json, os, sys
+from mm.device.device import Device
+device = Device.pick(sys.argv[1])
+before = sys.modules["torch_npu.contrib.transfer_to_npu"].LOADED_BEFORE
+import torch
+print(json.dumps({
+    "kind": device.kind, "index": device.index, "backend": device.backend, "name": device.name,
+    "torch_device": str(device.torch_device), "chosen": torch.npu.current_device(),
+    "megatron asks for": torch.cuda.current_device(), "megatron was there before": "megatron" in before,
+    "attention": device.kernels.attention.__name__, "rms_norm": device.kernels.rms_norm.__name__,
+    "swiglu": device.kernels.swiglu.__name__, "memory": device.max_memory_bytes(),
+}))
+device.synchronize()
+"""
+
+
+def pick(wanted: str, **environment: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(STAND_INS)])
+    return subprocess.run(
+        [sys.executable, "-c", PICK, wanted], env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", ["npu", "auto"])
+def test_the_npu_is_picked_and_prepared_before_megatron(wanted: str) -> None:
+    done = pick(wanted, LOCAL_RANK="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "kind": "npu", "index": 1, "backend": "hccl", "name": "Ascend910B3", "torch_device": "npu:1", "chosen": 1,
+        "megatron asks for": 1, "megatron was there before": False,
+        "attention": "npu_attention", "rms_norm": "_npu_rms_norm", "swiglu": "_npu_swiglu", "memory": 0,
+    }  # fmt: skip
+
+
+def test_an_npu_that_is_not_there_is_an_error() -> None:
+    done = pick("npu", LOCAL_RANK="5")
+    assert done.returncode == 1 and "invalid device index 5" in done.stderr
+
+
+# The whole model on the NPU's kernels
+
+
+@pytest.fixture(scope="module")
+def npu_kernels(torch_npu: object) -> Kernels:
+    from mm.device.device import _npu_rms_norm, _npu_swiglu, npu_attention
+
+    return Kernels(npu_attention, _npu_rms_norm, _npu_swiglu)
+
+
+@pytest.fixture(scope="module")
+def cpu(torch_npu: object) -> Device:
+    """The CPU with a process group of one."""
+    device = Device.pick("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
+
+
+def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
+    """One step of the small model on one stage: loss, gradients and updated weights by name."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mm.config import flags as arguments
+    from mm.parallel import mesh as parallel
+    from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
+    from mm.model.stage import build_stage
+    from mm.weights.table import stage_weights
+    from mm.training.optimizer import build_optimizer, optimizer_step
+    from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
+
+    config = our_config(((4,),), ((4,),), freeze=freeze)
+    placement = Placement.from_config(config)
+    args = arguments.parse([
+        "--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
+        "--mm-model", "m.json", "--mm-data", "d.json",
+    ])  # fmt: skip
+    mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    try:
+        settings = parallel_config(mesh, "fp32")
+        stage = build_stage(config, placement, 0, settings, device)
+        tensors = hf_tensors(hf_model())
+        with torch.no_grad():
+            for weight in stage_weights(config, placement[0], placement):
+                stage.get_parameter(weight.name).copy_(whole(weight, tensors))
+        model = DistributedDataParallel(settings, ddp_config(args), stage)
+        optimizer = build_optimizer(optimizer_config(args, "fp32"), model, mesh)
+        bind_schedule(model, mesh)
+        generator = torch.Generator().manual_seed(3)
+        samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]
+        batches = tuple(microbatch(samples[start : start + 2]) for start in range(0, len(samples), 2))
+        plan = StepPlan(batches, BatchTotals.of(list(batches), config.vision))
+        communicator = PipelineCommunicator(mesh, placement, MessageShapes.of(config), settings, torch.device("cpu"))
+        loss = run_schedule(model, plan, communicator, mesh, torch.device("cpu"))
+        trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        gradients = {name: p.main_grad.clone() for name, p in trained.items()}
+        optimizer_step(optimizer, 1e-3)
+        return float(loss), gradients, {name: p.detach().clone() for name, p in trained.items()}
+    finally:
+        parallel.stop_mesh()
+
+
+def worst_error(ours: dict, expected: dict) -> float:
+    """Largest relative error of a tensor, by norm."""
+    assert ours.keys() == expected.keys() and ours
+    return max(float((ours[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+@pytest.mark.parametrize("freeze", [(), ("vision", "language")], ids=["everything", "only the projector"])
+def test_the_model_trains_the_same_on_the_npu_kernels(cpu: Device, npu_kernels: Kernels, freeze: tuple) -> None:
+    loss, gradients, weights = train(dataclasses.replace(cpu, kernels=npu_kernels), freeze)
+    expected_loss, expected_gradients, expected_weights = train(cpu, freeze)
+    assert abs(loss - expected_loss) <= LOSS_TOLERANCE * expected_loss
+    assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
+    assert worst_error(weights, expected_weights) <= WEIGHT_TOLERANCE
+
+
+def test_every_operator_of_the_npu_is_used(cpu: Device, npu_kernels: Kernels, torch_npu: object, monkeypatch) -> None:
+    """So that the test above does not compare the CPU's kernels with themselves."""
+    calls = Counter()
+    for name in ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu"):
+        operator = getattr(torch_npu, name)
+
+        @functools.wraps(operator)
+        def counted(*args, _name=name, _operator=operator, **kwargs):
+            calls[_name, args[4] if len(args) > 4 else None] += 1
+            return _operator(*args, **kwargs)
+
+        monkeypatch.setattr(torch_npu, name, counted)
+    train(dataclasses.replace(cpu, kernels=npu_kernels))
+    num_vision_calls, num_language_calls = 4 * 3, 4 * 3  # layers x microbatches; all three have images
+    assert calls["npu_swiglu", None] == num_vision_calls + num_language_calls
+    assert calls["npu_rms_norm", None] == 2 * (num_vision_calls + num_language_calls) + 3 + 3  # projector, final norm
+    assert calls["npu_fusion_attention", "TND"] >= num_language_calls
+    assert calls["npu_fusion_attention", "BSND"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("npu_rms_norm", {"eps": 1e-6}), ("npu_swiglu", {"axis": -1}), ("npu_fusion_attention", {"causal": True})],
+)
+def test_the_stand_in_refuses_arguments_that_torch_npu_has_not(torch_npu: object, name: str, options: dict) -> None:
+    x = torch.randn(4, 2, 8)
+    required = {"npu_rms_norm": (x, x[0, 0]), "npu_swiglu": (x,), "npu_fusion_attention": (x, x, x, 2, "TND")}[name]
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(options))}'"):
+        getattr(torch_npu, name)(*required, **options)

@@ -1,0 +1,75 @@
+"""Counts over a batch against counting one by one."""
+
+from dataclasses import astuple, fields
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm.batch import IGNORE_INDEX, Microbatch
+from mm.totals import BatchTotals, targets_per_segment
+from mm.model.positions import plan_vision
+from tests.tiny import our_config
+
+fast = settings(max_examples=40, deadline=None)
+VISION = our_config(((4,),), ((4,),)).vision  # windows of 56 pixels: 4 x 4 patches
+
+segments = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), max_size=5)
+"""For each sample, which of its tokens are targets."""
+grids = st.lists(
+    st.tuples(st.integers(1, 2), st.integers(1, 5).map(lambda n: 2 * n), st.integers(1, 5).map(lambda n: 2 * n)),
+    max_size=3,
+)
+microbatches = st.lists(st.tuples(segments, grids), max_size=3)
+
+
+def build(is_target: list[list[bool]], image_grids: list[tuple[int, int, int]]) -> Microbatch:
+    flat = torch.tensor([target for sample in is_target for target in sample], dtype=torch.bool)
+    labels = torch.where(flat, 7, IGNORE_INDEX)
+    return Microbatch(
+        token_ids=torch.zeros(len(flat), dtype=torch.int64),
+        labels=labels,
+        positions=torch.zeros(3, len(flat), dtype=torch.int64),
+        segment_lengths=tuple(len(sample) for sample in is_target),
+        image_grids=tuple(image_grids),
+        pixel_values=None,
+    )
+
+
+@fast
+@given(drawn=microbatches)
+def test_counts(drawn) -> None:
+    totals = BatchTotals.of([build(*one) for one in drawn], VISION)
+    samples = [sample for is_target, _ in drawn for sample in is_target]
+    images = [grid for _, image_grids in drawn for grid in image_grids]
+    windows = [length for grid in images for length in plan_vision((grid,), 14, 2, 56).window_lengths]
+    assert totals == BatchTotals(
+        num_samples=len(samples),
+        num_tokens=sum(1 for sample in samples for _ in sample),
+        num_patches=sum(1 for t, h, w in images for _ in range(t * h * w)),
+        num_images=len(images),
+        num_target_tokens=sum(1 for sample in samples for target in sample if target),
+        num_target_samples=sum(1 for sample in samples if any(sample)),
+        num_causal_pairs=sum(1 for s in samples for query in range(len(s)) for key in range(len(s)) if key <= query),
+        num_image_pairs=sum((h * w) ** 2 for t, h, w in images for _ in range(t)),
+        num_window_pairs=sum(length**2 for length in windows),
+    )
+
+
+@fast
+@given(drawn=microbatches, cut=st.integers(0, 3))
+def test_counts_of_a_global_batch_are_the_sums_over_its_parts(drawn, cut: int) -> None:
+    batch = [build(*one) for one in drawn]
+    parts = [astuple(BatchTotals.of(part, VISION)) for part in (batch[:cut], batch[cut:])]
+    assert astuple(BatchTotals.of(batch, VISION)) == tuple(sum(pair) for pair in zip(*parts, strict=True))
+
+
+def test_nothing_counts_nothing() -> None:
+    assert astuple(BatchTotals.of([], VISION)) == (0,) * len(fields(BatchTotals))
+
+
+@fast
+@given(is_target=segments)
+def test_targets_per_segment(is_target) -> None:
+    found = targets_per_segment(build(is_target, []))
+    assert found.dtype == torch.int64 and found.tolist() == [sum(sample) for sample in is_target]

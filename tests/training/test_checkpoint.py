@@ -1,0 +1,381 @@
+"""Training checkpoints: bit-exact resume, any layout from any other, and nothing that can go wrong goes unnoticed.
+
+One launch of two processes runs every scenario that needs processes; the rest reads what it wrote.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from checkpoint.formats import training as files
+from checkpoint.formats.training_reader import CheckpointReader, export_hf
+from mm.errors import UserError
+from checkpoint.formats.spelling import published_name
+from mm.weights.table import model_weights
+from tests import tiny
+from tests.launch import torchrun
+
+LOSS_TOLERANCE = 1e-5
+BF16_LOSS_TOLERANCE = 2e-3
+"""Sums in another order, in bf16."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the worker wrote.  Its last act is to die in a save, so the launch must fail."""
+    directory = tmp_path_factory.mktemp("state")
+    for name, tied in (("hf", False), ("hf-tied", True)):
+        tiny.hf_model(tied).save_pretrained(directory / name)
+    with pytest.raises(AssertionError) as failure:
+        torchrun(2, "tests.parallel.state_worker", str(directory))
+    assert (directory / "results.json").is_file(), failure.value
+    assert f"exitcode: -{int(signal.SIGXFSZ)}" in str(failure.value)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> dict:
+    return json.loads((directory / "results.json").read_text())
+
+
+# Scenarios of the worker
+
+
+SAME_LAYOUT = (
+    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-fp16", "dp2-vision-frozen",
+    "tp2", "tp2-bf16", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_LAYOUT)
+def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
+    measured = results["resume"][name]
+    assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2
+    assert measured["different"] == [] and measured["num_compared"] > 20
+    assert measured["is_random_equal"]
+    assert measured["progress"] == {"iteration": 2, "consumed_samples": 8, "notes": []}
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen"])
+def test_any_layout_goes_on_from_any_other(name: str, results: dict) -> None:
+    tolerance = BF16_LOSS_TOLERANCE if name == "bf16" else LOSS_TOLERANCE
+    for measured in results["reshard"][name]:
+        assert measured["different"] == [] and measured["num_compared"] > 100
+        assert measured["resumed_losses"] == pytest.approx(measured["losses"], rel=tolerance)
+        if name != "bf16":  # its last two layouts differ in the optimizer only
+            assert "random states are not restored" in measured["notes"][0]
+
+
+def test_a_bf16_checkpoint_goes_on_in_fp32_from_its_fp32_copies(results: dict) -> None:
+    assert results["to_fp32"] == []
+
+
+def test_refusals_are_the_same_on_all_ranks_and_say_how_to_mend(results: dict) -> None:
+    found = results["refusals"]
+    for problems in found.values():
+        assert problems[0] == problems[1] and problems[0]
+    (freezing,) = found["other freezing"][0]
+    assert "image_encoder.encoder.patch_embed.proj.weight and" in freezing
+    assert "--no-load-optim" in freezing and "--finetune" in freezing
+    assert "--no-load-optim" in found["no optimizer state"][0][0]
+    assert "complete ones in" in found["missing"][0][0] and ": 1." in found["missing"][0][0]
+    fields = [problem.split(" = ")[0].split(" with ")[1] for problem in found["other model"][0]]
+    assert fields == ["text_decoder.layernorm_epsilon", "text_decoder.rope_theta"]
+
+
+def test_weights_alone(results: dict) -> None:
+    found = results["without_optimizer"]
+    for measured in found.values():
+        assert measured["different"] == measured["stale_masters"] == measured["moments"] == []
+    assert found["no_load_optim"]["progress"] == [2, 8]
+    assert found["finetune"]["progress"] == [0, 0]
+
+
+def test_damage_is_named_on_all_ranks(results: dict) -> None:
+    (problem,), other = results["damage"]
+    assert other == [problem]
+    assert "weights_tp01_pp00.safetensors: text_decoder.output_layer.weight is damaged" in problem
+
+
+def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict) -> None:
+    found = results["disk_full"]
+    (problem,), other = found["problems"]
+    assert other == [problem]
+    assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
+    assert found["left"] == ["iter_0000000", files.LATEST_FILE]
+    assert found["resumed"] == [0, 0] and found["later"] == [1, 4]
+
+
+def test_old_checkpoints_are_deleted_beyond_the_number_to_keep(results: dict) -> None:
+    assert results["retention"] == ["iter_0000003", "iter_0000004", files.LATEST_FILE]
+
+
+def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:
+    assert results["random_weights"]["tp2"] == results["random_weights"]["dp2"] == []
+    drawn = results["random_weights"]["seed"]
+    assert len(drawn) == 37 and not any("norm" in name or "bias" in name for name in drawn)
+
+
+def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: Path) -> None:
+    folder, notes = files.find_checkpoint(directory / "killed")
+    assert folder.name == "iter_0000000"
+    read_everything(folder)
+    (note,) = notes
+    assert "iter_0000001.tmp-" in note and "left over from an interrupted save" in note
+
+
+# Export
+
+
+@pytest.mark.parametrize("tied", ["", "-tied"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
+    base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
+    export_hf(checkpoint, base, tmp_path / "out", hf_config(bool(tied)), overwrite=False)
+    expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    model, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[published_name(name)]), name
+
+
+def hf_config(tied: bool):
+    model = tiny.our_config(((4,),), ((4,),), tied)
+    return dataclasses.replace(model, vision=dataclasses.replace(model.vision, tokens_per_second=4))
+
+
+def test_export_refuses_another_model(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="untie_embeddings_and_output_weights"):
+        export_hf(directory / "tp2", directory / "hf", tmp_path / "out", hf_config(tied=True), overwrite=False)
+
+
+# What --load points at
+
+
+def test_load_kinds(directory: Path, tmp_path: Path) -> None:
+    assert files.find_load_kind(directory / "hf") == "hf"
+    assert files.find_load_kind(directory / "tp2") == "training"
+    assert files.find_load_kind(directory / "tp2" / "iter_0000000") == "training"
+    with pytest.raises(UserError, match="does not exist"):
+        files.find_load_kind(tmp_path / "none")
+    with pytest.raises(UserError, match="neither a Hugging Face directory .* it holds nothing"):
+        files.find_load_kind(tmp_path)
+    (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "mindspeed" / files.LATEST_FILE).write_text("release")
+    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    (tmp_path / "mindspeed" / files.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
+    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    with pytest.raises(UserError, match="holds the ranks of one checkpoint; give the directory above"):
+        files.find_load_kind(tmp_path / "mindspeed" / "release")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="LoRA adapter"):
+        files.find_load_kind(tmp_path / "adapter")
+    (tmp_path / "broken" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "broken" / files.LATEST_FILE).write_text("5\n")
+    with pytest.raises(UserError, match="iter_0000005 has no manifest.json"):
+        files.find_load_kind(tmp_path / "broken")
+
+
+# Damage and interruption, on the files alone
+
+
+def read_everything(folder: Path) -> None:
+    """Every weight and moment whole, and every random state."""
+    reader = CheckpointReader(folder)
+    tied = not reader.manifest.model["language"]["untie_embeddings_and_output_weights"]
+    for weight in model_weights(tiny.our_config(((4,),), ((4,),), tied)):
+        for part in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            if reader.has(weight, part):
+                reader.read(weight, part, 1, 0)
+    for piece in reader.manifest.pieces:
+        if piece.part == "random":
+            reader.read_random(piece.name)
+
+
+@pytest.fixture
+def checkpoint(directory: Path, tmp_path: Path) -> Path:
+    """A copy of a distributed bf16 checkpoint, to be harmed."""
+    source, _ = files.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
+    return Path(shutil.copytree(source, tmp_path / source.name))
+
+
+def test_every_flipped_bit_is_found_and_named(checkpoint: Path) -> None:
+    read_everything(checkpoint)
+    chooser = random.Random(0)
+    paths = sorted(checkpoint.glob("*.safetensors"))
+    assert len(paths) == 5
+    for _ in range(50):
+        path = chooser.choice(paths)
+        content = bytearray(path.read_bytes())
+        position, bit = chooser.randrange(len(content)), 1 << chooser.randrange(8)
+        content[position] ^= bit
+        path.write_bytes(content)
+        start = 8 + int.from_bytes(content[:8], "little")
+        with pytest.raises(UserError, match=path.name) as found:
+            read_everything(checkpoint)
+        content[position] ^= bit
+        path.write_bytes(content)
+        if position >= start:
+            assert f"{key_at(path, position - start)} is damaged" in str(found.value)
+    read_everything(checkpoint)
+
+
+def key_at(path: Path, offset: int) -> str:
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header.pop("__metadata__")
+    return next(key for key, entry in header.items() if entry["data_offsets"][0] <= offset < entry["data_offsets"][1])
+
+
+def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None:
+    one, other = (checkpoint / f"optimizer_tp00_pp00_dp{rank:02d}.safetensors" for rank in (0, 1))
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[0][:-1])
+    with pytest.raises(UserError, match="optimizer_tp00_pp00_dp00.safetensors"):
+        read_everything(checkpoint)
+    one.write_bytes(contents[1])
+    other.write_bytes(contents[0])
+    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp0\d.safetensors"):
+        read_everything(checkpoint)
+    other.unlink()
+    one.write_bytes(contents[0])
+    with pytest.raises(UserError, match="optimizer_tp00_pp00_dp01.safetensors"):
+        read_everything(checkpoint)
+
+
+def test_a_damaged_or_foreign_manifest_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / files.MANIFEST_FILE
+    text = path.read_text()
+    for changed, problem in (
+        (text.replace('"consumed_samples": 8', '"consumed_samples": 9'), "is damaged"),
+        (text[:-20], "cannot be read"),
+        ("[]", "is damaged"),
+    ):
+        assert changed != text
+        path.write_text(changed)
+        with pytest.raises(UserError, match=f"manifest.json {problem}"):
+            CheckpointReader(checkpoint)
+
+
+def manifest(iteration: int, pieces: list[files.Piece]) -> files.Manifest:
+    return files.Manifest(iteration, 0, 1, 1, 1, {}, None, {}, tuple(pieces))
+
+
+def write_small(directory: Path, iteration: int, value: float) -> None:
+    """A whole save of two small files."""
+    temporary = files.begin(directory, iteration, 100)
+    pieces = []
+    for name in ("a", "b"):
+        tensor = torch.full((3,), value)
+        piece = files.Piece.of(tensor, f"{name}.safetensors", name, "random")
+        pieces += files.write_pieces(temporary, piece.file, [(piece, tensor)])
+    files.commit(temporary, manifest(iteration, pieces))
+
+
+def small_value(directory: Path) -> tuple[str, float]:
+    folder, _ = files.find_checkpoint(directory)
+    reader = CheckpointReader(folder)
+    values = {float(value) for name in ("a", "b") for value in reader.read_random(name)}
+    assert len(values) == 1
+    return folder.name, values.pop()
+
+
+CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink")
+
+
+def run_killed(action, after: int) -> bool:
+    """Run ``action`` in a process that kills itself right before its ``after``-th change to the disk.
+
+    Returns whether it was killed; it was not when it makes fewer changes.
+    """
+    child = os.fork()
+    if child == 0:
+        remaining = after
+
+        def dying(real):
+            def call(*arguments, **options):
+                nonlocal remaining
+                remaining -= 1
+                if remaining == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+            return call
+
+        with contextlib.suppress(BaseException):
+            for name in CHANGES_DISK:
+                setattr(os, name, dying(getattr(os, name)))
+            action()
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
+def test_a_save_killed_at_any_point_leaves_a_whole_checkpoint(iteration: int, tmp_path: Path) -> None:
+    outcomes, point = [], 0
+    was_killed = True
+    while was_killed:
+        point += 1
+        directory = tmp_path / str(point)
+        write_small(directory, 10, 1.0)
+        was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
+        outcomes.append(small_value(directory)[1])
+        write_small(directory, iteration, 3.0)  # whatever was left over does not disturb the next save
+        assert small_value(directory) == (files.iteration_name(iteration), 3.0)
+    assert point > 15
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
+
+
+def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path: Path) -> None:
+    write_small(tmp_path, 10, 1.0)
+    write_small(tmp_path, 20, 2.0)
+    (tmp_path / files.LATEST_FILE).unlink()
+    folder, (note,) = files.find_checkpoint(tmp_path)
+    assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
+    assert files.find_checkpoint(tmp_path, 10)[0].name == "iter_0000010"
+    (tmp_path / files.LATEST_FILE).write_text("ten")
+    with pytest.raises(UserError, match="expected the number of an iteration"):
+        files.find_checkpoint(tmp_path)
+
+
+def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
+        files.begin(tmp_path / "new", 1, 10**18)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_modes_of_files_and_directories(tmp_path: Path) -> None:
+    write_small(tmp_path / "new", 10, 1.0)
+    folder = tmp_path / "new" / "iter_0000010"
+    allowed = 0o777 & ~current_umask()
+    assert folder.stat().st_mode & 0o777 == 0o750 & allowed
+    assert all(path.stat().st_mode & 0o777 == 0o640 & allowed for path in folder.iterdir())
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_remove_takes_checkpoints_only(tmp_path: Path) -> None:
+    write_small(tmp_path / "new", 10, 1.0)
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    assert files.complete_iterations(tmp_path / "new") == [10]
+    files.remove(tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]

@@ -1,0 +1,65 @@
+"""The log line keeps its shape: the peer's awk finds what it looks for."""
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from mm.config.flags import parse
+from mm.training.metrics import MetricsWriter, StepMetrics, log_line
+
+STEP = StepMetrics(
+    iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87,
+    global_batch_size=192, num_tokens=192 * 689, num_target_tokens=1000, num_patches=4000, num_images=100,
+    tokens_per_second_per_device=100.0, model_flops_per_second_per_device=1e12, mfu=None, max_memory_bytes=1,
+    updated=True, num_skipped=0,
+)  # fmt: skip
+
+
+def _awk(line: str, program: str, separator: str) -> str:
+    return subprocess.run(
+        ["awk", "-F", separator, program], input=line, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_peers_awk_reads_the_line() -> None:
+    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
+    field = _awk(line, "{print$5}", ":")
+    assert _awk(field, "{print$1}", "|") == "870.0"
+    tokens = _awk(line, "{print$2}", "tokens per sample:")
+    assert _awk(tokens, "{print$1}", "|") == "689.0"
+
+
+def test_the_line_is_the_peers_to_the_letter() -> None:
+    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
+    assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
+        " [TIME] iteration        5/   10000 | consumed samples:          960 | elapsed time per iteration (ms): 870.0 "
+        "| learning rate: 1.000000E-05 | global batch size:   192 | tokens per sample: 689.0 | loss: 1.250000E+00 "
+        "| loss scale: 1.0 | grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    assert "tokens per sample" not in log_line(STEP, 10000, 1.0, 1.25, log_tps=False, log_throughput=False)
+
+
+def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:
+    args = parse([
+        "--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
+        "--lr", "1", "--log-dir", str(tmp_path), "--log-interval", "2", "--tensorboard-dir", str(tmp_path / "board"),
+    ])  # fmt: skip
+    first = MetricsWriter(args, {"a": 1}, 0)
+    for iteration in range(1, 6):
+        first.write(replace(STEP, iteration=iteration))
+    first.close()
+    assert capsys.readouterr().out.count("elapsed time per iteration") == 2
+    second = MetricsWriter(args, {"a": 1}, 3)
+    for iteration in range(4, 8):
+        second.write(replace(STEP, iteration=iteration, loss=9.0))
+    second.close()
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 8))
+    assert [row["loss"] for row in rows] == [1.25] * 3 + [9.0] * 4
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
+    MetricsWriter(args, {}, 0).close()
+    aside = [path for path in tmp_path.glob("metrics_*.jsonl")]
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and len(aside[0].read_text().splitlines()) == 7
+    assert list((tmp_path / "board").iterdir())

@@ -1,0 +1,204 @@
+"""What is refused before any device is touched: broken or foreign files, and targets that must not be written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint import convert
+from checkpoint.convert import Options
+from demo.tiny_checkpoint import build
+from mm.errors import UserError
+from mm.training.preflight import file_problems, sample_problems
+from mm.config.run import load_run
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
+from mm.train import main
+from tests.launch import ROOT
+
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A checkpoint, one sample without pictures, and JSON files for one stage."""
+    samples = [{"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]}]
+    (tmp_path / "samples.json").write_text(json.dumps(samples))
+    build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(tmp_path / "hf")
+    data["dataset_param"]["basic_parameters"] |= {
+        "dataset": str(tmp_path / "samples.json"), "dataset_dir": str(tmp_path),
+    }  # fmt: skip
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    model = json.loads((EXAMPLES / "model_tiny.json").read_text())
+    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = [8]
+    model["text_decoder"]["pipeline_num_layers"] = [4]
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    return tmp_path
+
+
+def flags(inputs: Path, *more: str) -> list[str]:
+    return ["--mm-model", str(inputs / "model.json"), "--mm-data", str(inputs / "data.json"),
+            "--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "1", "--lr", "1e-3",
+            "--log-dir", str(inputs / "logs"), *more]
+
+
+def problems(inputs: Path, *more: str) -> list[str]:
+    run = load_run(flags(inputs, *more), environment={})
+    return file_problems(run) + sample_problems(run)
+
+
+def test_a_good_run_has_no_problems_and_nothing_is_written(inputs: Path):
+    before = sorted(inputs.rglob("*"))
+    assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
+                    str(inputs / "new")) == []
+    assert sorted(inputs.rglob("*")) == before
+
+
+def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
+    shutil.copytree(inputs / "hf", inputs / "cut")
+    os.truncate(inputs / "cut/model.safetensors", 1000)
+    (inputs / "full").mkdir()
+    (inputs / "full/file").write_text("mine")
+    (inputs / "hf/preprocessor_config.json").unlink()
+    (inputs / "samples.json").write_text("[{}]")
+    found = problems(inputs, "--load", str(inputs / "cut"), "--export-hf", str(inputs / "full"),
+                     "--save", str(inputs / "data.json"))
+    expected = ("model.safetensors (1000 bytes) is truncated", "has no preprocessor_config.json",
+                "--export-hf: The target", "data.json is a file; give a directory", "samples.json:1: sample 0")
+    assert len(found) == len(expected)
+    for what, problem in zip(expected, found, strict=True):
+        assert what in problem
+    assert (inputs / "full/file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("name", "content", "what"), [
+    ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer"),
+    ("model.safetensors", None, "holds no weights"),
+    ("config.json", None, "is neither a Hugging Face directory"),
+])
+def test_weights_that_cannot_be_loaded(inputs: Path, name, content, what):
+    directory = shutil.copytree(inputs / "hf", inputs / "other")
+    (directory / name).unlink() if content is None else (directory / name).write_text(content)
+    (problem,) = problems(inputs, "--load", str(directory))
+    assert what in problem
+
+
+def test_an_unfinished_checkpoint_is_refused(inputs: Path):
+    (inputs / "save/iter_0000004").mkdir(parents=True)
+    (inputs / "save/latest_checkpointed_iteration.txt").write_text("4")
+    (problem,) = problems(inputs, "--load", str(inputs / "save"))
+    assert "has no manifest.json, so it is not a complete checkpoint" in problem
+
+
+def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
+    """The checkpoint in MindSpeed-MM's layout, on two stages."""
+    layout = Layout(((5, 3),), ((0, 4),), tp_size)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Kind(format)).run(Options(num_workers=1))
+    return inputs / "mm"
+
+
+@pytest.mark.parametrize("format", Format)
+def test_a_converted_directory_is_in_order(inputs: Path, format):
+    assert problems(inputs, "--load", str(converted(inputs, format))) == []
+
+
+def test_every_problem_of_a_converted_directory_is_told_at_once(inputs: Path, capsys):
+    path = converted(inputs, Format.TORCH, tp_size=2)
+    files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
+    for file in files:
+        os.truncate(file, 5000)
+    capsys.readouterr()
+    assert main(flags(inputs, "--check", "--load", str(path), "--save", str(path))) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    for file, problem in zip(files, told[:2], strict=True):
+        assert problem.startswith(f"error: {file} starts like a file of torch.save") and "truncated" in problem
+    assert told[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
+
+
+def test_missing_files_of_a_converted_directory(inputs: Path):
+    path = converted(inputs, tp_size=2)
+    missing = [path / f"release/mp_rank_0{rank}_00{1 - rank}/model.safetensors" for rank in (1, 0)]
+    for file in missing:
+        file.unlink()
+    found = problems(inputs, "--load", str(path))
+    assert found == [f"{file} is missing; copy the directory again, or correct the layout." for file in missing]
+
+
+def test_a_converted_directory_of_another_model(inputs: Path):
+    path = converted(inputs)
+    model = json.loads((inputs / "model.json").read_text())
+    model["text_decoder"]["rope_theta"] = 5.0
+    model["image_encoder"]["vision_encoder"]["fullatt_block_indexes"] = [1]
+    (inputs / "model.json").write_text(json.dumps(model))
+    config = json.loads((inputs / "hf/config.json").read_text())  # the processor's, which is of the model JSON
+    config["rope_theta"] = 5.0
+    config["vision_config"]["fullatt_block_indexes"] = [1]
+    (inputs / "hf/config.json").write_text(json.dumps(config))
+    found = problems(inputs, "--load", str(path))
+    assert len(found) == 2 and all(problem.startswith(f"{path}: ") for problem in found)
+    assert "image_encoder.vision_encoder.fullatt_block_indexes = [3, 7], but the model JSON says [1]" in found[0]
+    assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 5.0" in found[1]
+
+
+def test_a_directory_that_mindspeed_trained_needs_finetune(inputs: Path):
+    path = converted(inputs, Format.TORCH)
+    (path / "manifest.json").unlink()
+    (path / "release").rename(path / "iter_0000100")
+    (path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert problems(inputs, "--load", str(path), "--finetune") == []
+    (problem,) = problems(inputs, "--load", str(path))
+    assert "add --finetune" in problem
+
+
+def test_checking_imports_no_megatron():
+    code = "import sys, mm.training.preflight; print([name for name in sys.modules if name.startswith('megatron')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written(inputs: Path):
+    (inputs / "locked").mkdir(mode=0o500)
+    (problem,) = problems(inputs, "--save", str(inputs / "locked/save"))
+    assert "--save" in problem and "cannot be written" in problem
+
+
+def test_what_is_missing_is_left_to_the_notes_of_a_dry_run(inputs: Path):
+    shutil.rmtree(inputs / "hf")
+    (inputs / "samples.json").unlink()
+    assert problems(inputs, "--dry-run", "--load", "nowhere", "--export-hf", str(inputs / "new")) == []
+    with pytest.raises(UserError):
+        problems(inputs, "--check")
+
+
+def test_check_says_all_is_well_or_ends_with_status_2(inputs: Path, capsys):
+    assert main(flags(inputs, "--check")) == 0
+    assert "in order" in capsys.readouterr().out
+    (inputs / "samples.json").write_text("[{}]")
+    assert main(flags(inputs, "--check")) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ") and "samples.json:1" in told.err
+
+
+def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inputs: Path):
+    environment = os.environ | {
+        "PYTHON": sys.executable, "MM_MODEL": str(inputs / "model.json"), "MM_DATA": str(inputs / "data.json"),
+        "LOAD_PATH": str(inputs / "nowhere"), "SAVE_PATH": str(inputs / "save"), "LOG_DIR": str(inputs / "logs"),
+        "PP": "1", "LR": "fast", "MASTER_PORT": "29555",
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh")], env=environment, cwd=inputs,
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 2
+    assert "--lr is 'fast'" in done.stderr and "--load is" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert not (inputs / "logs").exists() and not (inputs / "save").exists()

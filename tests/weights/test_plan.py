@@ -1,0 +1,107 @@
+"""The plan covers every byte once, for all real sizes, from config alone."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint.formats.mindspeed_target import mm_targets
+from mm.weights.plan import Plan, make_plan
+from mm.config.model import ModelConfig, load_model
+from mm.errors import UserError
+from mm.weights.cut import cut_dim, shard_runs
+from mm.weights.table import local_shape, model_weights
+from mm.placement import layout_problems
+from checkpoint.formats.slots import Kind
+from mm.weights.views import ModelRun, Stored, View
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
+PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
+"""Of the published models; 3B without its head, which is the embedding."""
+
+
+def hf_views(model: ModelConfig) -> list[View]:
+    """A single file that holds every Hugging Face tensor."""
+    views, offset = [], 8
+    for weight in model_weights(model):
+        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+            stored = Stored("model.safetensors", name, torch.bfloat16, shape, offset)
+            dim = cut_dim(weight)
+            views.append(View(stored, dim, (ModelRun(name, 0, shape[dim]),)))
+            offset += stored.num_bytes
+    return views
+
+
+def plan_of(model: ModelConfig, tp_size: int) -> tuple[Plan, list[View], list[View]]:
+    sources = hf_views(model)
+    dtypes = {view.stored.name: torch.bfloat16 for view in sources}
+    targets, files = mm_targets(model, tp_size, Kind(), dtypes)
+    return make_plan(sources, targets, files), sources, targets
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_real_sizes(size: str, tp_size: int):
+    model = load_model(EXAMPLES / f"model_{size}.json")
+    assert not layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
+                               model.vision.num_layers, model.language.num_layers)
+    if model.language.num_query_groups % tp_size:
+        with pytest.raises(UserError, match="does not divide"):
+            plan_of(model, tp_size)
+        return
+    plan, sources, targets = plan_of(model, tp_size)
+    assert sum(view.stored.num_bytes for view in sources) == 2 * PARAMETERS[size]
+    assert [view.stored for view in targets] == [tensor for file in plan.files for tensor in file.tensors]
+
+    written = [target for job in plan.jobs for target in job.targets]
+    assert Counter(written) == Counter(view.stored for view in targets)  # each once
+    read = Counter()
+    for job in plan.jobs:
+        reached = [0] * len(job.targets)
+        for move in job.moves:
+            width = job.targets[move.target].num_bytes // job.num_rows
+            assert reached[move.target] <= move.target_start  # no byte twice
+            reached[move.target] = move.target_start + move.num_bytes
+            assert reached[move.target] <= width
+            assert 0 <= move.source_start <= job.sources[move.source].num_bytes // job.num_rows - move.num_bytes
+            read[job.sources[move.source].name] += move.num_bytes * job.num_rows
+    for weight in model_weights(model):
+        is_doubled = weight.name.endswith("word_embeddings.weight") and model.language.tied and model.num_stages > 1
+        times = (tp_size if weight.tp_dim is None else 1) * (2 if is_doubled else 1)
+        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+            assert read[name] == math.prod(shape) * 2 * times, name
+    assert plan.num_bytes - sum(len(file.header) for file in plan.files) == sum(read.values()) + padding(model, tp_size)
+
+
+def padding(model: ModelConfig, tp_size: int) -> int:
+    """Bytes of zeros on all ranks together."""
+    return sum(2 * (tp_size * math.prod(local_shape(weight, tp_size)) - math.prod(weight.shape))
+               for weight in model_weights(model) if weight.tp_dim is not None)
+
+
+def test_runs_of_a_padded_shard():
+    model = load_model(EXAMPLES / "model_7b.json")
+    fc1 = next(weight for weight in model_weights(model) if weight.name.endswith("layers.0.mlp.linear_fc1.weight"))
+    runs = [(run.hf_index, run.start, run.length) for run in shard_runs(fc1, 8, 7)]
+    assert fc1.hf_shapes == ((3420, 1280),) * 2
+    assert runs == [(0, 2996, 424), (None, 0, 4), (1, 2996, 424), (None, 0, 4)]
+
+
+def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
+    return View(Stored("a", name, dtype, (length, 2), 0), 0, (ModelRun("w", start, length),))
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        ([small("x", 0, 4)], [small("y", 0, 6)], "holds no index 4 to 5 of w, needed for y"),
+        ([small("x", 0, 4), small("z", 4, 2)], [small("y", 0, 4)], "z has no place"),
+        ([small("x", 0, 4)], [small("y", 0, 4, torch.float32)], "x is bfloat16, but y in a would be float32"),
+        ([small("x", 0, 4), small("z", 3, 3)], [small("y", 0, 6)], "both hold index 3 of w"),
+    ],
+)
+def test_leftovers_are_errors(sources, targets, message):
+    with pytest.raises(UserError, match=message):
+        make_plan(sources, targets, ())
