@@ -65,8 +65,8 @@ def make_checkpoint(directory: Path, size: str) -> None:
     """Random bytes under real names, in shards of about 2 GiB."""
     import torch
 
-    from checkpoint.formats.safetensors_file import SafetensorsFile
     from checkpoint.formats.hf_config import model_from_hf
+    from checkpoint.formats.safetensors_file import SafetensorsFile
     from mm.weights.table import model_weights
 
     directory.mkdir(parents=True)

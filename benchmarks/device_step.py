@@ -143,7 +143,7 @@ def summary(found: dict) -> dict:
 def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F821
     """Build one side, warm up, and time its steps."""
     from benchmarks.one_device import Ours, Peer, model_config, peer_attention, random_microbatch, random_tensors
-    from mm.totals import BatchTotals
+    from mm.batch import BatchTotals
     from mm.model.flops import peak_flops, training_flops
     from mm.parallel.megatron import DTYPES
 

@@ -18,21 +18,18 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
-from mm.config import flags as arguments
-from mm.parallel import mesh as parallel
-from mm.config.model import ModelConfig, RecomputeConfig, load_model
-from mm.batch import IGNORE_INDEX, Grid, Microbatch
-from mm.totals import BatchTotals
-from mm.device.device import Device
-from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
-from mm.model.stage import build_stage
-from mm.model.rope import mrope_positions
 from checkpoint.formats.spelling import published_name
-from mm.weights.table import fuse, model_weights, stage_weights
+from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
+from mm.config import flags as arguments
+from mm.config.model import ModelConfig, RecomputeConfig, load_model
+from mm.device.device import Device
+from mm.model.rope import mrope_positions
+from mm.model.stage import build_stage
+from mm.parallel import mesh as parallel
+from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
+from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule
 from mm.training.optimizer import build_optimizer, optimizer_step
-from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
-from mm.placement import Placement
-from mm.step_plan import MessageShapes, StepPlan
+from mm.weights.table import fuse, model_weights, stage_weights
 
 LR = 1e-5
 NUM_TEXT_IDS = 200
@@ -148,7 +145,7 @@ class Ours:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-        self.device, placement = device, Placement.from_config(model)
+        self.device, placement = device, model.placement()
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
             "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",

@@ -15,6 +15,12 @@ from typing import Any
 from jsonargparse import auto_cli
 
 from checkpoint import convert
+from checkpoint.convert import Options
+from checkpoint.diff import diff_directories
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.lists import read_lists
 from checkpoint.options import (
     CommonModelConfig,
     DiffConfig,
@@ -26,15 +32,9 @@ from checkpoint.options import (
     ShowConfig,
     VerifyConfig,
 )
-from checkpoint.convert import Options
-from checkpoint.diff import diff_directories
-from checkpoint.verify import show_directory, verify_directory
-from checkpoint.lists import read_lists
 from checkpoint.stated import check_common, language_dir, parallel_problems
+from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
-from checkpoint.formats.structure import Structure
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
 
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:

@@ -13,22 +13,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from checkpoint.formats.copy import check_source, execute
-from checkpoint.formats.hf_views import hf_targets
-from checkpoint.formats.language_source import only
-from checkpoint.formats.mindspeed_target import mm_targets
 from checkpoint.formats.atomic import MEGATRON_MODES, PLAIN_MODES, Crc32s, Modes, Output, is_complete, left_bytes, tidy
-from mm.weights.plan import Plan, TargetFile, make_plan
-from checkpoint.formats.source import Source, open_hf, open_source
-from checkpoint.formats.training import LATEST_FILE, MANIFEST_FILE
-from mm.errors import UserError
+from checkpoint.formats.copy import check_source, execute
+from checkpoint.formats.files import DTYPE_NAMES
 from checkpoint.formats.hf import HFDirectory, copy_other_files, write_index
 from checkpoint.formats.hf_files import dtype_name
-from checkpoint.formats.structure import Structure
-from checkpoint.formats.files import DTYPE_NAMES
+from checkpoint.formats.hf_views import hf_targets
+from checkpoint.formats.language_source import only
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import TOOL, Entry, Manifest, manifest_text
+from checkpoint.formats.mindspeed_target import mm_targets
 from checkpoint.formats.slots import RELEASE, Format, Kind
+from checkpoint.formats.source import Source, open_hf, open_source
+from checkpoint.formats.structure import Structure
+from checkpoint.formats.training import LATEST_FILE, MANIFEST_FILE
+from mm.errors import UserError
+from mm.weights.plan import Plan, TargetFile, make_plan
 from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from checkpoint.diff_compare import Finding, Unequal, compare_weight
 from checkpoint.diff_guess import guess, misfit_cause, missing_head_cause
 from checkpoint.diff_sides import Misfit, Side, open_sides
-from mm.config.model import ModelConfig
-from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 from checkpoint.formats.files import DTYPE_NAMES
 from checkpoint.formats.layout import Layout
+from mm.config.model import ModelConfig
+from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 
 NUM_SHOWN = 10
 _FREE_FIELDS = ("pipeline_num_layers", "freeze", "recompute", "init_method_std", "max_position_embeddings")

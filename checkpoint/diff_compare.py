@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint.formats.copy import Files, Progress
 from checkpoint.diff_causes import bits, precision_order
 from checkpoint.diff_sides import Held, Side, blocks
+from checkpoint.formats.copy import Files, Progress
 from mm.weights.plan import padding_parts
 from mm.weights.table import Weight
 from mm.weights.views import Stored, View

@@ -1,6 +1,6 @@
 """The two directories of ``diff``: opened however little they fit, and read tensor by tensor of the model.
 
-Unlike in ``checkpoint.formats.source``, a tensor that is missing, left over or of another shape is a finding here, not the end.
+Unlike in ``formats.source``, a tensor that is missing, left over or of another shape is a finding here, not the end.
 Knows nothing of what makes two tensors differ.
 """
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from checkpoint.formats.copy import Files
+from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.known_models import recognize
+from checkpoint.formats.mindspeed import MMDirectory
+from checkpoint.formats.slots import shards
 from checkpoint.formats.source import open_source
 from checkpoint.formats.training import find_load_kind
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.hf import HFDirectory
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight, local_shape, model_weights
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.slots import shards
 from mm.weights.views import ModelRun, Stored, View, shard_view, whole_view
 
 BUFFER_BYTES = 1 << 20

@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from mm.config.model import PipelineLayout
 from mm.errors import UserError
+from mm.placement import PipelineLayout
 
 
 def read_lists(value: Any, key: str) -> PipelineLayout:

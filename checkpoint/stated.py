@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from checkpoint.options import CommonModelConfig, HFToMMConfig, ParallelConfig
-from checkpoint.lists import read_lists
-from mm.errors import UserError
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.spelling import Spelling, hf_spelling
+from checkpoint.lists import read_lists
+from checkpoint.options import CommonModelConfig, HFToMMConfig, ParallelConfig
+from mm.errors import UserError
 
 _COMMON = "--cfg.common_model_config"
 

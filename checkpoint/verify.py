@@ -12,18 +12,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint.formats.copy import check_source, differing
 from checkpoint.formats.atomic import stored_crc32
-from mm.weights.plan import make_plan
+from checkpoint.formats.copy import check_source, differing
+from checkpoint.formats.files import DTYPE_NAMES, read_stored
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.manifest import Entry
+from checkpoint.formats.mindspeed import MMDirectory
 from checkpoint.formats.source import open_hf, open_source
 from checkpoint.formats.training import MANIFEST_FILE, find_checkpoint, find_load_kind
 from checkpoint.formats.training import read_manifest as read_training_manifest
 from mm.errors import UserError
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.files import DTYPE_NAMES, read_stored
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.manifest import Entry
+from mm.weights.plan import make_plan
 from mm.weights.views import Stored
 
 

@@ -17,16 +17,15 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.parallel import mesh as parallel  # noqa: E402
-from mm.config.model import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
-from mm.data.encode import SampleEncoder, pack  # noqa: E402
-from mm.data.dataset import Dataset  # noqa: E402
-from mm.batch import Microbatch  # noqa: E402
 from checkpoint.formats.hf import HFDirectory  # noqa: E402
-from mm.parallel.megatron import parallel_config  # noqa: E402
+from mm.batch import Microbatch  # noqa: E402
+from mm.config.model import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
+from mm.data.dataset import Dataset  # noqa: E402
+from mm.data.encode import SampleEncoder, pack  # noqa: E402
 from mm.model.stage import Stage, build_stage  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.megatron import parallel_config  # noqa: E402
 from mm.weights.table import stage_weights  # noqa: E402
-from mm.placement import Placement  # noqa: E402
 
 
 def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_samples: int) -> dict[str, Tensor]:
@@ -34,7 +33,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
 
     ``model`` must be placed on one stage.  Joins and leaves a process group of one.
     """
-    placement = Placement.from_config(model)
+    placement = model.placement()
     mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
     stage = build_stage(model, placement, 0, parallel_config(mesh, "fp32"), DEVICE)
     checkpoint = HFDirectory.open(directory)

@@ -1,11 +1,14 @@
-"""What the data side hands to the model side: one packed microbatch.
+"""The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step.
 
-Knows nothing of files, tokenizers or parallelism.
+Pure: knows nothing of files, tokenizers, processes or megatron.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from mm.config.model import VisionConfig
 
 IGNORE_INDEX = -100
 """Label of a position that has no loss (torch's and transformers' convention)."""
@@ -47,8 +50,64 @@ class Microbatch:
     def num_target_tokens(self) -> int:
         return int((self.labels != IGNORE_INDEX).sum())
 
-    def without_pixels(self) -> "Microbatch":
-        """The light part: what every rank of a model replica needs."""
-        return Microbatch(self.token_ids, self.labels, self.positions, self.segment_lengths, self.image_grids, None)
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Counts over a global batch (or, before they are summed, over one replica's part of it).
+
+    The loss is divided by them, the log reports them, the FLOP formula takes them.  Every one is a sum, so those of a
+    global batch are the sums over its replicas.
+    """
+
+    num_samples: int
+    num_tokens: int
+    num_patches: int
+    num_images: int
+    num_target_tokens: int
+    num_target_samples: int
+    """Samples with at least one target token."""
+    num_causal_pairs: int
+    """Pairs (query, key) that the LLM's attention looks at: s (s + 1) / 2 for each sample of s tokens."""
+    num_image_pairs: int
+    """Pairs in full-attention ViT layers: squares of the patches of each image's temporal slices."""
+    num_window_pairs: int
+    """Pairs in window-attention ViT layers."""
+
+    @classmethod
+    def of(cls, microbatches: list[Microbatch], vision: VisionConfig) -> "BatchTotals":
+        """Count ``microbatches``."""
+        grids = [grid for m in microbatches for grid in m.image_grids]
+        window = vision.window_attn_size // vision.patch_size
+        return cls(
+            num_samples=sum(len(m.segment_lengths) for m in microbatches),
+            num_tokens=sum(m.num_tokens for m in microbatches),
+            num_patches=sum(m.num_patches for m in microbatches),
+            num_images=len(grids),
+            num_target_tokens=sum(m.num_target_tokens for m in microbatches),
+            num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
+            num_causal_pairs=sum(s * (s + 1) // 2 for m in microbatches for s in m.segment_lengths),
+            num_image_pairs=sum(t * (h * w) ** 2 for t, h, w in grids),
+            num_window_pairs=sum(t * _squares(h, window) * _squares(w, window) for t, h, w in grids),
+        )
 
 
+def targets_per_segment(microbatch: Microbatch) -> Tensor:
+    """int64 [num_segments]: target tokens of each sample."""
+    lengths = torch.tensor(microbatch.segment_lengths, dtype=torch.int64)
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    is_target = (microbatch.labels != IGNORE_INDEX).long()
+    return torch.zeros_like(lengths).index_add_(0, segments, is_target)
+
+
+def _squares(size: int, window: int) -> int:
+    """Sum of squares of the pieces into which windows cut one side of ``size`` patches."""
+    return window**2 * (size // window) + (size % window) ** 2
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything about one optimizer step that every rank of a replica knows before it begins."""
+
+    microbatches: tuple[Microbatch, ...]
+    totals: BatchTotals
+    """Over the global batch, all replicas together."""

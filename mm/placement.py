@@ -10,7 +10,8 @@ after the last ViT layer, word embedding and visual scatter right before LLM lay
 from dataclasses import dataclass
 from enum import Enum
 
-from mm.config.model import ModelConfig, PipelineLayout
+PipelineLayout = tuple[tuple[int, ...], ...]
+"""Layers per ``[chunk][stage]``.  One chunk unless virtual pipeline stages are used."""
 
 
 class Message(Enum):
@@ -64,21 +65,27 @@ class Placement:
     language_frozen: bool
 
     @classmethod
-    def from_config(cls, model: ModelConfig) -> "Placement":
-        """Place ``model``; its lists must have passed ``layout_problems``."""
-        vision, language = model.vision, model.language
-        problems = layout_problems(vision.pipeline_num_layers, language.pipeline_num_layers,
-                                   vision.num_layers, language.num_layers)
+    def of(
+        cls,
+        vision: PipelineLayout,
+        language: PipelineLayout,
+        *,
+        vision_frozen: bool = False,
+        projector_frozen: bool = False,
+        language_frozen: bool = False,
+    ) -> "Placement":
+        """Place the layers that the two lists count; the lists must have passed ``layout_problems``."""
+        vision_counts = [count for chunk in vision for count in chunk]
+        language_counts = [count for chunk in language for count in chunk]
+        problems = layout_problems(vision, language, sum(vision_counts), sum(language_counts))
         assert not problems, problems
-        vision_counts = [count for chunk in vision.pipeline_num_layers for count in chunk]
-        language_counts = [count for chunk in language.pipeline_num_layers for count in chunk]
         return cls(
-            slots=_slots(vision_counts, language_counts, model.num_stages),
-            num_stages=model.num_stages,
-            num_chunks=model.num_chunks,
-            vision_frozen=vision.freeze,
-            projector_frozen=model.projector.freeze,
-            language_frozen=language.freeze,
+            slots=_slots(vision_counts, language_counts, len(vision[0])),
+            num_stages=len(vision[0]),
+            num_chunks=len(vision),
+            vision_frozen=vision_frozen,
+            projector_frozen=projector_frozen,
+            language_frozen=language_frozen,
         )
 
     def __getitem__(self, where: int | tuple[int, int]) -> StageSpec:

@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from mm.config.run import RunConfig, load_run
 from mm.errors import AgreedError, UserError
 from mm.plan.stages import stage_report
-from mm.config.run import RunConfig, load_run
 
 _HEAD_START_SECONDS = 5.0
 """What is wrong before the start is found by all ranks of a node, and what ranks agree on by all of the run.  The first

@@ -8,9 +8,9 @@ import pytest
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats.structure import Structure
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
 from tests import tiny
 from tests.launch import torchrun
 

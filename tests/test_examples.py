@@ -9,8 +9,8 @@ import pytest
 
 from mm.config.flags import parse_flags
 from mm.config.model import read_data, read_model
-from mm.plan.stages import num_model_params, stage_report
 from mm.config.run import load_run
+from mm.plan.stages import num_model_params, stage_report
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"

@@ -13,24 +13,33 @@ PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-PURE = (
-    "mm.errors", "mm.config.model", "mm.config.keys", "mm.config.json_schema", "mm.config.json_file", "mm.placement", "mm.config.flags",
-    "mm.model.rope", "mm.model.positions", "mm.weights.table", "mm.weights.cut", "checkpoint.formats.spelling",
-    "checkpoint.formats.structure", "checkpoint.formats.layout", "checkpoint.formats.slots", "mm.weights.views",
-    "mm.data.order", "mm.batch",
-)  # fmt: skip
-"""Mathematics and rules: testable without processes."""
-
-CHECKPOINT_MAY_IMPORT = {
-    "mm", "mm.errors", "mm.placement", "mm.config.model", "mm.config.json_schema", "mm.config.json_file", "checkpoint.formats.training",
-    "checkpoint.formats.hf", "checkpoint.formats.hf_compare", "checkpoint.formats.hf_config", "checkpoint.formats.hf_files",
-    "mm.model", "mm.weights.table", "mm.weights.cut", "checkpoint.formats.structure", "checkpoint.formats.spelling",
-    "mm.sharded", "checkpoint.formats.mindspeed", "checkpoint.formats.files", "checkpoint.formats.layout", "checkpoint.formats.manifest",
-    "checkpoint.formats.slots", "checkpoint.formats.torch_file", "mm.weights.views",
+FLOORS = {
+    "mm.errors": 0, "mm.placement": 0,
+    "mm.config": 1, "mm.device": 1,
+    "mm.batch": 2, "mm.weights": 2,
+    "mm.parallel": 3, "checkpoint": 3,
+    "mm.model": 4,
+    "mm.data": 5,
+    "mm.plan": 6,
+    "mm.training": 7,
+    "mm.train": 8,
+    "demo": 9,
 }  # fmt: skip
-"""mm-convert runs on machines without accelerators or process groups."""
+"""Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are
+neighbours that do not see each other."""
 
-MAY_NAME_TORCH_NPU = {"mm.device.device", "mm.device.attention"}
+WITHOUT_PROCESSES = ("mm.errors", "mm.placement", "mm.config", "mm.batch", "mm.weights", "checkpoint",
+                     "mm.model.rope", "mm.model.positions", "mm.data.order")  # fmt: skip
+"""Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
+machine."""
+
+WITHOUT_TORCH = ("mm.errors", "mm.placement", "mm.config")
+"""What reads and checks settings, before torch is loaded."""
+
+CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.config", "mm.weights"}
+"""Of mm.  The rest of its lower floors is about devices and batches, which files know nothing of."""
+
+MAY_NAME_TORCH_NPU = {"mm.device"}
 MAY_PATCH = {"mm.device.device"}
 MAY_USE_PARALLEL_STATE = {"mm.parallel.mesh"}
 
@@ -96,8 +105,24 @@ def each_source() -> list:
     return [pytest.param(source, id=name) for name, source in sources().items()]
 
 
+def _is_under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def room(name: str) -> str:
+    """The folder or file of ``FLOORS`` that the module ``name`` belongs to."""
+    found = [room for room in FLOORS if _is_under(name, room)]
+    assert found, f"{name} stands on no floor; add its folder to FLOORS"
+    return max(found, key=len)
+
+
+def rooms_of_imports(source: Source) -> set[str]:
+    return {room(name) for name in our_imports(source) if name != "mm"}
+
+
 def test_the_sources_are_found():
-    assert {"mm.config.model", "mm.placement", "mm.device.device", "mm.parallel.mesh", "demo.run"} <= set(sources())
+    rooms = {room(name) for name in sources() if name != "mm"}
+    assert rooms == set(FLOORS)
 
 
 def test_no_import_cycles():
@@ -107,37 +132,49 @@ def test_no_import_cycles():
 
 @pytest.mark.parametrize("source", each_source())
 def test_arrows_point_down(source: Source):
-    """mm <- checkpoint (a few modules of mm only) <- nothing; mm <- demo <- nothing."""
-    package = source.name.partition(".")[0]
-    others = {name for name in our_imports(source) if name.partition(".")[0] != package}
-    if package == "mm":
-        assert not others
-    elif package == "checkpoint":
-        assert others <= CHECKPOINT_MAY_IMPORT
-    else:
-        assert all(name.partition(".")[0] == "mm" for name in others)
+    if source.name == "mm":
+        assert not our_imports(source)
+        return
+    own = room(source.name)
+    for imported in rooms_of_imports(source) - {own}:
+        assert FLOORS[imported] < FLOORS[own], f"{source.name} (floor {FLOORS[own]}) imports {imported}"
+
+
+@pytest.mark.parametrize("source", each_source())
+def test_weights_on_disk_know_no_device_and_no_batch(source: Source):
+    if _is_under(source.name, "checkpoint"):
+        assert rooms_of_imports(source) - {"checkpoint"} <= CHECKPOINT_MAY_IMPORT
 
 
 def test_the_proof_of_export_uses_nothing_of_ours():
     assert our_imports(sources()["demo.evaluate"]) == set()
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_need_no_processes(name: str):
+def modules_under(folders: tuple[str, ...]) -> list[str]:
+    return [name for name in sources() if any(_is_under(name, folder) for folder in folders)]
+
+
+def assert_never_loads(name: str, *packages: str) -> None:
     """Neither directly nor through another module of ours."""
     for loaded in {name} | reachable(name):
         for imported, _ in sources()[loaded].imports():
-            assert not _is_under(imported, "torch.distributed"), f"{name} loads {imported} through {loaded}"
-            assert not _is_under(imported, "megatron"), f"{name} loads {imported} through {loaded}"
+            for package in packages:
+                assert not _is_under(imported, package), f"{name} loads {imported} through {loaded}"
 
 
-def _is_under(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
+@pytest.mark.parametrize("name", modules_under(WITHOUT_PROCESSES))
+def test_some_need_no_processes(name: str):
+    assert_never_loads(name, "torch.distributed", "megatron")
+
+
+@pytest.mark.parametrize("name", modules_under(WITHOUT_TORCH))
+def test_some_need_no_torch(name: str):
+    assert_never_loads(name, "torch", "transformers", "safetensors")
 
 
 @pytest.mark.parametrize("source", each_source())
 def test_one_file_knows_the_devices(source: Source):
-    if source.name not in MAY_NAME_TORCH_NPU:
+    if not any(_is_under(source.name, folder) for folder in MAY_NAME_TORCH_NPU):
         named = [name for name, _ in source.imports() if _is_under(name, "torch_npu")]
         named += [node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == "torch_npu"]
         assert not named

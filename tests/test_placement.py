@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.placement import Message, Placement, layout_problems
+from mm.placement import Message, layout_problems
 from tests.tiny import our_config
 
 NUM_LAYERS = 4
@@ -37,7 +37,7 @@ def legal_layouts(draw: st.DrawFn) -> tuple[tuple, tuple]:
 def test_every_layer_is_placed_once_and_in_order(layout: tuple) -> None:
     vision, language = layout
     assert layout_problems(vision, language, NUM_LAYERS, NUM_LAYERS) == []
-    placement = Placement.from_config(our_config(vision, language))
+    placement = our_config(vision, language).placement()
     assert [layer for spec in placement.slots for layer in spec.vision_layers] == list(range(NUM_LAYERS))
     assert [layer for spec in placement.slots for layer in spec.language_layers] == list(range(NUM_LAYERS))
     for part in ("has_patch_embedding", "has_projector", "has_embedding", "has_head"):
@@ -52,7 +52,7 @@ def test_every_layer_is_placed_once_and_in_order(layout: tuple) -> None:
 
 @given(legal_layouts())
 def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
-    slots = Placement.from_config(our_config(*layout)).slots
+    slots = our_config(*layout).placement().slots
     assert slots[0].receives is Message.NOTHING and slots[-1].sends is Message.NOTHING
     for before, after in zip(slots, slots[1:], strict=False):
         assert before.sends is after.receives
@@ -78,7 +78,7 @@ def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
     ],
 )
 def test_gradient_flow(freeze: tuple[str, ...], expected: tuple[str, str]) -> None:
-    placement = Placement.from_config(our_config(((4,),), ((4,),), freeze=freeze))
+    placement = our_config(((4,),), ((4,),), freeze=freeze).placement()
     messages = (Message.PATCHES, Message.VISUAL_TOKENS, Message.HIDDEN_STATES)
     for has_images, flows in zip((True, False), expected, strict=True):
         assert "".join(str(int(placement.gradient_flows(m, has_images))) for m in messages) == flows

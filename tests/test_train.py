@@ -12,10 +12,10 @@ from PIL import Image
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from demo.tiny_checkpoint import build
-from checkpoint.formats.structure import Structure
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from demo.tiny_checkpoint import build
 from tests.launch import ROOT, free_port
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"

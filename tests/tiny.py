@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from mm.config.model import LanguageConfig, ModelConfig, PipelineLayout, ProjectorConfig, VisionConfig
-from mm.batch import IGNORE_INDEX, Grid, Microbatch
-from mm.model.rope import mrope_positions
 from checkpoint.formats.spelling import published_name
+from mm.batch import IGNORE_INDEX, Grid, Microbatch
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.model.rope import mrope_positions
+from mm.placement import PipelineLayout
 from mm.weights.table import Weight, fuse
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.weights.plan import TargetFile
-from mm.errors import UserError
 from checkpoint.formats.hf import sync
+from mm.errors import UserError
+from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
 _CHECK_BYTES = 1 << 18

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from checkpoint.formats.atomic import Output
-from mm.weights.plan import Job, Padding, Plan
 from mm.errors import UserError
+from mm.weights.plan import Job, Padding, Plan
 from mm.weights.views import Stored
 
 BUFFER_BYTES = 1 << 18

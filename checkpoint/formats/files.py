@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.formats.training import DTYPES
 from checkpoint.formats.hf_files import read_header
 from checkpoint.formats.torch_file import read_index
+from checkpoint.formats.training import DTYPES
 from mm.weights.views import Stored
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

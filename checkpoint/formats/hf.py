@@ -17,8 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mm.config.model import ModelConfig, PipelineLayout
-from mm.errors import UserError
 from checkpoint.formats.hf_compare import hf_problems
 from checkpoint.formats.hf_config import for_both_versions, model_from_hf
 from checkpoint.formats.hf_files import (
@@ -33,6 +31,9 @@ from checkpoint.formats.hf_files import (
     with_dtype,
 )
 from checkpoint.formats.spelling import published_name
+from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.placement import PipelineLayout
 from mm.weights.table import (
     HF_EMBEDDING_NAME,
     HF_OUTPUT_LAYER_NAME,

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mm.config.model import ModelConfig
-from mm.errors import UserError
 from checkpoint.formats.hf_config import is_tied
 from mm.config.json_file import read_json
+from mm.config.model import ModelConfig
+from mm.errors import UserError
 
 MODEL_TYPE = "qwen2_5_vl"
 _TOLERANCE = 1e-6

@@ -7,8 +7,9 @@ Whether a model JSON agrees with the file is asked elsewhere.
 from collections.abc import Mapping
 from typing import Any
 
-from mm.config.model import LanguageConfig, ModelConfig, PipelineLayout, ProjectorConfig, VisionConfig
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
+from mm.placement import PipelineLayout
 
 Section = Mapping[str, Any]
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mm.errors import UserError
 from checkpoint.formats.hf_compare import MODEL_TYPE
 from checkpoint.formats.spelling import published_name
+from mm.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.formats.safetensors_file import SafetensorsFile
-from mm.config.model import ModelConfig
 from checkpoint.formats.hf import HFDirectory, planned_shards
 from checkpoint.formats.hf_files import HFTensor
+from checkpoint.formats.safetensors_file import SafetensorsFile
+from mm.config.model import ModelConfig
 from mm.weights.table import model_weights
 from mm.weights.views import Stored, View, whole_view
 

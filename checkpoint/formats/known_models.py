@@ -5,11 +5,11 @@ Heads cannot be read off the shapes of fused weights, so only these models are k
 
 from typing import Any
 
-from mm.config.model import ModelConfig
-from mm.errors import UserError
 from checkpoint.formats.hf_compare import MODEL_TYPE
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.mindspeed import MMDirectory
+from mm.config.model import ModelConfig
+from mm.errors import UserError
 
 _SIZES = {
     # hidden size, LLM layers, ffn, heads, key/value heads, vocabulary, tied, ffn of the ViT

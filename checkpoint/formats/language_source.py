@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint.formats.hf_files import HFTensor, find_shards, read_tensors
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.hf_files import HFTensor, find_shards, read_tensors
 from mm.weights.table import model_weights
 from mm.weights.views import Stored, View, whole_view
 

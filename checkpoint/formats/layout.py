@@ -7,10 +7,10 @@ are added here.
 import dataclasses
 from dataclasses import dataclass
 
-from mm.config.model import ModelConfig, PipelineLayout
+from mm.config.model import ModelConfig
 from mm.errors import UserError
+from mm.placement import PipelineLayout, layout_problems
 from mm.weights.table import local_shape, model_weights
-from mm.placement import layout_problems
 
 _MAX_TP_SIZE = 64
 """Up to which legal sizes are looked for, to be named in a message."""

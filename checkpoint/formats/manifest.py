@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
 from checkpoint.formats.training import MANIFEST_FILE
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.structure import Structure
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
 
 FORMAT, VERSION = "mm weights", 2
 TOOL = "mm-convert 0.1.0"

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.formats.training import LATEST_FILE
-from mm.config.model import ModelConfig
-from mm.errors import UserError, nearest
-from checkpoint.formats.structure import Structure, is_canonical_name
-from mm.weights.table import local_shape
-from mm.placement import layout_problems
 from checkpoint.formats.files import read_file
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import Manifest, read_manifest
 from checkpoint.formats.slots import RELEASE, TORCH_FILE, Format, Kind, Shard, num_layers, rank_of, shards
+from checkpoint.formats.structure import Structure, is_canonical_name
+from checkpoint.formats.training import LATEST_FILE
+from mm.config.model import ModelConfig
+from mm.errors import UserError, nearest
+from mm.placement import layout_problems
+from mm.weights.table import local_shape
 from mm.weights.views import Stored, View, shard_view
 
 _SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")

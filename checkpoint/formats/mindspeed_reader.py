@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint.formats.files import DTYPE_NAMES
+from checkpoint.formats.mindspeed import MMDirectory
 from checkpoint.formats.training import MANIFEST_FILE
 from checkpoint.formats.training_reader import check_stored_model
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.cut import cut_dim
 from mm.weights.table import Weight, local_shape
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.files import DTYPE_NAMES
 from mm.weights.views import ModelRun, Stored, View, model_runs
 
 BLOCK_BYTES = 1 << 26

@@ -7,13 +7,13 @@ from functools import cached_property
 import torch
 
 from checkpoint.formats import torch_file_writer as torch_zip_writer
-from mm.weights.plan import TargetFile
 from checkpoint.formats.safetensors_file import SafetensorsFile
-from checkpoint.formats.torch_file_writer import Tensors
-from mm.config.model import ModelConfig
-from mm.weights.table import Weight, local_shape
 from checkpoint.formats.slots import RELEASE, Format, Kind, Shard, shards
 from checkpoint.formats.torch_file import TorchFile
+from checkpoint.formats.torch_file_writer import Tensors
+from mm.config.model import ModelConfig
+from mm.weights.plan import TargetFile
+from mm.weights.table import Weight, local_shape
 from mm.weights.views import Stored, View, shard_view
 
 

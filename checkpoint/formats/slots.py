@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from mm.config.model import ModelConfig
-from checkpoint.formats.structure import Structure, stored_weights
-from mm.weights.table import Weight, stage_local_name, stage_weights
-from mm.placement import Placement
 from checkpoint.formats.layout import Layout
+from checkpoint.formats.structure import Structure, stored_weights
+from mm.config.model import ModelConfig
+from mm.weights.table import Weight, stage_local_name, stage_weights
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"
@@ -57,7 +56,7 @@ class Shard:
 
 def shards(model: ModelConfig, tp_size: int, kind: Kind) -> Iterator[Shard]:
     """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
-    placement = Placement.from_config(model)
+    placement = model.placement()
     layout = Layout.of(model, tp_size)
     for stage in range(placement.num_stages):
         for tp_rank in range(tp_size):

@@ -8,21 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpoint.formats.files import read_stored
+from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_views import fingerprint, hf_sources
 from checkpoint.formats.known_models import recognize
 from checkpoint.formats.language_source import language_views, only
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.manifest import model_from_json
+from checkpoint.formats.mindspeed import MMDirectory
+from checkpoint.formats.slots import Kind
 from checkpoint.formats.training import DTYPES, MANIFEST_FILE, USE_ANOTHER, find_checkpoint, find_load_kind
 from checkpoint.formats.training import Manifest as TrainingManifest
 from checkpoint.formats.training import read_manifest as read_training_manifest
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.hf import HFDirectory
 from mm.weights.table import Weight, local_shape, model_weights
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.files import read_stored
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.manifest import model_from_json
-from checkpoint.formats.slots import Kind
 from mm.weights.views import Stored, View, shard_view
 
 

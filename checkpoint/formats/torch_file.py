@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mm.errors import UserError
 from checkpoint.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
+from mm.errors import UserError
 
 _MAX_PICKLE_BYTES = 1 << 28
 """A few hundred bytes per tensor are normal; this bounds what a hostile file makes us read."""

@@ -23,7 +23,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mm.errors import UserError
 from checkpoint.formats.torch_file import (
     CENTRAL_HEADER,
     DTYPE_OF_STORAGE,
@@ -36,6 +35,7 @@ from checkpoint.formats.torch_file import (
     read_index,
     row_major,
 )
+from mm.errors import UserError
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape by name."""

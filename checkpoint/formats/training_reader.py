@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoint.formats.hf import write_hf
 from checkpoint.formats.training import (
     DTYPES,
     MANIFEST_FILE,
@@ -26,7 +27,6 @@ from checkpoint.formats.training import (
 )
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.hf import write_hf
 from mm.weights.table import (
     EMBEDDING_NAME,
     HF_EMBEDDING_NAME,

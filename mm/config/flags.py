@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mm.errors import UserError, nearest
 from mm.config.foreign import INERT, UNSUPPORTED
+from mm.errors import UserError, nearest
 
 
 def _flag(default: Any, meaning: str, choices: tuple[str, ...] = (), least: float | None = None,

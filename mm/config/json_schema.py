@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from mm.errors import nearest
 from mm.config.json_file import Document
+from mm.errors import nearest
 
 Built = TypeVar("Built")
 

@@ -1,7 +1,7 @@
 """The model and data JSON as frozen dataclasses, and every rule between their fields.
 
 Knows nothing of devices, torch or megatron: it must run before any of them is touched.  The keys of the files stand in
-``mm.config.keys``; this module says what the fields mean.  Rules that involve the command line are in ``mm.config.rules``.
+``mm.config.keys``; this module says what the fields mean.  Rules that involve flags are in ``mm.config.rules``.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mm.config import keys
-from mm.errors import UserError, nearest
 from mm.config.json_file import read_json
 from mm.config.json_schema import PATHS, TEXT, Rule, SchemaReader, shown
-
-PipelineLayout = tuple[tuple[int, ...], ...]
-"""Layers per ``[chunk][stage]``.  One chunk unless virtual pipeline stages are used."""
+from mm.errors import UserError, nearest
+from mm.placement import PipelineLayout, Placement
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,16 @@ class ModelConfig:
     def num_chunks(self) -> int:
         """Virtual chunks per stage; 1 without virtual pipeline stages."""
         return len(self.language.pipeline_num_layers)
+
+    def placement(self) -> Placement:
+        """Which stage holds what; the pipeline lists must be legal, as those of every model that was read are."""
+        return Placement.of(
+            self.vision.pipeline_num_layers,
+            self.language.pipeline_num_layers,
+            vision_frozen=self.vision.freeze,
+            projector_frozen=self.projector.freeze,
+            language_frozen=self.language.freeze,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from mm.config import rules
 from mm.config.flags import Arguments, parse_flags
-from mm.config.model import DataConfig, ModelConfig, ModelFile, RecomputeConfig, read_data, read_model
+from mm.config.model import DataConfig, ModelConfig, RecomputeConfig, read_data, read_model
 from mm.errors import UserError
-from checkpoint.formats.hf_compare import hf_problems
 
 Read = TypeVar("Read")
 
@@ -92,7 +91,6 @@ def load_run(argv: Sequence[str], world_size: int | None = None,
     world_size = world_size or _world_size(args, environment, problems)
     problems += rules.problems(args, model, data, world_size)
     problems += rules.claim_problems(args, model_file)
-    problems += _other_model_problems(args, model_file, data)
     problems += [] if args.dry_run else missing
     if problems:
         raise UserError(problems)
@@ -181,11 +179,6 @@ def _missing_paths(args: Arguments, data: DataConfig | None) -> list[str]:
                for what, path in directories.items() if not Path(path).is_dir()]
     return missing + [f"{args.mm_data}: dataset is {path!r}, which is not a file"
                       for path in datasets if not Path(path).is_file()]
-
-
-def _other_model_problems(args: Arguments, model_file: ModelFile, data: DataConfig) -> list[str]:
-    directories = dict.fromkeys(path for path in (data.model_name_or_path, args.load) if path is not None)
-    return [problem for path in directories for problem in hf_problems(model_file.config, path, args.mm_model)]
 
 
 def _notes(args: Arguments) -> list[str]:

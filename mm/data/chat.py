@@ -17,8 +17,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mm.data.dataset import Message
 from mm.batch import IGNORE_INDEX, Grid
+from mm.data.dataset import Message
 from mm.errors import UserError
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"

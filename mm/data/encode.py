@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mm.batch import Grid, Microbatch
 from mm.config.model import DataConfig, ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.dataset import ImagePart, Message, Sample
 from mm.data.image import ImageProcessor, load_image
-from mm.batch import Grid, Microbatch
 from mm.errors import UserError
 from mm.model.rope import mrope_positions
 

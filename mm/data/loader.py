@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader
 
-from mm.data.encode import EncodedSample, SampleEncoder, pack
-from mm.data.dataset import Dataset
 from mm.batch import Microbatch
+from mm.data.dataset import Dataset
+from mm.data.encode import EncodedSample, SampleEncoder, pack
 from mm.data.order import microbatch_indices
 from mm.errors import UserError
 

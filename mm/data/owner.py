@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config.model import VisionConfig
-from mm.batch import Microbatch
-from mm.totals import BatchTotals
 from mm.errors import AgreedError, UserError
 from mm.parallel.mesh import Mesh
-from mm.step_plan import StepPlan
 
 
 class DataOwner:

@@ -2,7 +2,7 @@
 
 Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
 num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  Knows nothing
-of modules, the model, or which device runs (``mm.device.device`` picks the kernel).  The softmax scale is 1 / sqrt(head_dim).
+of modules, the model, or which device runs (``device.py`` picks the kernel).  The softmax scale is 1 / sqrt(head_dim).
 
 Two ways of calling a fused kernel recur.  *By run*: segments of equal length that lie together are viewed as a batch,
 one call per run; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.errors import UserError
 from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention
+from mm.errors import UserError
 
 
 @dataclass(frozen=True)

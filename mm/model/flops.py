@@ -6,8 +6,8 @@ looks at, recomputation does not count (it is work, not model).  Pure.
 
 from dataclasses import dataclass
 
+from mm.batch import BatchTotals
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
-from mm.totals import BatchTotals
 
 PEAK_FLOPS = {
     # Dense bf16 peaks as the makers publish them; the first name found in the device's own name counts.

@@ -9,14 +9,14 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from mm.config.model import LanguageConfig
 from mm.batch import Microbatch
+from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
+from mm.device.transfer import to_device
 from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm, never_initialize
 from mm.model.linear import ColumnLinear
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
-from mm.device.transfer import to_device
 
 
 def language_inputs(

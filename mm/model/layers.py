@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mm.device.device import Kernels
 from mm.device.attention import Segments
+from mm.device.device import Kernels
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
 from mm.weights.table import padded_ffn

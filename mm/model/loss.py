@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from mm.batch import IGNORE_INDEX, Microbatch
-from mm.totals import BatchTotals, targets_per_segment
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
 from mm.device.transfer import to_device
 
 

@@ -10,17 +10,16 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig, RecomputeConfig
-from mm.batch import Microbatch
-from mm.totals import BatchTotals
 from mm.device.device import Device, Kernels
-from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
+from mm.device.transfer import to_device
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, Build
+from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
-from mm.weights.table import stage_weights
 from mm.placement import Placement, StageSpec
-from mm.device.transfer import to_device
+from mm.weights.table import stage_weights
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mm.config.model import ProjectorConfig, VisionConfig
 from mm.batch import Microbatch
+from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
-from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm
-from mm.model.rope import vision_cos_sin
-from mm.model.positions import plan_vision
-from mm.placement import StageSpec
 from mm.device.transfer import to_device
+from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm
+from mm.model.positions import plan_vision
+from mm.model.rope import vision_cos_sin
+from mm.placement import StageSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parallel_config(mesh: Mesh, precision: str) -> TransformerConfig:
     """What megatron's layers, schedules and DDP ask about: parallel sizes and precision, not the model's shape.
 
-    Layer counts and widths are required fields there; our layers take them from ``mm.config.model`` instead, so they hold
+    Layer counts and widths are required fields there; our layers take them from ``mm.config.model``, so they hold
     placeholders here.  ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss
     is already divided by what the global batch holds.
     """
@@ -44,7 +44,7 @@ def parallel_config(mesh: Mesh, precision: str) -> TransformerConfig:
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """Gradient buffers in fp32, summed over data-parallel ranks.
 
-    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``mm.parallel.pipeline``
+    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``pipeline.py``
     starts them, in one order on all ranks, because a rank without images never calls the ViT's hooks.
     """
     return DistributedDataParallelConfig(

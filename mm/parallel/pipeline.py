@@ -7,6 +7,7 @@ carries nothing exchanges nothing.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,10 +20,36 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mm.batch import Microbatch
+from mm.batch import Microbatch, StepPlan
+from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
 from mm.placement import Message, Placement
-from mm.step_plan import MessageShapes, StepPlan
+
+
+@dataclass(frozen=True)
+class MessageShapes:
+    """How large each message of a microbatch is."""
+
+    vision_hidden: int
+    language_hidden: int
+    merge_factor: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "MessageShapes":
+        return cls(model.vision.hidden_size, model.language.hidden_size, model.vision.spatial_merge_size**2)
+
+    def shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
+        """[rows, width], or None when nothing crosses."""
+        match message:
+            case Message.NOTHING:
+                return None
+            case Message.PATCHES:
+                rows, width = microbatch.num_patches, self.vision_hidden
+            case Message.VISUAL_TOKENS:
+                rows, width = microbatch.num_patches // self.merge_factor, self.language_hidden
+            case Message.HIDDEN_STATES:
+                rows, width = microbatch.num_tokens, self.language_hidden
+        return (rows, width) if rows else None
 
 
 class PipelineCommunicator:

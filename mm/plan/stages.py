@@ -6,9 +6,9 @@ Sizes come from the weight table and the placement; nothing is measured, and act
 import math
 from dataclasses import dataclass
 
-from mm.weights.table import local_shape, model_weights, stage_weights
-from mm.placement import Message, Placement, StageSpec
 from mm.config.run import RunConfig
+from mm.placement import Message, Placement, StageSpec
+from mm.weights.table import local_shape, model_weights, stage_weights
 
 _GRADIENT_BYTES = 4
 """Megatron's DDP keeps gradients in a contiguous fp32 buffer."""
@@ -61,7 +61,7 @@ def num_model_params(run: RunConfig) -> int:
 
 def stage_report(run: RunConfig) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
-    placement = Placement.from_config(run.model)
+    placement = run.model.placement()
     sizes = [stage_size(run, placement, spec) for spec in placement.slots]
     parts = [
         _run_lines(run),

@@ -1,7 +1,7 @@
 """Where weights come from and where training state goes: random, Hugging Face, and training checkpoints.
 
-Every rank calls these functions together; a mistake or failed write on one is the same UserError on all.  The files
-are ``checkpoint.formats.training``'s and ``checkpoint.formats.training_reader``'s, the optimizer's insides ``mm.training.optimizer_state``'s.
+Every rank calls these functions together; a mistake or failed write on one is the same UserError on all.  The
+files are those of ``checkpoint.formats``, the optimizer's insides those of ``optimizer_state.py``.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from checkpoint.formats import training as files
-from mm.parallel.agreement import gather, on_first, together
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.mindspeed_reader import MMReader
 from checkpoint.formats.training import Manifest, Piece, find_checkpoint, find_load_kind, remove
 from checkpoint.formats.training_reader import CheckpointReader, check_model, export_hf, stored_name
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from checkpoint.formats.hf import HFDirectory
-from mm.weights.table import Weight, shard
-from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
+from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
-from checkpoint.formats.mindspeed_reader import MMReader
+from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
+from mm.weights.table import Weight, shard
 
 __all__ = [
     "Progress", "export_hf", "find_checkpoint", "find_load_kind", "initialize", "load", "load_hf", "load_mm", "remove",

@@ -9,18 +9,22 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from checkpoint.formats.hf import HFDirectory, check_target
+from checkpoint.formats.hf_compare import hf_problems
+from checkpoint.formats.mindspeed_reader import MMReader
 from checkpoint.formats.training import LATEST_FILE, find_checkpoint, find_load_kind
 from checkpoint.formats.training_reader import CheckpointReader, check_model
-from mm.data.encode import SampleEncoder
-from mm.data.dataset import Dataset
-from mm.errors import UserError
-from checkpoint.formats.hf import HFDirectory, check_target
 from mm.config.run import RunConfig
-from checkpoint.formats.mindspeed_reader import MMReader
+from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
+from mm.errors import UserError
 
 
 def file_problems(run: RunConfig) -> list[str]:
     """Problems of weights, tokenizer, processor and output directories; reads headers only, so it takes seconds."""
+    another_model = _problems_of(_check_model, run)
+    if another_model:
+        return another_model + _problems_of(_check_outputs, run)
     checks = (_check_load, _check_processor, _check_export, _check_outputs)
     found = [problem for check in checks for problem in _problems_of(check, run)]
     return list(dict.fromkeys(found))
@@ -41,6 +45,14 @@ def _problems_of(check: Callable[[RunConfig], object], run: RunConfig) -> list[s
     except OSError as error:
         return [f"{error.filename}: cannot be read: {error.strerror}"]
     return []
+
+
+def _check_model(run: RunConfig) -> None:
+    """The model JSON describes the model of the processor's directory and, where it is one, of ``--load``."""
+    directories = dict.fromkeys(path for path in (run.data.model_name_or_path, run.args.load) if path is not None)
+    problems = [problem for path in directories for problem in hf_problems(run.model, path, run.args.mm_model)]
+    if problems:
+        raise UserError(problems)
 
 
 def _check_load(run: RunConfig) -> None:

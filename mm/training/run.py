@@ -11,25 +11,24 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mm.model import flops
-from mm.parallel import mesh as parallel
-from mm.training import checkpoint as state
-from mm.parallel.agreement import on_first, together
-from mm.data.encode import SampleEncoder
+from mm.batch import StepPlan
+from mm.config.run import RunConfig, resolved
 from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
 from mm.device.device import Device
 from mm.errors import AgreedError
-from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
-from mm.training.metrics import MetricsWriter, StepMetrics
+from mm.model import flops
 from mm.model.stage import build_stage
-from mm.weights.table import stage_weights
+from mm.parallel import mesh as parallel
+from mm.parallel.agreement import on_first, together
+from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
+from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule
+from mm.training import checkpoint as state
+from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate, StepResult, build_optimizer, optimizer_step
-from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
-from mm.placement import Placement
-from mm.config.run import RunConfig, resolved
-from mm.step_plan import MessageShapes, StepPlan
+from mm.weights.table import stage_weights
 
 
 class Trainer:
@@ -37,7 +36,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
-        self.placement = Placement.from_config(run.model)
+        self.placement = run.model.placement()
         self.mesh = parallel.start(
             device,
             self.placement,

@@ -24,6 +24,8 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     """Of its first byte in the file."""
+    crc32: int | None = None
+    """Checksum of its bytes, where a manifest states one."""
 
     @property
     def num_bytes(self) -> int:

@@ -10,15 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
-from checkpoint.formats.mindspeed_target import mm_targets
-from mm.weights.plan import TargetFile
-from checkpoint.formats.safetensors_file import SafetensorsFile
-from mm.config.model import ModelConfig, PipelineLayout
 from checkpoint.formats.hf_config import model_from_hf
-from checkpoint.formats.spelling import Spelling, spell
-from mm.weights.table import model_weights
 from checkpoint.formats.layout import Layout
+from checkpoint.formats.mindspeed_target import mm_targets
+from checkpoint.formats.safetensors_file import SafetensorsFile
 from checkpoint.formats.slots import RELEASE, Kind
+from checkpoint.formats.spelling import Spelling, spell
+from mm.config.model import ModelConfig
+from mm.placement import PipelineLayout
+from mm.weights.plan import TargetFile
+from mm.weights.table import model_weights
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from mm.config.model import ModelConfig
-from mm.errors import UserError
-from checkpoint.formats.structure import Structure
-from mm.weights.table import fuse, shard
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind, shards
+from checkpoint.formats.structure import Structure
+from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.weights.table import fuse, shard
 from tests.checkpoint.models import SmallModel, files, layouts, small_models, weights
 
 ONE_WORKER = Options(num_workers=1)

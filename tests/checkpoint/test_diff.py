@@ -22,13 +22,13 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import Difference, diff_directories
 from checkpoint.formats import training as checkpoint_files
-from mm.errors import UserError
-from checkpoint.formats.spelling import spell
-from checkpoint.formats.structure import Structure
-from mm.weights.table import fuse, model_weights, shard
 from checkpoint.formats.files import read_stored
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.spelling import spell
+from checkpoint.formats.structure import Structure
+from mm.errors import UserError
+from mm.weights.table import fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_hf
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

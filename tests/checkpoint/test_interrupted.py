@@ -12,12 +12,12 @@ import pytest
 
 from checkpoint import convert
 from checkpoint.convert import Conversion, Options
-from checkpoint.verify import verify_directory
 from checkpoint.formats.atomic import MEGATRON_MODES, Output
-from mm.errors import UserError
-from checkpoint.formats.structure import Structure
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.verify import verify_directory
+from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

@@ -10,10 +10,10 @@ import pytest
 
 from checkpoint.cli import main
 from checkpoint.formats.known_models import published_config, published_model
-from mm.config.model import ModelConfig
-from checkpoint.formats.structure import Structure
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from mm.config.model import ModelConfig
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
 
 NAME = "Qwen2.5-VL-{}-Instruct"

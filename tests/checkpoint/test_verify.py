@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.verify import show_directory, verify_directory
-from mm.errors import UserError
-from checkpoint.formats.structure import Structure
 from checkpoint.formats.files import read_stored
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
+from checkpoint.verify import show_directory, verify_directory
+from mm.errors import UserError
 from tests.checkpoint.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, parse_flags
-from mm.errors import UserError
 from mm.config.foreign import INERT, UNSUPPORTED
+from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]

@@ -7,9 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.errors import UserError
 from mm.config.json_file import read_json
-from mm.config.json_schema import BOOL, COUNT, FLOAT, INT, LAYOUT, PATHS, TEXT, Fixed, Inert, SchemaReader, Takes, optional
+from mm.config.json_schema import (
+    BOOL,
+    COUNT,
+    FLOAT,
+    INT,
+    LAYOUT,
+    PATHS,
+    TEXT,
+    Fixed,
+    Inert,
+    SchemaReader,
+    Takes,
+    optional,
+)
+from mm.errors import UserError
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**25), 10**25) | st.floats(allow_nan=False, allow_infinity=False)

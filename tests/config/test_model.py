@@ -9,7 +9,7 @@ import pytest
 from mm.config.model import load_data, load_model, read_data, read_model
 from mm.errors import UserError
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen2.5vl"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 VISION, PROJECTOR, LANGUAGE = "image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder"
 ABSENT = object()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mm.config import run as run_config
-from mm.errors import UserError
 from mm.config.run import RunConfig, load_run, resolved
+from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, VISION, changed
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen2.5vl"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
          "--dry-run"]
 
@@ -141,15 +141,6 @@ def test_notes(tmp_path):
     for what in ("--sequence-parallel has no effect with one", "no --load", "no --save", "--loss-scale has no effect",
                  "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
         assert what in told
-
-
-def test_another_model_in_the_hf_directory_is_refused(tmp_path):
-    directory = tmp_path / "hf"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
-    found = problems(tmp_path, data={"dataset_param.preprocess_parameters.model_name_or_path": str(directory)})
-    assert "text_decoder.hidden_size  3584  |  2048" in found[0]
-    assert "text_decoder.hidden_size" in problems(tmp_path, "--load", str(directory))[0]
 
 
 def test_resolved_run_is_json_and_complete(tmp_path):

@@ -5,11 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from oracle import CHAT_TEMPLATE, PREPROCESSOR, RECORDS, SPECIAL_TOKENS, TEXTS, Transformers, data_config, photo
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from mm.config.model import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from tests.data.oracle import (
+    CHAT_TEMPLATE,
+    PREPROCESSOR,
+    RECORDS,
+    SPECIAL_TOKENS,
+    TEXTS,
+    Transformers,
+    data_config,
+    photo,
+)
 
 
 @pytest.fixture(scope="session")

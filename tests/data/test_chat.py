@@ -4,12 +4,12 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import CHAT_TEMPLATE, RECORDS
 
+from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
 from mm.data.dataset import Dataset, ImagePart, Message
-from mm.batch import IGNORE_INDEX
 from mm.errors import UserError
+from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 
 GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}
 

@@ -4,11 +4,11 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import RECORDS, data_config
 
 from mm.config.model import Attributes
 from mm.data.dataset import Dataset, ImagePart, Message
 from mm.errors import UserError
+from tests.data.oracle import RECORDS, data_config
 
 USER, ANSWER = ("user", "Hi"), ("assistant", "Hello")
 

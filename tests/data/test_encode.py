@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import RECORDS, photo
 
-from mm.data.encode import SampleEncoder, pack
-from mm.data.dataset import Dataset
 from mm.batch import IGNORE_INDEX
+from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder, pack
 from mm.errors import UserError
+from tests.data.oracle import RECORDS, photo
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)))

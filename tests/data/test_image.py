@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import PREPROCESSOR, photo
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
 from mm.data.image import ImageProcessor, image_size, load_image, smart_resize
 from mm.errors import UserError
+from tests.data.oracle import PREPROCESSOR, photo
 
 sides = st.integers(1, 6000)
 

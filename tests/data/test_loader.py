@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import photo
 
-from mm.data.encode import SampleEncoder, pack
 from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder, pack
 from mm.data.loader import StepLoader
 from mm.data.order import sample_index
 from mm.errors import UserError
+from tests.data.oracle import photo
 
 
 @pytest.fixture

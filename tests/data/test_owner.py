@@ -6,8 +6,7 @@ from functools import reduce
 
 import pytest
 
-from mm.totals import BatchTotals
-from mm.placement import Placement
+from mm.batch import BatchTotals
 from tests.launch import torchrun
 from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
 
@@ -31,7 +30,7 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layout) -> None:
-    placement = Placement.from_config(layout.config)
+    placement = layout.config.placement()
     for rank in RANKS:
         mine = received[rank][layout.name]
         holds_pixels = placement[mine["place"]["pp"]].has_patch_embedding

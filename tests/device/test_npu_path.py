@@ -16,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mm.totals import BatchTotals
+from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device, Kernels
-from mm.placement import Placement
-from mm.step_plan import MessageShapes, StepPlan
+from mm.parallel.pipeline import MessageShapes
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 
-STAND_INS = Path(__file__).parent / "stand_ins"
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
 
 LOSS_TOLERANCE = 1e-6  # measured 0
 GRADIENT_TOLERANCE = 1e-5  # measured 2.0e-6, relative, by norm of each gradient
@@ -50,7 +49,7 @@ device.synchronize()
 
 
 def pick(wanted: str, **environment: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(STAND_INS)])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(STAND_INS)])
     return subprocess.run(
         [sys.executable, "-c", PICK, wanted], env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True, text=True, check=False,
@@ -100,15 +99,15 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
     from megatron.core.distributed import DistributedDataParallel
 
     from mm.config import flags as arguments
+    from mm.model.stage import build_stage
     from mm.parallel import mesh as parallel
     from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
-    from mm.model.stage import build_stage
-    from mm.weights.table import stage_weights
-    from mm.training.optimizer import build_optimizer, optimizer_step
     from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
+    from mm.training.optimizer import build_optimizer, optimizer_step
+    from mm.weights.table import stage_weights
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
-    placement = Placement.from_config(config)
+    placement = config.placement()
     args = arguments.parse([
         "--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
         "--mm-model", "m.json", "--mm-data", "d.json",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm.totals import BatchTotals
+from mm.batch import BatchTotals
 from mm.model.flops import forward_flops, peak_flops, training_flops
 from tests.tiny import hf_logits, hf_model, microbatch, our_config, random_sample
 

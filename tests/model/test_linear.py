@@ -6,7 +6,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mm.device.device import Device
-from mm.placement import Placement
 from tests.tiny import our_config
 
 INPUT, OUTPUT, ROWS = 6, 10, 5
@@ -16,12 +15,12 @@ INPUT, OUTPUT, ROWS = 6, 10, 5
 def build():
     """How layers are built in a process group of one."""
     device = Device.pick("cpu")
+    from mm.model.layers import Build
     from mm.parallel import mesh as parallel
     from mm.parallel.megatron import parallel_config
-    from mm.model.layers import Build
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    placement = Placement.from_config(our_config(((4,),), ((4,),)))
+    placement = our_config(((4,),), ((4,),)).placement()
     mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
     yield Build(parallel_config(mesh, "fp32"), device.kernels)
     parallel.stop()

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.batch import IGNORE_INDEX, Microbatch
-from mm.totals import BatchTotals
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch
 from mm.device.device import Device
 from tests.tiny import our_config
 

@@ -15,7 +15,7 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.parallel import mesh as parallel
+from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 from tests.parallel.state_worker import different, problems_of  # noqa: E402

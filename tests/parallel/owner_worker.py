@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from mm.config.model import ModelConfig
 from mm.batch import Microbatch
+from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.errors import UserError
-from mm.placement import Placement
 from tests.tiny import microbatch, our_config, random_sample
 
 
@@ -108,11 +107,11 @@ class Loader:
 
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
-    from mm.parallel import mesh as parallel
     from mm.data.owner import DataOwner
+    from mm.parallel import mesh as parallel
 
     config = layout.config
-    placement = Placement.from_config(config)
+    placement = config.placement()
     mesh = parallel.build_mesh(placement, False, layout.tp, parallel.timedelta(seconds=60))
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None

@@ -18,18 +18,17 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.config import flags as arguments
-from mm.parallel import mesh as parallel  # noqa: E402
+from mm.batch import BatchTotals, StepPlan  # noqa: E402
+from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
-from mm.totals import BatchTotals  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
-from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
 from mm.model.stage import build_stage  # noqa: E402
-from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
-from mm.training.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
-from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
+from mm.training.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
+from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
 
@@ -125,7 +124,7 @@ def config_of(case: Case) -> ModelConfig:
 def build(case: Case, before: dict[str, Tensor]) -> Engine:
     """Mesh, stage with the weights ``before``, DDP, optimizer and this replica's part of the batch."""
     config = config_of(case)
-    placement = Placement.from_config(config)
+    placement = config.placement()
     args = arguments.parse(
         ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", "0.0", "--train-iters", "1"]
         + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]

@@ -1,7 +1,7 @@
 """Runs one step of each case on a pipeline of four and writes what each rank really sent, received and read back.
 
-Launched by tests/parallel/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each rank writes
-DIRECTORY/RANK.json; nothing is judged here.
+Launched by tests/parallel/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each
+rank writes DIRECTORY/RANK.json; nothing is judged here.
 
 Messages are counted below mm and below torch.distributed's Python: torch's dispatcher sees every collective and
 point-to-point operation of every process group, with its tensors, whoever started it.
@@ -72,7 +72,7 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
 def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
     """Count tensors that Python reads back, except in ``stage.prepare``, which works on host tensors.
 
-    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in tests/parallel/test_pipeline.py.)
+    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in test_pipeline.py.)
     """
     import torch
 

@@ -14,19 +14,17 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from mm.config import flags as arguments
-from mm.parallel import mesh as parallel
-from mm.training import checkpoint as state  # noqa: E402
+from mm.batch import BatchTotals, StepPlan  # noqa: E402
+from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
-from mm.totals import BatchTotals  # noqa: E402
-from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
 from mm.model.stage import build_stage  # noqa: E402
-from mm.weights.table import local_shape, model_weights, stage_weights, unshard  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
+from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer import build_optimizer, optimizer_step  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
-from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
-from mm.placement import Placement  # noqa: E402
-from mm.step_plan import MessageShapes, StepPlan  # noqa: E402
+from mm.weights.table import local_shape, model_weights, stage_weights, unshard  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample  # noqa: E402
 
 LR = 1e-3
@@ -63,7 +61,7 @@ class CurrentMesh:
             gc.collect()
             for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
-            placement = Placement.from_config(layout.model)
+            placement = layout.model.placement()
             self.mesh = parallel.build_mesh(placement, layout.tied, layout.tp, parallel.timedelta(minutes=2))
             self.key = key
         return self.mesh
@@ -77,7 +75,7 @@ class Run:
 
     def __init__(self, layout: Layout, seed: int = 1, model: ModelConfig | None = None) -> None:
         self.layout, self.config = layout, model or layout.model
-        placement = Placement.from_config(self.config)
+        placement = self.config.placement()
         self.mesh = CURRENT.of(layout)
         settings = parallel_config(self.mesh, layout.precision)
         stage = build_stage(self.config, placement, self.mesh.pp_rank, settings, DEVICE)

@@ -1,7 +1,7 @@
 """Saves and loads training checkpoints on two ranks in many layouts and writes what it saw as JSON.
 
-Launched by tests/training/test_checkpoint.py: ``torchrun ... -m tests.parallel.state_worker DIRECTORY``.  In the last scenario rank 1
-kills itself in the middle of a save, so the launch fails after the JSON was written.
+Launched by tests/training/test_checkpoint.py: ``torchrun ... -m tests.parallel.state_worker DIRECTORY``.  In the last
+scenario rank 1 kills itself in the middle of a save, so the launch fails after the JSON was written.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.parallel import mesh as parallel
-from mm.training import checkpoint as state  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.megatron import DTYPES  # noqa: E402
+from mm.training import checkpoint as state  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mm.totals import BatchTotals
+from mm.batch import BatchTotals
 from mm.device.device import Device
-from mm.placement import Placement
 from tests.launch import torchrun
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
@@ -110,13 +109,13 @@ def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
 def whole_stage():
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
     device = Device.pick("cpu")
+    from mm.model.stage import build_stage
     from mm.parallel import mesh as parallel
     from mm.parallel.megatron import parallel_config
-    from mm.model.stage import build_stage
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = our_config(((4,),), ((4,),))
-    placement = Placement.from_config(config)
+    placement = config.placement()
     mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
     yield build_stage(config, placement, 0, parallel_config(mesh, "fp32"), device).to("meta")
     parallel.stop()

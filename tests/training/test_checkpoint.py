@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.formats import training as files
+from checkpoint.formats.spelling import published_name
 from checkpoint.formats.training_reader import CheckpointReader, export_hf
 from mm.errors import UserError
-from checkpoint.formats.spelling import published_name
 from mm.weights.table import model_weights
 from tests import tiny
 from tests.launch import torchrun

@@ -11,13 +11,13 @@ import pytest
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from demo.tiny_checkpoint import build
-from mm.errors import UserError
-from mm.training.preflight import file_problems, sample_problems
-from mm.config.run import load_run
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
+from demo.tiny_checkpoint import build
+from mm.config.run import load_run
+from mm.errors import UserError
 from mm.train import main
+from mm.training.preflight import file_problems, sample_problems
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -202,3 +202,16 @@ def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inp
     assert "--lr is 'fast'" in done.stderr and "--load is" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert not (inputs / "logs").exists() and not (inputs / "save").exists()
+
+
+def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
+    directory = inputs / "other"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
+    (found,) = problems(inputs, "--load", str(directory))
+    assert "text_decoder.hidden_size  128  |  2048" in found
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory)
+    (inputs / "data.json").write_text(json.dumps(data))
+    (found,) = problems(inputs)
+    assert "text_decoder.hidden_size  128  |  2048" in found

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from checkpoint.formats.mindspeed_target import mm_targets
-from mm.weights.plan import Plan, make_plan
+from checkpoint.formats.slots import Kind
 from mm.config.model import ModelConfig, load_model
 from mm.errors import UserError
-from mm.weights.cut import cut_dim, shard_runs
-from mm.weights.table import local_shape, model_weights
 from mm.placement import layout_problems
-from checkpoint.formats.slots import Kind
+from mm.weights.cut import cut_dim, shard_runs
+from mm.weights.plan import Plan, make_plan
+from mm.weights.table import local_shape, model_weights
 from mm.weights.views import ModelRun, Stored, View
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.formats.spelling import Spelling, hf_spelling, published_name, spell
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
-from checkpoint.formats.spelling import Spelling, hf_spelling, published_name, spell
+from mm.placement import layout_problems
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -28,7 +29,6 @@ from mm.weights.table import (
     unfuse,
     unshard,
 )
-from mm.placement import Placement, layout_problems
 
 REAL_SIZES = {
     # hidden, layers, heads, kv heads, ffn, vocabulary, ViT ffn, tied, parameters (transformers' own count)
@@ -243,7 +243,7 @@ def test_wrong_shapes_are_refused(tiny):
 @given(data=st.data(), num_slots=st.tuples(st.integers(1, 3), st.integers(1, 4)))
 def test_slots_partition_the_model(data, num_slots):
     model = data.draw(models(num_slots=num_slots))
-    placement = Placement.from_config(model)
+    placement = model.placement()
     owned = list(chain.from_iterable(stage_weights(model, spec, placement) for spec in placement.slots))
     copies = [weight for weight in owned if model.language.tied and weight.name == OUTPUT_LAYER_NAME]
     assert sorted(w.name for w in owned if w not in copies) == sorted(w.name for w in model_weights(model))
@@ -260,7 +260,7 @@ def test_stage_local_names_count_from_zero_in_each_slot():
     vision, language = ((1, 2, 0),), ((0, 1, 2),)
     model = ModelConfig(VisionConfig(3, vision, 2, 3, 2, 112, ()), ProjectorConfig(2, 3, 4),
                         LanguageConfig(3, language, 4, 3, 4, 2, 6, 64, (1, 1, 1), 1))
-    placement = Placement.from_config(model)
+    placement = model.placement()
     names = {(stage, weight.name): stage_local_name(weight, placement[stage])
              for stage in range(3) for weight in stage_weights(model, placement[stage], placement)}
     norm = "image_encoder.encoder.blocks.layers.{}.input_layernorm.weight"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mm.config.model import ModelConfig
-from mm.errors import UserError
 from checkpoint.formats.hf import HFDirectory, write_hf
 from checkpoint.formats.hf_config import for_both_versions
 from checkpoint.formats.hf_files import HFTensor
 from checkpoint.formats.spelling import Spelling
+from mm.config.model import ModelConfig
+from mm.errors import UserError
 from mm.weights.table import (
     HF_EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -25,10 +25,9 @@ from mm.weights.table import (
     stage_weights,
     unshard,
 )
-from mm.placement import Placement
 from tests import tiny
-from tests.saved_hf import as_single_file, save, weight_files
 from tests.checkpoint.formats.test_hf_config import flat
+from tests.saved_hf import as_single_file, save, weight_files
 
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 """Two chunks of three stages; the ViT ends in mid-stage and one slot is without any layer."""
@@ -62,7 +61,7 @@ def test_a_real_directory_is_covered_exactly(saved):
 def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, tmp_path, tp_size):
     hf = HFDirectory.open(saved)
     model = hf.model_config(VISION_LAYOUT, LANGUAGE_LAYOUT)
-    placement = Placement.from_config(model)
+    placement = model.placement()
     shards: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
         for weight in stage_weights(model, spec, placement):

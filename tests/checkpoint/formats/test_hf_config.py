@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm.errors import UserError
 from checkpoint.formats.hf import HFDirectory, write_hf
 from checkpoint.formats.hf_config import for_both_versions, is_tied, model_from_hf
+from mm.errors import UserError
 from tests.saved_hf import save
 
 

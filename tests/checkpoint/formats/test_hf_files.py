@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mm.errors import UserError
 from checkpoint.formats.hf import HFDirectory
+from mm.errors import UserError
 from tests.saved_hf import as_single_file, save, weight_files
 
 

@@ -7,7 +7,6 @@ import torch
 
 from checkpoint.formats.hf import HFDirectory
 from mm.weights.table import model_weights, stage_weights, unfuse, unshard
-from mm.placement import Placement
 from tests.parallel.cases import CASES
 from tests.tiny import hf_model, hf_tensors, our_config
 
@@ -28,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def test_there_and_back(saved, vision: tuple, language: tuple, tp: int, tied: bool) -> None:
     directory = HFDirectory.open(saved[tied])
     config = our_config((vision,), (language,), tied)
-    placement = Placement.from_config(config)
+    placement = config.placement()
     held: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
         for weight in stage_weights(config, spec, placement):

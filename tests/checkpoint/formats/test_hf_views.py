@@ -14,8 +14,8 @@ from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory, write_hf
 from checkpoint.formats.layout import Layout
 from tests import tiny
-from tests.saved_hf import save, weight_files
 from tests.checkpoint.formats.test_hf_config import FORMS
+from tests.saved_hf import save, weight_files
 
 ONE_WORKER = Options(num_workers=1)
 

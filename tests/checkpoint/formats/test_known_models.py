@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from checkpoint.formats.known_models import published_model, recognize
-from mm.config.model import ModelConfig, load_model
-from mm.weights.table import model_weights
 from checkpoint.formats.mindspeed import MMDirectory
 from checkpoint.formats.slots import Kind
+from mm.config.model import ModelConfig, load_model
+from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen2.5vl"
 SIZES = ("3b", "7b", "32b", "72b")
 
 

@@ -16,18 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
+from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.known_models import published_model
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.mindspeed import MMDirectory
+from checkpoint.formats.mindspeed_reader import MMReader
+from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.structure import Structure
 from checkpoint.formats.training_reader import check_stored_model
 from mm.config.model import ModelConfig, load_model
 from mm.errors import UserError
-from checkpoint.formats.hf_config import model_from_hf
-from checkpoint.formats.structure import Structure
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
-from mm.placement import Placement
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.mindspeed_reader import MMReader
-from checkpoint.formats.slots import Format, Kind
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
 from tests.launch import ROOT
 
@@ -57,7 +56,7 @@ def test_any_layout_from_any_other(case):
         model = wanted.place(small.model)
         reader = MMReader(MMDirectory.open(root / "mm"), model, block_bytes)
         reader.check_unread()
-        placement = Placement.from_config(model)
+        placement = model.placement()
         for spec in placement.slots:
             for weight in stage_weights(model, spec, placement):
                 whole = fuse(weight, [tensors[hf_name] for hf_name in weight.hf_names])
@@ -88,7 +87,7 @@ def read_all(directory: Path, model: ModelConfig = SMALL.model, finetune: bool =
     """On one rank, after what is checked for all ranks."""
     reader = MMReader.open(directory, model, finetune)
     reader.check_unread()
-    placement = Placement.from_config(model)
+    placement = model.placement()
     for weight in stage_weights(model, placement[0], placement):
         reader.read(weight, 1, 0, torch.float32)
 

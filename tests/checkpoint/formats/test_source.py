@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from checkpoint import convert
 from checkpoint.convert import Options
+from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open_source
 from checkpoint.formats.training import MANIFEST_FILE
 from mm.errors import UserError
-from checkpoint.formats.layout import Layout
 from tests.checkpoint.models import SmallModel, files, layouts, run, small_models
 from tests.checkpoint.test_diff import save_training
 

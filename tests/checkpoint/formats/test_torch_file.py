@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.errors import UserError
 from checkpoint.formats.inert_pickle import global_name
 from checkpoint.formats.torch_file import TorchTensor, read_index
+from mm.errors import UserError
 
 DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config as serialization_config
 
+from checkpoint.formats.torch_file import TorchFile, read_index
 from checkpoint.formats.torch_file_writer import create, finish, frame, plan_file
 from mm.errors import UserError
-from checkpoint.formats.torch_file import TorchFile, read_index
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool)
 Chunks = dict[str, dict[str, torch.Tensor]]

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.batch import IGNORE_INDEX, Microbatch
-from mm.totals import BatchTotals, targets_per_segment
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
 from mm.model.positions import plan_vision
 from tests.tiny import our_config
 

@@ -7,11 +7,10 @@ import pytest
 
 from mm.config.flags import Arguments
 from mm.config.model import DataConfig, load_model
-from mm.placement import Placement
-from mm.plan.stages import num_model_params, stage_report, stage_size
 from mm.config.run import RunConfig
+from mm.plan.stages import num_model_params, stage_report, stage_size
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen2.5vl"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 
 
 def run_of(size: str, vision: list[int], language: list[int], world_size: int, *, freeze: str = "",
@@ -29,7 +28,7 @@ def run_of(size: str, vision: list[int], language: list[int], world_size: int, *
 
 
 def sizes(run: RunConfig):
-    placement = Placement.from_config(run.model)
+    placement = run.model.placement()
     return [stage_size(run, placement, spec) for spec in placement.slots]
 
 
