@@ -23,7 +23,7 @@ from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, load_model
 from mm.device.device import Device
-from mm.model.rope import mrope_positions
+from mm.model.positions import mrope_positions
 from mm.model.stage import build_stage
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config

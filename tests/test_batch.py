@@ -43,7 +43,6 @@ def test_counts(drawn) -> None:
     images = [grid for _, image_grids in drawn for grid in image_grids]
     windows = [length for grid in images for length in plan_vision((grid,), 14, 2, 56).window_lengths]
     assert totals == BatchTotals(
-        num_samples=len(samples),
         num_tokens=sum(1 for sample in samples for _ in sample),
         num_patches=sum(1 for t, h, w in images for _ in range(t * h * w)),
         num_images=len(images),

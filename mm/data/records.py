@@ -7,30 +7,46 @@ import codecs
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import IO, Any
 
 from mm.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def read_record(path: str, start: int, end: int, checksum: int) -> Any:
-    """The JSON value in bytes [start, end) of ``path``.
+@dataclass(frozen=True)
+class FileVersion:
+    """A file as it was when it was checked: a later size or time of change is another version."""
 
-    Raises UserError when they are no longer those that had this checksum when the file was checked.
+    path: str
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str, stream: IO[bytes]) -> "FileVersion":
+        """The version that is open in ``stream``."""
+        status = os.fstat(stream.fileno())
+        return cls(path, status.st_size, status.st_mtime_ns)
+
+
+def read_record(version: FileVersion, start: int, end: int) -> Any:
+    """The JSON value in bytes [start, end) of a file.
+
+    Raises UserError when the file can no longer be read, or is no longer that ``version``.
     """
     try:
-        with open(path, "rb") as stream:
+        with open(version.path, "rb") as stream:
+            found = FileVersion.of(version.path, stream)
             stream.seek(start)
             raw = stream.read(end - start)
     except OSError as error:
-        raise UserError(f"{path}: can no longer be read: {error.strerror}.") from error
-    if zlib.crc32(raw) != checksum:
+        raise UserError(f"{version.path}: can no longer be read: {error.strerror}.") from error
+    if found != version:
         raise UserError(
-            f"{path}: was changed after this run had checked it; start the run again, and write changed data to a new "
-            f"file."
+            f"{version.path}: was changed after this run had checked it; start the run again, and write changed data "
+            f"to a new file."
         )
     return json.loads(raw)
 
@@ -44,11 +60,11 @@ class RecordFile:
             raise UserError(f"{path}: is no regular file; name JSON or JSONL files in basic_parameters.dataset.")
         try:
             with open(path, "rb") as stream:
+                self.version = FileVersion.of(path, stream)
                 raw = stream.read()
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
         self.path = path
-        self.checksum = zlib.crc32(raw)
         self._mark_bytes = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
         try:
             self.text = raw[self._mark_bytes :].decode()

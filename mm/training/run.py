@@ -16,6 +16,7 @@ from mm.config.run import RunConfig, resolved
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
+from mm.data.order import Order
 from mm.data.owner import DataOwner
 from mm.device.device import Device
 from mm.errors import AgreedError
@@ -205,19 +206,20 @@ class Trainer:
         def open_loader() -> StepLoader | None:
             if not mesh.owns_data:
                 return None
-            return StepLoader(
-                Dataset(run.data),
-                SampleEncoder.from_config(run.data, run.model, run.args.seq_length),
-                micro_batch_size=run.args.micro_batch_size,
-                global_batch_size=run.global_batch_size,
-                dp_rank=mesh.dp_rank,
-                dp_size=mesh.dp_size,
+            dataset = Dataset(run.data)
+            order = Order(
+                num_samples=len(dataset),
                 seed=run.args.seed,
                 shuffle=run.data.shuffle,
+                global_batch_size=run.global_batch_size,
+                micro_batch_size=run.args.micro_batch_size,
+                dp_rank=mesh.dp_rank,
+                dp_size=mesh.dp_size,
                 consumed_samples=self.progress.consumed_samples,
-                num_workers=run.args.num_workers,
-                prefetch_factor=run.data.prefetch_factor,
             )
+            encoder = SampleEncoder.from_config(run.data, run.model, run.args.seq_length)
+            return StepLoader(dataset, encoder, order, run.args.num_workers, run.data.prefetch_factor)
+
         holds_patches = self.placement[mesh.pp_rank].has_patch_embedding
         return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patches, run.model.vision)
 
