@@ -35,7 +35,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
     """
     placement = model.placement()
     mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
-    stage = build_stage(model, placement, 0, parallel_config(mesh, "fp32"), DEVICE)
+    stage = build_stage(model, placement, 0, parallel_config(model, mesh, "fp32"), DEVICE)
     checkpoint = HFDirectory.open(directory)
     checkpoint.check(model)
     parameters = dict(stage.named_parameters())
@@ -54,7 +54,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
 
 
 def _logits(stage: Stage, microbatch: Microbatch) -> Tensor:
-    inputs = stage.prepare(microbatch, None, DEVICE.torch_device)
+    inputs = stage.prepare(microbatch, None)
     return stage.text_decoder.logits(stage.hidden_states(inputs, None)).contiguous()
 
 
