@@ -1,6 +1,6 @@
 """The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step.
 
-Pure: knows nothing of files, tokenizers, processes or megatron.
+Pure: no files, no tokenizers, no processes.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 The text is the checkpoint's own chat template, tokenized once as a whole, so token ids equal those of transformers.
 What is learnt, as in LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the ``<|im_end|>`` after it
-and the newline after that.  Knows nothing of files, pixels or parallelism.
+and the newline after that.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 The column names come from the data JSON (``attr``), which follows LLaMA-Factory's sharegpt form, as in MindSpeed-MM.
 Every sample is checked once, up front, so that a bad one stops the run before it starts and not at step 5000.
-Knows nothing of tokenizers, pixels or parallelism.
 """
 
 import os
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mm.config.model import DataConfig
-from mm.data.records import FileVersion, RecordFile, read_record
+from mm.data.records import RecordFile, Version, read_record
 from mm.errors import UserError, nearest
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -66,7 +65,7 @@ class Dataset:
         Raises UserError with up to 20 problems, each naming file, line and sample.
         """
         self._config = config
-        self._files: list[FileVersion] = []
+        self._files: list[tuple[str, Version]] = []
         spans: list[np.ndarray] = []
         num_samples, problems = 0, []
         for path in config.dataset:
@@ -79,7 +78,7 @@ class Dataset:
                 problems += error.problems
                 continue
             spans.append(_check_file(file, len(self._files), wanted, config, problems))
-            self._files.append(file.version)
+            self._files.append((path, file.version))
             num_samples += len(spans[-1])
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
@@ -92,9 +91,9 @@ class Dataset:
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``.  Raises UserError when its file was changed after the check."""
         number, index_in_file, start, end = (int(value) for value in self._spans[index])
-        file = self._files[number]
-        source = f"{file.path}:{index_in_file}"
-        record = read_record(file, start, end)
+        path, version = self._files[number]
+        source = f"{path}:{index_in_file}"
+        record = read_record(path, version, start, end)
         try:
             return Sample(_turns(record, self._config), source)
         except UserError as error:

@@ -1,14 +1,10 @@
-"""The raw values of a JSON or JSONL file and where each lies in it, so that one can be read again alone.
-
-Knows nothing of what the values mean.
-"""
+"""The raw values of a JSON or JSONL file and where each lies in it, so that one can be read again alone."""
 
 import codecs
 import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 from mm.errors import UserError
@@ -16,37 +12,31 @@ from mm.errors import UserError
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-@dataclass(frozen=True)
-class FileVersion:
-    """A file as it was when it was checked: a later size or time of change is another version."""
-
-    path: str
-    num_bytes: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, path: str, stream: IO[bytes]) -> "FileVersion":
-        """The version that is open in ``stream``."""
-        status = os.fstat(stream.fileno())
-        return cls(path, status.st_size, status.st_mtime_ns)
+Version = tuple[int, int]
+"""Size in bytes and time of the last change in ns: another version has other contents."""
 
 
-def read_record(version: FileVersion, start: int, end: int) -> Any:
-    """The JSON value in bytes [start, end) of a file.
+def _version(stream: IO[bytes]) -> Version:
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
 
-    Raises UserError when the file can no longer be read, or is no longer that ``version``.
+
+def read_record(path: str, version: Version, start: int, end: int) -> Any:
+    """The JSON value in bytes [start, end) of ``path``.
+
+    Raises UserError when the file is no longer the ``version`` that was checked.
     """
     try:
-        with open(version.path, "rb") as stream:
-            found = FileVersion.of(version.path, stream)
+        with open(path, "rb") as stream:
+            found = _version(stream)
             stream.seek(start)
             raw = stream.read(end - start)
     except OSError as error:
-        raise UserError(f"{version.path}: can no longer be read: {error.strerror}.") from error
+        raise UserError(f"{path}: can no longer be read: {error.strerror}.") from error
     if found != version:
         raise UserError(
-            f"{version.path}: was changed after this run had checked it; start the run again, and write changed data "
-            f"to a new file."
+            f"{path}: was changed after this run had checked it; start the run again, and write changed data to a new "
+            f"file."
         )
     return json.loads(raw)
 
@@ -60,7 +50,7 @@ class RecordFile:
             raise UserError(f"{path}: is no regular file; name JSON or JSONL files in basic_parameters.dataset.")
         try:
             with open(path, "rb") as stream:
-                self.version = FileVersion.of(path, stream)
+                self.version = _version(stream)
                 raw = stream.read()
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -93,7 +83,7 @@ class RecordFile:
     def records(self, problems: list[str]) -> Iterator[tuple[int, int, Any]]:
         """Yield first character, end and value of each element of a JSON list, or of each value of a JSONL file.
 
-        The first character tells which of the two it is, not the file's name.  What is not JSON is appended to
+        The first character decides which of the two it is, not the file's name.  What is not JSON is appended to
         ``problems``; in JSONL the lines after it are still read.
         """
         text, path = self.text, self.path

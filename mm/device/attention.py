@@ -1,8 +1,8 @@
 """Attention over packed segments, one kernel per kind of device.
 
 Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
-num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  Knows nothing
-of modules, the model, or which device runs (``kernels.py`` picks the kernel).  The softmax scale is 1 / sqrt(head_dim).
+num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
+scale is 1 / sqrt(head_dim).  ``kernels.py`` picks the kernel of a device.
 
 Two ways of calling a fused kernel recur.  *By run*: segments of equal length that lie together are viewed as a batch,
 one call per run; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.

@@ -1,7 +1,4 @@
-"""The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer.
-
-Knows nothing of images beyond the visual tokens handed to it, and nothing of pipeline messages.
-"""
+"""The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer."""
 
 from dataclasses import dataclass
 

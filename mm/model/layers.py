@@ -1,7 +1,6 @@
 """The transformer layer that both towers are made of, over megatron-core's tensor-parallel linear layers.
 
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
-Knows nothing of pipeline stages, images or tokens.
 """
 
 from dataclasses import dataclass

@@ -98,7 +98,7 @@ class Stage(nn.Module):
             )
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
-        # A stage that only hands on must still return a tensor of its own: megatron frees outputs after sending.
+        # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
     def hidden_states(self, inputs: StageInputs, received: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The ViT and the projector, as far as a stage owns them.
 
 Rows are patches in window order (see ``mm.model.positions``) from the patch embedding to the projector, which puts the
-visual tokens back in reading order.  Knows nothing of text or of pipeline messages.
+visual tokens back in reading order.
 """
 
 from dataclasses import dataclass

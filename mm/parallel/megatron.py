@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> TransformerConfig:
     """Before the stage: the LLM's sizes, the parallel sizes and the precision.
 
-    Our layers take their sizes from ``mm.config.model``, for both towers; megatron is told those of the LLM.
+    megatron has fields for one tower only; our layers take the sizes of both from ``mm.config.model``.
     ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss is already divided by
     what the global batch holds.
     """

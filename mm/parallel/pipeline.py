@@ -1,4 +1,4 @@
-"""Messages between pipeline stages, every shape of which is known before the step begins.
+"""Messages between pipeline stages, of shapes that are known before the step begins.
 
 Our communicator takes the place of megatron-core's: it reads shapes and gradient needs from the step's plan, so there
 is no shape exchange and no wait for the device in the loop, and a boundary that carries nothing exchanges nothing.
@@ -6,7 +6,6 @@ is no shape exchange and no wait for the device in the loop, and a boundary that
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,33 +15,21 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.placement import Message, Placement
+from mm.placement import Message
 
 
-@dataclass(frozen=True)
-class MessageShapes:
-    """How large each message of a microbatch is."""
-
-    vision_hidden: int
-    language_hidden: int
-    merge_factor: int
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "MessageShapes":
-        return cls(model.vision.hidden_size, model.language.hidden_size, model.vision.spatial_merge_size**2)
-
-    def shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
-        """[rows, width], or None when nothing crosses."""
-        match message:
-            case Message.NOTHING:
-                return None
-            case Message.PATCHES:
-                rows, width = microbatch.num_patches, self.vision_hidden
-            case Message.VISUAL_TOKENS:
-                rows, width = microbatch.num_patches // self.merge_factor, self.language_hidden
-            case Message.HIDDEN_STATES:
-                rows, width = microbatch.num_tokens, self.language_hidden
-        return (rows, width) if rows else None
+def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) -> tuple[int, int] | None:
+    """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses."""
+    match message:
+        case Message.NOTHING:
+            return None
+        case Message.PATCHES:
+            rows, width = microbatch.num_patches, model.vision.hidden_size
+        case Message.VISUAL_TOKENS:
+            rows, width = microbatch.num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
+        case Message.HIDDEN_STATES:
+            rows, width = microbatch.num_tokens, model.language.hidden_size
+    return (rows, width) if rows else None
 
 
 class PipelineCommunicator:
@@ -53,19 +40,13 @@ class PipelineCommunicator:
     forward step takes every received tensor from ``take``.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        placement: Placement,
-        shapes: MessageShapes,
-        parallel: TransformerConfig,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device) -> None:
         self.pp_group = mesh.groups.pp  # the schedule asks for these two by name
         self.config = parallel
-        spec = placement[mesh.pp_rank]
+        self._placement, self._model = model.placement(), model
+        self._dtype, self._device = parallel.pipeline_dtype, device
+        spec = self._placement[mesh.pp_rank]
         self._receives, self._sends = spec.receives, spec.sends
-        self._placement, self._shapes, self._dtype, self._device = placement, shapes, parallel.pipeline_dtype, device
         ranks = dist.get_process_group_ranks(self.pp_group)
         self._previous = ranks[mesh.pp_rank - 1] if mesh.pp_rank > 0 else None
         self._next = ranks[mesh.pp_rank + 1] if mesh.pp_rank < mesh.pp_size - 1 else None
@@ -137,14 +118,14 @@ class PipelineCommunicator:
         operations, sent, activation, output_gradient, needs_gradient = [], [], None, None, False
         if output is not None:
             microbatch = next(self._microbatches["send_forward"])
-            if (shape := self._shapes.shape(self._sends, microbatch)) is not None:
+            if (shape := message_shape(self._sends, microbatch, self._model)) is not None:
                 assert output.shape == shape and output.dtype == self._dtype, (output.shape, output.dtype, shape)
                 # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
                 sent.append(output.detach().contiguous())
                 operations.append(dist.P2POp(dist.isend, sent[-1], self._next, self.pp_group))
         if recv_forward:
             microbatch = next(self._microbatches["recv_forward"])
-            if (shape := self._shapes.shape(self._receives, microbatch)) is not None:
+            if (shape := message_shape(self._receives, microbatch, self._model)) is not None:
                 activation = torch.empty(shape, dtype=self._dtype, device=self._device)
                 operations.append(dist.P2POp(dist.irecv, activation, self._previous, self.pp_group))
                 needs_gradient = self._placement.gradient_flows(self._receives, bool(microbatch.image_grids))
@@ -165,12 +146,12 @@ class PipelineCommunicator:
     def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         if not self._placement.gradient_flows(message, bool(microbatch.image_grids)):
             return None
-        return self._shapes.shape(message, microbatch)
+        return message_shape(message, microbatch, self._model)
 
     def _run(self, operations: list[dist.P2POp], sent: list[Tensor]) -> None:
         """Issue as one batch; wait for receives, and keep what is sent alive until it has left.
 
-        gloo tells only by waiting that a send has left.  A neighbour is never more than a pipeline's depth of
+        With gloo, only waiting for a send shows that it has left.  A neighbour is never more than a pipeline's depth of
         messages behind in either direction, so waiting for one twice that old never holds both sides up.
         """
         while self._in_flight and (

@@ -1,7 +1,6 @@
 """What a run says of itself: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
 
-The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.  Knows nothing of how the numbers
-came about.
+The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.
 """
 
 import json

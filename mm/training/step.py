@@ -17,7 +17,7 @@ from mm.errors import AgreedError
 from mm.model.stage import Stage
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.pipeline import MessageShapes, PipelineCommunicator
+from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
 from mm.training.optimizer import build_optimizer, update
 
@@ -43,10 +43,7 @@ class Parts:
         model = DistributedDataParallel(settings, ddp_config(args), stage)
         optimizer = build_optimizer(optimizer_config(args, settings), model)
         bind(model, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
-        shapes = MessageShapes.of(stage.model)
-        communicator = PipelineCommunicator(
-            mesh, stage.model.placement(), shapes, settings, stage.device.torch_device
-        )
+        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device)
         return cls(mesh, model, optimizer, communicator)
 
 
@@ -55,7 +52,7 @@ class StepResult:
     """What one optimizer step did; the same on every rank."""
 
     loss: float
-    """Of the global batch, before the update."""
+    """The loss of the global batch, before the update."""
     lr: float
     grad_norm: float
     loss_scale: float
