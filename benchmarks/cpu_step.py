@@ -236,11 +236,13 @@ def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: i
     import torch
     import torch.distributed as dist
 
+    from mm.training.step import step
+
     times = []
     for number, plan in enumerate(trainer.data(rounds + NUM_WARMUP)):
         dist.barrier()
         start = time.perf_counter()
-        loss, norm = trainer.step(plan)
+        result = step(trainer.parts, plan, LR)
         ours = time.perf_counter() - start
         dist.barrier()
         if peer is not None:
@@ -250,6 +252,7 @@ def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: i
             peer_loss, peer_norm = peer.step(batches, plan.totals.num_target_tokens)
             theirs = time.perf_counter() - start
             torch.set_num_threads(1)
+            loss, norm = result.loss, result.grad_norm
             agree = abs(loss - peer_loss) < 1e-5 * peer_loss and abs(norm - peer_norm) < 1e-4 * peer_norm
             assert number or agree, f"not the same model: loss {loss} {peer_loss}, gradient norm {norm} {peer_norm}"
             if number >= NUM_WARMUP:

@@ -89,7 +89,7 @@ def parity(device: "Device", precisions: list[str]) -> tuple[dict, bool]:  # noq
         expected = theirs(torch.device("cpu"), "fp32")
         for precision in precisions:
             ours = Ours(model, device, precision, tensors)
-            found = errors((float(ours.pass_over(batch)), ours.gradients()), expected)
+            found = errors((ours.pass_over(batch), ours.gradients()), expected)
             ours.close()
             own = errors(theirs(device.torch_device, precision), expected)
             limits = TOLERANCES[precision]
@@ -144,7 +144,7 @@ def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F82
     """Build one side, warm up, and time its steps."""
     from benchmarks.one_device import Ours, Peer, model_config, peer_attention, random_microbatch, random_tensors
     from mm.batch import BatchTotals
-    from mm.model.flops import peak_flops, training_flops
+    from mm.model.flops import training_flops
     from mm.parallel.megatron import DTYPES
 
     model = model_config(flags.size, flags.freeze, flags.recompute)
@@ -171,7 +171,7 @@ def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F82
         seconds.append(time.perf_counter() - start)
     timed = seconds[flags.warmup :]
     median = statistics.median(timed)
-    rate, peak = training_flops(model, totals) / median, peak_flops(device.name)
+    rate, peak = training_flops(model, totals) / median, device.peak_flops
     return {
         "attention": attention,
         "precision": precision,

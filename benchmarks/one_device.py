@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
@@ -23,12 +22,11 @@ from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, load_model
 from mm.device.device import Device
-from mm.model.rope import mrope_positions
+from mm.model.positions import mrope_positions
 from mm.model.stage import build_stage
 from mm.parallel import mesh as parallel
-from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
-from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule
-from mm.training.optimizer import build_optimizer, optimizer_step
+from mm.parallel.megatron import DTYPES, parallel_config
+from mm.training.step import Parts, forward_backward, step
 from mm.weights.table import fuse, model_weights, stage_weights
 
 LR = 1e-5
@@ -139,49 +137,43 @@ def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 class Ours:
-    """This trainer's stage, optimizer and schedule; ``tensors`` are weights by Hugging Face names."""
+    """This trainer's step; ``tensors`` are weights by Hugging Face names."""
 
     def __init__(self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor]) -> None:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-        self.device, placement = device, model.placement()
+        placement = model.placement()
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
             "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",
             *([f"--{precision}"] if precision != "fp32" else []),
         ])  # fmt: skip
-        self.mesh = parallel.start(device, placement, model.language.tied, tp_size=1)
-        settings = parallel_config(self.mesh, precision)
-        self.stage = build_stage(model, placement, 0, settings, device)
+        mesh = parallel.start(device, placement, model.language.tied, tp_size=1)
+        stage = build_stage(model, placement, 0, parallel_config(model, mesh, precision), device)
         with torch.no_grad():
             for weight in stage_weights(model, placement[0], placement):
                 whole = fuse(weight, [tensors[name] for name in weight.hf_names])
-                self.stage.get_parameter(weight.name).copy_(whole)
-        self.model = DistributedDataParallel(settings, ddp_config(args), self.stage)
-        self.optimizer = build_optimizer(optimizer_config(args, precision), self.model, self.mesh)
-        bind_schedule(self.model, self.mesh)
-        self.communicator = PipelineCommunicator(
-            self.mesh, placement, MessageShapes.of(model), settings, device.torch_device
-        )
+                stage.get_parameter(weight.name).copy_(whole)
+        self.parts = Parts.build(stage, mesh, args)
 
-    def pass_over(self, microbatches: list[Microbatch]) -> Tensor:
-        """Forward and backward; the loss, on the device."""
-        plan = StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.stage.model.vision))
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return run_schedule(self.model, plan, self.communicator, self.mesh, self.device.torch_device)
+    def pass_over(self, microbatches: list[Microbatch]) -> float:
+        """Forward and backward; the loss."""
+        return forward_backward(self.parts, self._plan(microbatches))
 
     def step(self, microbatches: list[Microbatch]) -> tuple[float, float]:
         """One optimizer step; loss and gradient norm."""
-        loss = float(self.pass_over(microbatches))
-        return loss, optimizer_step(self.optimizer, LR).grad_norm
+        result = step(self.parts, self._plan(microbatches), LR)
+        return result.loss, result.grad_norm
+
+    def _plan(self, microbatches: list[Microbatch]) -> StepPlan:
+        return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.parts.stage.model.vision))
 
     def gradients(self) -> dict[str, Tensor]:
         """By our names, in fp32 on the CPU."""
         return {
             name: parameter.main_grad.float().cpu()
-            for name, parameter in self.stage.named_parameters()
+            for name, parameter in self.parts.stage.named_parameters()
             if parameter.requires_grad
         }
 
@@ -206,12 +198,11 @@ class Peer:
             self.model = Qwen2_5_VLForConditionalGeneration._from_config(
                 config, dtype=DTYPES[precision], attn_implementation=attention
             )
-        frozen = {"vision": model.vision.freeze, "projector": model.projector.freeze, "language": model.language.freeze}
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[hf_name(name)].reshape(parameter.shape))
                 part = "projector" if "visual.merger" in name else "vision" if "visual" in name else "language"
-                parameter.requires_grad_(not frozen[part])
+                parameter.requires_grad_(not model.is_frozen(part))
         if recompute:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()

@@ -21,7 +21,7 @@ from checkpoint.formats.hf import HFDirectory  # noqa: E402
 from mm.batch import Microbatch  # noqa: E402
 from mm.config.model import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
-from mm.data.encode import SampleEncoder, pack  # noqa: E402
+from mm.data.encode import SampleEncoder  # noqa: E402
 from mm.model.stage import Stage, build_stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.megatron import parallel_config  # noqa: E402
@@ -35,7 +35,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
     """
     placement = model.placement()
     mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
-    stage = build_stage(model, placement, 0, parallel_config(mesh, "fp32"), DEVICE)
+    stage = build_stage(model, placement, 0, parallel_config(model, mesh, "fp32"), DEVICE)
     checkpoint = HFDirectory.open(directory)
     checkpoint.check(model)
     parameters = dict(stage.named_parameters())
@@ -46,7 +46,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
         for weight in stage_weights(model, placement[0], placement):
             parameters[weight.name].copy_(checkpoint.load_weight(weight))
         for index in range(min(num_samples, len(dataset))):
-            microbatch = pack([encoder.encode(dataset[index])])
+            microbatch = encoder.encode(dataset[index])
             found[f"token_ids.{index}"] = microbatch.token_ids
             found[f"logits.{index}"] = _logits(stage, microbatch)
     parallel.stop()
@@ -54,7 +54,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
 
 
 def _logits(stage: Stage, microbatch: Microbatch) -> Tensor:
-    inputs = stage.prepare(microbatch, None, DEVICE.torch_device)
+    inputs = stage.prepare(microbatch, None)
     return stage.text_decoder.logits(stage.hidden_states(inputs, None)).contiguous()
 
 

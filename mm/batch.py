@@ -1,8 +1,9 @@
 """The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step.
 
-Pure: knows nothing of files, tokenizers, processes or megatron.
+Pure: no files, no tokenizers, no processes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,24 @@ class Microbatch:
     """float32 [num_patches, channels x frames x height x width]; None without images, and on every rank that does
     not hold the patch embedding."""
 
+    @classmethod
+    def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
+        """Lay microbatches one after another, shortest first, equal lengths in the given order.
+
+        The loss is a sum over tokens, so their order inside a microbatch is free; equal lengths that lie together can
+        share one attention call.
+        """
+        ordered = sorted(microbatches, key=lambda one: one.num_tokens)
+        pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
+        return cls(
+            token_ids=torch.cat([one.token_ids for one in ordered]),
+            labels=torch.cat([one.labels for one in ordered]),
+            positions=torch.cat([one.positions for one in ordered], dim=1),
+            segment_lengths=tuple(length for one in ordered for length in one.segment_lengths),
+            image_grids=tuple(grid for one in ordered for grid in one.image_grids),
+            pixel_values=torch.cat(pixels) if pixels else None,
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.token_ids.numel()
@@ -59,7 +78,6 @@ class BatchTotals:
     global batch are the sums over its replicas.
     """
 
-    num_samples: int
     num_tokens: int
     num_patches: int
     num_images: int
@@ -79,7 +97,6 @@ class BatchTotals:
         grids = [grid for m in microbatches for grid in m.image_grids]
         window = vision.window_attn_size // vision.patch_size
         return cls(
-            num_samples=sum(len(m.segment_lengths) for m in microbatches),
             num_tokens=sum(m.num_tokens for m in microbatches),
             num_patches=sum(m.num_patches for m in microbatches),
             num_images=len(grids),

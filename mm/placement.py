@@ -120,14 +120,6 @@ class Placement:
                 visual = has_images and not (self.vision_frozen and self.projector_frozen)
                 return visual or not self.language_frozen
 
-    def is_trainable(self, spec: StageSpec) -> bool:
-        """Whether ``spec`` owns any parameter that is trained."""
-        return (
-            (not self.vision_frozen and (spec.has_patch_embedding or len(spec.vision_layers) > 0))
-            or (not self.projector_frozen and spec.has_projector)
-            or (not self.language_frozen and spec.has_language)
-        )
-
 
 def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int) -> tuple[StageSpec, ...]:
     last_vision = max(index for index, count in enumerate(vision_counts) if count)

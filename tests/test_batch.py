@@ -1,6 +1,6 @@
 """Counts over a batch against counting one by one."""
 
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 
 import torch
 from hypothesis import given, settings
@@ -43,7 +43,6 @@ def test_counts(drawn) -> None:
     images = [grid for _, image_grids in drawn for grid in image_grids]
     windows = [length for grid in images for length in plan_vision((grid,), 14, 2, 56).window_lengths]
     assert totals == BatchTotals(
-        num_samples=len(samples),
         num_tokens=sum(1 for sample in samples for _ in sample),
         num_patches=sum(1 for t, h, w in images for _ in range(t * h * w)),
         num_images=len(images),
@@ -72,3 +71,30 @@ def test_nothing_counts_nothing() -> None:
 def test_targets_per_segment(is_target) -> None:
     found = targets_per_segment(build(is_target, []))
     assert found.dtype == torch.int64 and found.tolist() == [sum(sample) for sample in is_target]
+
+
+@fast
+@given(drawn=microbatches)
+def test_joined_microbatches_lie_shortest_first_and_whole(drawn) -> None:
+    batch = [numbered(build(*one), number) for number, one in enumerate(drawn)]
+    if not batch:
+        return
+    joined, ordered = Microbatch.join(batch), sorted(batch, key=lambda one: one.num_tokens)
+    assert joined.segment_lengths == sum((one.segment_lengths for one in ordered), ())
+    assert joined.image_grids == sum((one.image_grids for one in ordered), ())
+    sizes = [one.num_tokens for one in ordered]
+    for name, dim in (("token_ids", 0), ("labels", 0), ("positions", 1)):
+        for found, one in zip(getattr(joined, name).split(sizes, dim), ordered, strict=True):
+            assert torch.equal(found, getattr(one, name))
+    if joined.pixel_values is None:
+        assert not joined.image_grids
+    else:
+        for found, one in zip(joined.pixel_values.split([one.num_patches for one in ordered]), ordered, strict=True):
+            assert one.pixel_values is None or torch.equal(found, one.pixel_values)
+
+
+def numbered(microbatch: Microbatch, number: int) -> Microbatch:
+    """Contents by which it is known again; joining must keep the given order of equal lengths."""
+    pixels = torch.full((microbatch.num_patches, 2), float(number)) if microbatch.image_grids else None
+    ids, positions = microbatch.token_ids + number, microbatch.positions + number
+    return replace(microbatch, token_ids=ids, positions=positions, pixel_values=pixels)

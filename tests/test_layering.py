@@ -1,6 +1,7 @@
 """The layering of the source: who may import whom, who alone touches what, and how long things may get."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -39,8 +40,10 @@ WITHOUT_TORCH = ("mm.errors", "mm.placement", "mm.config")
 CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.config", "mm.weights"}
 """Of mm.  The rest of its lower floors is about devices and batches, which files know nothing of."""
 
-MAY_NAME_TORCH_NPU = {"mm.device"}
-MAY_PATCH = {"mm.device.device"}
+MAY_LIST_DEVICES = {"mm.config.flags"}
+"""The choices of --device."""
+
+MAY_PATCH = {"mm.device.shims"}
 MAY_USE_PARALLEL_STATE = {"mm.parallel.mesh"}
 
 
@@ -173,11 +176,18 @@ def test_some_need_no_torch(name: str):
 
 
 @pytest.mark.parametrize("source", each_source())
-def test_one_file_knows_the_devices(source: Source):
-    if not any(_is_under(source.name, folder) for folder in MAY_NAME_TORCH_NPU):
-        named = [name for name, _ in source.imports() if _is_under(name, "torch_npu")]
-        named += [node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == "torch_npu"]
-        assert not named
+def test_one_folder_knows_the_devices(source: Source):
+    """No ``torch.cuda``, ``torch.npu``, ``torch_npu``, "cuda" or "npu" elsewhere; only the flags name the choices."""
+    if _is_under(source.name, "mm.device"):
+        return
+    named = [name for name, _ in source.imports() if name.startswith(("torch.cuda", "torch.npu", "torch_npu"))]
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr="cuda" | "npu") | ast.Name("torch_npu"):
+                named.append(f"{node.lineno}: {ast.unparse(node)}")
+            case ast.Constant(str(text)) if source.name not in MAY_LIST_DEVICES and re.match("(cuda|npu)(:|$)", text):
+                named.append(f"{node.lineno}: {text!r}")
+    assert not named
 
 
 @pytest.mark.parametrize("source", each_source())

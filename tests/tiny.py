@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from checkpoint.formats.spelling import published_name
 from mm.batch import IGNORE_INDEX, Grid, Microbatch
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from mm.model.rope import mrope_positions
+from mm.model.positions import mrope_positions
 from mm.placement import PipelineLayout
 from mm.weights.table import Weight, fuse
 

@@ -119,6 +119,10 @@ class ModelConfig:
         """Virtual chunks per stage; 1 without virtual pipeline stages."""
         return len(self.language.pipeline_num_layers)
 
+    def is_frozen(self, part: str) -> bool:
+        """Whether a part ("vision", "projector" or "language") is not trained."""
+        return getattr(self, part).freeze
+
     def placement(self) -> Placement:
         """Which stage holds what; the pipeline lists must be legal, as those of every model that was read are."""
         return Placement.of(

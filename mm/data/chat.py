@@ -1,8 +1,8 @@
-"""Messages as token ids and labels.
+"""Conversations as token ids and labels.
 
 The text is the checkpoint's own chat template, tokenized once as a whole, so token ids equal those of transformers.
 What is learnt, as in LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the ``<|im_end|>`` after it
-and the newline after that.  Knows nothing of files, pixels or parallelism.
+and the newline after that.
 """
 
 import json
@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
-from mm.data.dataset import Message
+from mm.data.dataset import Turn
 from mm.errors import UserError
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
-"""One rendered turn: role, text, end.  Safe to look for: the dataset refuses these tokens inside texts."""
+_RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
+"""Role, text, end.  Safe to look for: the dataset refuses these tokens inside texts."""
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
@@ -93,10 +93,8 @@ class ChatEncoder:
         """``seq_length``: most tokens of a sample.
 
         ``mask_history``: learn only the last answer.  ``train_on_prompt``: learn everything but image tokens, which
-        are not text to be predicted.  The two exclude each other.
+        are not text to be predicted.  At most one of the two is set.
         """
-        if train_on_prompt and mask_history:
-            raise UserError("train_on_prompt and mask_history exclude each other; set one of them to false.")
         self._tokenizer = tokenizer
         self._seq_length = seq_length
         self.merge_area = spatial_merge_size**2
@@ -105,7 +103,7 @@ class ChatEncoder:
         self.image_token_id: int = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         self.vision_start_token_id: int = tokenizer.convert_tokens_to_ids(VISION_START_TOKEN)
 
-    def encode(self, messages: Sequence[Message], grids: Sequence[Grid]) -> EncodedText:
+    def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose images have ``grids``, in reading order.
 
         More than ``seq_length`` tokens are cut off at the end.  A cut never falls inside an image: when it would, it
@@ -114,8 +112,8 @@ class ChatEncoder:
 
         Raises UserError when the chat template does not show every answer and image.
         """
-        text = self.render(messages)
-        spans = self._answer_spans(text, messages)
+        text = self.render(turns)
+        spans = self._answer_spans(text, turns)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = np.array(encoding["input_ids"], dtype=np.int64)
         if self._train_on_prompt:
@@ -139,33 +137,33 @@ class ChatEncoder:
         labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
         return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), num_images)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, turns: Sequence[Turn]) -> str:
         """The conversation as the chat template writes it, with one image token per image."""
-        turns = []
-        for message in messages:
-            if message.role == "user":
+        messages = []
+        for turn in turns:
+            if turn.role == "user":
                 content = [
                     {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                    for part in message.parts
+                    for part in turn.parts
                 ]
             else:
-                content = "".join(message.parts)
-            turns.append({"role": message.role, "content": content})
+                content = "".join(turn.parts)
+            messages.append({"role": turn.role, "content": content})
         try:
-            return self._tokenizer.apply_chat_template(turns, tokenize=False)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
         except TemplateError as error:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
-    def _answer_spans(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]]:
+    def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """Where in ``text`` the characters to be learnt stand: answers with the end of their turn."""
-        turns = [turn for turn in _TURN.finditer(text) if turn[1] == "assistant"]
-        answers = ["".join(message.parts) for message in messages if message.role == "assistant"]
-        if [turn[2] for turn in turns] != answers:
+        rendered = [match for match in _RENDERED_TURN.finditer(text) if match[1] == "assistant"]
+        answers = ["".join(turn.parts) for turn in turns if turn.role == "assistant"]
+        if [match[2] for match in rendered] != answers:
             raise UserError(
                 "the chat template does not write each answer unchanged between '<|im_start|>assistant' and "
                 "'<|im_end|>'; use Qwen2.5-VL's template."
             )
-        spans = [(turn.start(2), turn.end()) for turn in turns]
+        spans = [(match.start(2), match.end()) for match in rendered]
         return spans[-1:] if self._mask_history else spans
 
 

@@ -1,20 +1,18 @@
-"""Raw JSON or JSONL files as validated samples: messages whose parts are text and image paths.
+"""Raw JSON or JSONL files as validated samples: turns whose parts are text and image paths.
 
 The column names come from the data JSON (``attr``), which follows LLaMA-Factory's sharegpt form, as in MindSpeed-MM.
 Every sample is checked once, up front, so that a bad one stops the run before it starts and not at step 5000.
-Knows nothing of tokenizers, pixels or parallelism.
 """
 
 import os
 import re
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mm.config.model import DataConfig
-from mm.data.records import RecordFile, read_record
+from mm.data.records import RecordFile, Version, read_record
 from mm.errors import UserError, nearest
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -27,14 +25,14 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image inside a message; ``path`` exists on this machine."""
+    """An image inside a turn; ``path`` exists on this machine."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn.  ``role`` is "system", "user" or "assistant"; only user turns hold images."""
+class Turn:
+    """What one side says.  ``role`` is "system", "user" or "assistant"; only user turns hold images."""
 
     role: str
     parts: tuple[str | ImagePart, ...]
@@ -44,25 +42,22 @@ class Message:
 class Sample:
     """An optional system message, then user and assistant turns in alternation, ending with an assistant's."""
 
-    messages: tuple[Message, ...]
+    turns: tuple[Turn, ...]
     source: str
     """``file:index``, the index counted from 0 within the file."""
 
     @property
     def image_paths(self) -> tuple[str, ...]:
         """In reading order."""
-        return tuple(part.path for message in self.messages for part in message.parts if isinstance(part, ImagePart))
+        return tuple(part.path for turn in self.turns for part in turn.parts if isinstance(part, ImagePart))
 
 
 class Dataset:
     """All samples of ``config.dataset``, in file order, read from disk one at a time.
 
-    Holds only where each sample lies in its file (40 bytes a sample), so it pickles cheaply into data workers.
+    Holds only where each sample lies in its file (32 bytes a sample), so it pickles cheaply into data workers.
     ``config.max_samples`` keeps that many of the first samples of all files together.
     """
-
-    fingerprint: str
-    """Changes with any byte of the files and with the number of samples used; for checks on resume."""
 
     def __init__(self, config: DataConfig) -> None:
         """Read and check every sample; of images only that the file is there.
@@ -70,9 +65,9 @@ class Dataset:
         Raises UserError with up to 20 problems, each naming file, line and sample.
         """
         self._config = config
-        self._paths: list[str] = []
+        self._files: list[tuple[str, Version]] = []
         spans: list[np.ndarray] = []
-        num_samples, checksums, problems = 0, "", []
+        num_samples, problems = 0, []
         for path in config.dataset:
             wanted = None if config.max_samples is None else config.max_samples - num_samples
             if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
@@ -82,26 +77,25 @@ class Dataset:
             except UserError as error:
                 problems += error.problems
                 continue
-            spans.append(_check_file(file, len(self._paths), wanted, config, problems))
-            self._paths.append(path)
+            spans.append(_check_file(file, len(self._files), wanted, config, problems))
+            self._files.append((path, file.version))
             num_samples += len(spans[-1])
-            checksums += f"{file.checksum:08x}-"
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
             raise UserError(problems[:_MAX_PROBLEMS] + more)
         self._spans = np.concatenate(spans)
-        self.fingerprint = f"{checksums}{num_samples}"
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample ``index``.  Raises UserError when it was changed after the check."""
-        number, index_in_file, start, end, checksum = (int(value) for value in self._spans[index])
-        source = f"{self._paths[number]}:{index_in_file}"
-        record = read_record(self._paths[number], start, end, checksum)
+        """Sample ``index``.  Raises UserError when its file was changed after the check."""
+        number, index_in_file, start, end = (int(value) for value in self._spans[index])
+        path, version = self._files[number]
+        source = f"{path}:{index_in_file}"
+        record = read_record(path, version, start, end)
         try:
-            return Sample(_messages(record, self._config), source)
+            return Sample(_turns(record, self._config), source)
         except UserError as error:
             raise UserError(f"{source}: {problem}" for problem in error.problems) from error
 
@@ -111,29 +105,28 @@ def _check_file(
 ) -> np.ndarray:
     """Check the first ``wanted`` samples (None: all), appending what is wrong to ``problems``.
 
-    Returns int64 [num_samples, 5]: number of the file, index in it, first byte, end byte, crc32 of the bytes.
+    Returns int64 [num_samples, 4]: number of the file, index in it, first byte, end byte.
     """
-    positions, checksums, num_before = [], [], len(problems)
+    positions, num_before = [], len(problems)
     for start, end, record in file.records(problems):
         index = len(positions) // 2
         try:
-            _messages(record, config)
+            _turns(record, config)
         except UserError as error:
             where = f"{file.path}:{file.line(start)}: sample {index} (counted from 0)"
             problems += [f"{where}: {problem}" for problem in error.problems]
         positions += [start, end]
-        checksums.append(zlib.crc32(file.text[start:end].encode()))
         if len(problems) >= _MAX_PROBLEMS or len(positions) // 2 == wanted:
             break
     if not positions and len(problems) == num_before:
         problems.append(f"{file.path}: holds no sample; expected a JSON list of objects, or one JSON object a line.")
     offsets = np.array(file.byte_offsets(positions), dtype=np.int64).reshape(-1, 2)
     numbers = np.full(len(offsets), number, dtype=np.int64)
-    return np.column_stack([numbers, np.arange(len(offsets)), offsets, np.array(checksums, dtype=np.int64)])
+    return np.column_stack([numbers, np.arange(len(offsets)), offsets])
 
 
-def _messages(record: Any, config: DataConfig) -> tuple[Message, ...]:
-    """Map the columns of one raw sample to messages.  Raises UserError without saying which sample it was."""
+def _turns(record: Any, config: DataConfig) -> tuple[Turn, ...]:
+    """Map the columns of one raw sample to turns.  Raises UserError without saying which sample it was."""
     attr = config.attr
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {attr.messages!r}.")
@@ -249,7 +242,7 @@ def _local_path(path: str, directory: str) -> str:
     raise UserError(f"image {path!r} is no regular file, neither as {joined!r} nor as it is; check dataset_dir.")
 
 
-def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Message, ...]:
+def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Turn, ...]:
     """Put each image in the place of its placeholder."""
     num_placeholders = sum(text.count(IMAGE_PLACEHOLDER) for _, text in texts)
     if num_placeholders != len(images):
@@ -257,7 +250,7 @@ def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Messa
             f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
         )
     remaining = iter(images)
-    messages = []
+    turns = []
     for role, text in texts:
         parts: list[str | ImagePart] = []
         for number, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
@@ -265,8 +258,8 @@ def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Messa
                 parts.append(ImagePart(next(remaining)))
             if piece:
                 parts.append(piece)
-        messages.append(Message(role, tuple(parts)))
-    return tuple(messages)
+        turns.append(Turn(role, tuple(parts)))
+    return tuple(turns)
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,6 @@
-"""Samples as tensors, and several of them packed into a microbatch.
-
-Knows nothing of parallelism or of the order of samples.
-"""
+"""Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,26 +9,15 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.model import DataConfig, ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
-from mm.data.dataset import ImagePart, Message, Sample
+from mm.data.dataset import ImagePart, Sample, Turn
 from mm.data.image import ImageProcessor, load_image
 from mm.errors import UserError
-from mm.model.rope import mrope_positions
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample ready to be packed; shapes as in ``Microbatch``, for this sample alone."""
-
-    token_ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    grids: tuple[Grid, ...]
-    pixel_values: Tensor | None
+from mm.model.positions import mrope_positions
 
 
 @dataclass(frozen=True)
 class SampleEncoder:
-    """Everything that turns a ``Sample`` into an ``EncodedSample``.  Pickles into data workers."""
+    """Everything that turns a ``Sample`` into tensors.  Pickles into data workers."""
 
     chat: ChatEncoder
     images: ImageProcessor
@@ -75,15 +60,15 @@ class SampleEncoder:
         _try_template(chat, directory)
         return cls(chat, images)
 
-    def encode(self, sample: Sample) -> EncodedSample:
-        """Encode one sample; images that fall to the cut at ``seq_length`` are not decoded.
+    def encode(self, sample: Sample) -> Microbatch:
+        """One sample as a microbatch of one segment; images that fall to the cut at ``seq_length`` are not decoded.
 
         Raises UserError naming the sample and, where it is one's fault, the image.
         """
         try:
             paths = sample.image_paths
             grids = tuple(self.images.image_grid(path) for path in paths)
-            text = self.chat.encode(sample.messages, grids)
+            text = self.chat.encode(sample.turns, grids)
             grids = grids[: text.num_images]
             pixels = [self._pixels(path, grid) for path, grid in zip(paths, grids, strict=False)]
         except UserError as error:
@@ -95,7 +80,14 @@ class SampleEncoder:
             self.chat.vision_start_token_id,
             self.images.merge_size,
         )
-        return EncodedSample(text.token_ids, text.labels, positions, grids, torch.cat(pixels) if pixels else None)
+        return Microbatch(
+            token_ids=text.token_ids,
+            labels=text.labels,
+            positions=positions,
+            segment_lengths=(text.token_ids.numel(),),
+            image_grids=grids,
+            pixel_values=torch.cat(pixels) if pixels else None,
+        )
 
     def _pixels(self, path: str, grid: Grid) -> Tensor:
         values, decoded_grid = self.images.patches(load_image(path))
@@ -107,26 +99,8 @@ class SampleEncoder:
 def _try_template(chat: ChatEncoder, directory: str) -> None:
     """Encode a conversation of every kind of part, so that a template of another model is found at once."""
     side = math.isqrt(chat.merge_area)
-    conversation = [Message("user", (ImagePart(""), "question")), Message("assistant", ("answer",))]
+    conversation = [Turn("user", (ImagePart(""), "question")), Turn("assistant", ("answer",))]
     try:
         chat.encode(conversation, [(1, side, side)])
     except UserError as error:
         raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
-
-
-def pack(samples: Sequence[EncodedSample]) -> Microbatch:
-    """Lay samples one after another, shortest first, equal lengths in the given order.
-
-    The loss is a sum over tokens, so their order inside a microbatch is free; equal lengths that lie together can
-    share one attention call.
-    """
-    ordered = sorted(samples, key=lambda sample: sample.token_ids.numel())
-    pixels = [sample.pixel_values for sample in ordered if sample.pixel_values is not None]
-    return Microbatch(
-        token_ids=torch.cat([sample.token_ids for sample in ordered]),
-        labels=torch.cat([sample.labels for sample in ordered]),
-        positions=torch.cat([sample.positions for sample in ordered], dim=1),
-        segment_lengths=tuple(sample.token_ids.numel() for sample in ordered),
-        image_grids=tuple(grid for sample in ordered for grid in sample.grids),
-        pixel_values=torch.cat(pixels) if pixels else None,
-    )

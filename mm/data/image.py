@@ -2,7 +2,6 @@
 
 Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files.
 Transparency is laid on white and EXIF rotation is not applied, as there; an animation gives its first frame.
-Knows nothing of samples, tokens or parallelism.
 """
 
 import json

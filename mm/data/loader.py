@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from mm.batch import Microbatch
 from mm.data.dataset import Dataset
-from mm.data.encode import EncodedSample, SampleEncoder, pack
-from mm.data.order import microbatch_indices
+from mm.data.encode import SampleEncoder
+from mm.data.order import Order
 from mm.errors import UserError
 
 
@@ -32,40 +32,15 @@ class StepLoader:
         self,
         dataset: Dataset,
         encoder: SampleEncoder,
-        *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        shuffle: bool,
-        consumed_samples: int = 0,
+        order: Order,
         num_workers: int = 2,
         prefetch_factor: int = 2,
     ) -> None:
-        """``consumed_samples``: how many samples all ranks together have trained on before; where to go on.
-
-        ``num_workers``: processes; 0 encodes in the calling thread.  ``prefetch_factor``: microbatches that each
+        """``num_workers``: processes; 0 encodes in the calling thread.  ``prefetch_factor``: microbatches that each
         worker prepares ahead.
         """
-        self._num_microbatches, rest = divmod(global_batch_size, micro_batch_size * dp_size)
-        if rest:
-            raise UserError(
-                f"global batch size {global_batch_size} is not divisible by micro batch size {micro_batch_size} x "
-                f"data-parallel size {dp_size}."
-            )
-        source = _MicrobatchSource(
-            dataset=dataset,
-            encoder=encoder,
-            num_microbatches=self._num_microbatches,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=global_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            seed=seed,
-            shuffle=shuffle,
-            consumed_samples=consumed_samples,
-        )
+        self._num_microbatches = order.num_microbatches
+        source = _MicrobatchSource(dataset, encoder, order)
         self._workers = _start_workers(source, num_workers, prefetch_factor) if num_workers else None
         in_process = map(source.__getitem__, itertools.count())
         self._microbatches = in_process if self._workers is None else self._workers
@@ -105,45 +80,22 @@ class _MicrobatchSource(torch.utils.data.Dataset):
 
     dataset: Dataset
     encoder: SampleEncoder
-    num_microbatches: int
-    micro_batch_size: int
-    global_batch_size: int
-    dp_rank: int
-    dp_size: int
-    seed: int
-    shuffle: bool
-    consumed_samples: int
+    order: Order
 
     def __getitem__(self, number: int) -> Microbatch | _Refusal:
-        step, microbatch = divmod(number, self.num_microbatches)
-        indices = microbatch_indices(
-            step,
-            microbatch,
-            num_samples=len(self.dataset),
-            seed=self.seed,
-            shuffle=self.shuffle,
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            consumed_samples=self.consumed_samples,
-        )
+        indices = self.order.indices(*divmod(number, self.order.num_microbatches))
         try:
-            return pack([self._encode(index) for index in indices])
+            return Microbatch.join(self._encode(index) for index in indices)
         except UserError as error:
             return _Refusal(error.problems)
 
-    def _encode(self, index: int) -> EncodedSample:
+    def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
         try:
             return self.encoder.encode(sample)
         except Exception as error:
             error.add_note(f"while encoding sample {sample.source}")
             raise
-
-
-def _as_it_is(item: Microbatch | _Refusal) -> Microbatch | _Refusal:
-    return item
 
 
 def _end_with_trainer(worker: int) -> None:
@@ -171,7 +123,6 @@ def _start_workers(
             source,
             sampler=itertools.count(),
             batch_size=None,
-            collate_fn=_as_it_is,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context="forkserver",  # torch keeps one CPU thread in each worker

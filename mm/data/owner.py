@@ -3,7 +3,7 @@
 The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
 labels, positions, segment lengths, image grids) goes to the whole replica in one CPU broadcast; pixels go only to the
 ranks that hold the patch embedding.  A thread does this for step n+1 while step n computes; it alone uses the mesh's
-replica, owners and pixel groups.  Knows nothing of the model.
+replica, owners and pixel groups.
 """
 
 import json
@@ -26,7 +26,7 @@ class DataOwner:
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
-    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` tells their width.  A sample that one
+    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` has their width.  A sample that one
     owner cannot use raises the same AgreedError on every rank, at that step.
     """
 

@@ -1,33 +1,39 @@
-"""The raw values of a JSON or JSONL file and where each lies in it, so that one can be read again alone.
-
-Knows nothing of what the values mean.
-"""
+"""The raw values of a JSON or JSONL file and where each lies in it, so that one can be read again alone."""
 
 import codecs
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from mm.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def read_record(path: str, start: int, end: int, checksum: int) -> Any:
+Version = tuple[int, int]
+"""Size in bytes and time of the last change in ns: another version has other contents."""
+
+
+def _version(stream: IO[bytes]) -> Version:
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def read_record(path: str, version: Version, start: int, end: int) -> Any:
     """The JSON value in bytes [start, end) of ``path``.
 
-    Raises UserError when they are no longer those that had this checksum when the file was checked.
+    Raises UserError when the file is no longer the ``version`` that was checked.
     """
     try:
         with open(path, "rb") as stream:
+            found = _version(stream)
             stream.seek(start)
             raw = stream.read(end - start)
     except OSError as error:
         raise UserError(f"{path}: can no longer be read: {error.strerror}.") from error
-    if zlib.crc32(raw) != checksum:
+    if found != version:
         raise UserError(
             f"{path}: was changed after this run had checked it; start the run again, and write changed data to a new "
             f"file."
@@ -44,11 +50,11 @@ class RecordFile:
             raise UserError(f"{path}: is no regular file; name JSON or JSONL files in basic_parameters.dataset.")
         try:
             with open(path, "rb") as stream:
+                self.version = _version(stream)
                 raw = stream.read()
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
         self.path = path
-        self.checksum = zlib.crc32(raw)
         self._mark_bytes = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
         try:
             self.text = raw[self._mark_bytes :].decode()
@@ -77,7 +83,7 @@ class RecordFile:
     def records(self, problems: list[str]) -> Iterator[tuple[int, int, Any]]:
         """Yield first character, end and value of each element of a JSON list, or of each value of a JSONL file.
 
-        The first character tells which of the two it is, not the file's name.  What is not JSON is appended to
+        The first character decides which of the two it is, not the file's name.  What is not JSON is appended to
         ``problems``; in JSONL the lines after it are still read.
         """
         text, path = self.text, self.path

@@ -1,1 +1,1 @@
-"""The only folder that knows cuda, npu and cpu."""
+"""Devices: the only folder that names cuda, npu and torch_npu."""

@@ -1,8 +1,8 @@
 """Attention over packed segments, one kernel per kind of device.
 
 Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
-num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  Knows nothing
-of modules, the model, or which device runs (``device.py`` picks the kernel).  The softmax scale is 1 / sqrt(head_dim).
+num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
+scale is 1 / sqrt(head_dim).  ``kernels.py`` picks the kernel of a device.
 
 Two ways of calling a fused kernel recur.  *By run*: segments of equal length that lie together are viewed as a batch,
 one call per run; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from mm.device.transfer import to_device
 
 NPU_MAX_SEGMENTS = 1024
 """Longest list of lengths that ``npu_fusion_attention`` takes in one variable-length call (its documentation)."""
@@ -45,14 +43,17 @@ class Segments:
     """0 without segments."""
 
     @classmethod
-    def build(cls, lengths: Iterable[int], device: torch.device | str) -> "Segments":
-        """Describe segments of ``lengths`` tokens; empty ones hold no token and are left out."""
+    def build(cls, lengths: Iterable[int], copy: Callable[[Tensor], Tensor]) -> "Segments":
+        """Describe segments of ``lengths`` tokens; empty ones hold no token and are left out.
+
+        ``copy`` takes a host tensor to the device (``Device.copy``).
+        """
         kept = tuple(length for length in lengths if length)
         starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
         return cls(
             lengths=kept,
             runs=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
-            cu_seqlens=to_device(starts, torch.device(device)),
+            cu_seqlens=copy(starts),
             max_length=max(kept, default=0),
         )
 

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, and what devices can do: the two sides of MFU.
+"""Model FLOPs of a training step, for MFU.
 
 Counts real tokens and real patches, the ViT included and padding excluded.  Causal attention counts the pairs it
 looks at, recomputation does not count (it is work, not model).  Pure.
@@ -8,26 +8,6 @@ from dataclasses import dataclass
 
 from mm.batch import BatchTotals
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
-
-PEAK_FLOPS = {
-    # Dense bf16 peaks as the makers publish them; the first name found in the device's own name counts.
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "Ascend910_93": 354e12,
-    "Ascend910B1": 378e12,
-    "Ascend910B2": 353e12,
-    "Ascend910B3": 313e12,
-    "Ascend910B4": 280e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of a device by its name; None for one we do not know, which then gets no MFU."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
 
 
 @dataclass(frozen=True)

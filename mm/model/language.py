@@ -1,7 +1,4 @@
-"""The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer.
-
-Knows nothing of images beyond the visual tokens handed to it, and nothing of pipeline messages.
-"""
+"""The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer."""
 
 from dataclasses import dataclass
 
@@ -12,20 +9,20 @@ from torch import Tensor, nn
 from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
-from mm.device.transfer import to_device
-from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm, never_initialize
+from mm.device.device import Device
+from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm, never_initialize
 from mm.model.linear import ColumnLinear
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
 
 
 def language_inputs(
-    microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: torch.device
+    microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: Device
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype."""
-    positions = to_device(microbatch.positions, device)
+    positions = device.copy(microbatch.positions)
     cos, sin = mrope_cos_sin(positions, config.kv_channels, config.rope_theta, config.mrope_section)
-    segments = Segments.build(microbatch.segment_lengths, device)
+    segments = Segments.build(microbatch.segment_lengths, device.copy)
     return AttentionInputs(cos.to(dtype), sin.to(dtype), segments, causal=True)
 
 
@@ -38,20 +35,20 @@ class EmbeddingInputs:
     """Rows that visual tokens take, in order; None without images."""
 
 
-def embedding_inputs(microbatch: Microbatch, image_token_id: int, device: torch.device) -> EmbeddingInputs:
+def embedding_inputs(microbatch: Microbatch, image_token_id: int, device: Device) -> EmbeddingInputs:
     visual = None
     if microbatch.image_grids:
-        visual = to_device((microbatch.token_ids == image_token_id).nonzero().squeeze(1), device)
-    return EmbeddingInputs(to_device(microbatch.token_ids, device), visual)
+        visual = device.copy((microbatch.token_ids == image_token_id).nonzero().squeeze(1))
+    return EmbeddingInputs(device.copy(microbatch.token_ids), visual)
 
 
 class WordEmbedding(nn.Module):
     """Token ids to hidden states, cut over the vocabulary, with the visual tokens put in their places."""
 
-    def __init__(self, config: LanguageConfig, build: Build) -> None:
+    def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, init_method=never_initialize, config=build.parallel
+            config.vocab_size, config.hidden_size, init_method=never_initialize, config=context.parallel
         )
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
@@ -65,10 +62,10 @@ class WordEmbedding(nn.Module):
 class LanguageModel(nn.Module):
     """The LLM parts of one stage."""
 
-    def __init__(self, config: LanguageConfig, spec: StageSpec, build: Build, num_recomputed: int) -> None:
+    def __init__(self, config: LanguageConfig, spec: StageSpec, context: LayerContext, num_recomputed: int) -> None:
         super().__init__()
         if spec.has_embedding:
-            self.embedding = WordEmbedding(config, build)
+            self.embedding = WordEmbedding(config, context)
         shape = LayerShape(
             hidden_size=config.hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
@@ -79,14 +76,14 @@ class LanguageModel(nn.Module):
             qkv_bias=True,
             linear_bias=False,
         )
-        self.decoder = LayerStack(spec.language_layers, shape, build, num_recomputed)
+        self.decoder = LayerStack(spec.language_layers, shape, context, num_recomputed)
         if spec.has_head:
-            self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, build)
+            self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, context)
             self.shares_embedding = config.tied and spec.has_embedding
             self.output_layer = ColumnLinear(
                 config.hidden_size,
                 config.vocab_size,
-                config=build.parallel,
+                config=context.parallel,
                 init_method=never_initialize,
                 bias=False,
                 gather_output=False,

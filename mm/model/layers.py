@@ -1,7 +1,6 @@
 """The transformer layer that both towers are made of, over megatron-core's tensor-parallel linear layers.
 
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
-Knows nothing of pipeline stages, images or tokens.
 """
 
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.device.attention import Segments
-from mm.device.device import Kernels
+from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
 from mm.weights.table import padded_ffn
 
 
 @dataclass(frozen=True)
-class Build:
-    """What every layer needs to be built: megatron's parallel settings and the device's operators."""
+class LayerContext:
+    """What every layer is built with: megatron's parallel settings and the device."""
 
     parallel: TransformerConfig
-    kernels: Kernels
+    device: Device
 
     @property
     def tp_size(self) -> int:
@@ -48,7 +47,7 @@ class Build:
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter held whole on every rank; its values come from ``mm.training.checkpoint``."""
-        return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=torch.cuda.current_device()))
+        return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=self.device.torch_device))
 
 
 def never_initialize(_: Tensor) -> None:
@@ -58,11 +57,11 @@ def never_initialize(_: Tensor) -> None:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with statistics in fp32."""
 
-    def __init__(self, hidden_size: int, epsilon: float, build: Build) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, context: LayerContext) -> None:
         super().__init__()
-        self.weight = build.empty(hidden_size)
+        self.weight = context.empty(hidden_size)
         self.epsilon = epsilon
-        self.kernel = build.kernels.rms_norm
+        self.kernel = context.device.kernels.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel(x, self.weight, self.epsilon)
@@ -97,15 +96,15 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """Fused qkv per query group [q ... q, k, v], rope, variable-length attention, output projection."""
 
-    def __init__(self, shape: LayerShape, build: Build) -> None:
+    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.num_groups = shape.num_query_groups // build.tp_size
+        self.num_groups = shape.num_query_groups // context.tp_size
         self.heads_per_group = shape.num_heads // shape.num_query_groups
-        self.attention = build.kernels.attention
+        self.attention = context.device.kernels.attention
         qkv_size = (shape.num_heads + 2 * shape.num_query_groups) * shape.head_dim
-        self.linear_qkv = build.column(shape.hidden_size, qkv_size, shape.qkv_bias)
-        self.linear_proj = build.row(shape.num_heads * shape.head_dim, shape.hidden_size, shape.linear_bias)
+        self.linear_qkv = context.column(shape.hidden_size, qkv_size, shape.qkv_bias)
+        self.linear_proj = context.row(shape.num_heads * shape.head_dim, shape.hidden_size, shape.linear_bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         num_rows = x.shape[0]
@@ -120,12 +119,12 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]."""
 
-    def __init__(self, shape: LayerShape, build: Build) -> None:
+    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
         super().__init__()
-        ffn = padded_ffn(shape.ffn_hidden_size, build.tp_size)
-        self.swiglu = build.kernels.swiglu
-        self.linear_fc1 = build.column(shape.hidden_size, 2 * ffn, shape.linear_bias)
-        self.linear_fc2 = build.row(ffn, shape.hidden_size, shape.linear_bias)
+        ffn = padded_ffn(shape.ffn_hidden_size, context.tp_size)
+        self.swiglu = context.device.kernels.swiglu
+        self.linear_fc1 = context.column(shape.hidden_size, 2 * ffn, shape.linear_bias)
+        self.linear_fc2 = context.row(ffn, shape.hidden_size, shape.linear_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(self.swiglu(self.linear_fc1(x)))
@@ -134,12 +133,12 @@ class GatedMLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP, each with a residual connection."""
 
-    def __init__(self, shape: LayerShape, build: Build) -> None:
+    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, build)
-        self.self_attention = SelfAttention(shape, build)
-        self.pre_mlp_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, build)
-        self.mlp = GatedMLP(shape, build)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, context)
+        self.self_attention = SelfAttention(shape, context)
+        self.pre_mlp_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, context)
+        self.mlp = GatedMLP(shape, context)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         x = x + self.self_attention(self.input_layernorm(x), inputs)
@@ -149,9 +148,9 @@ class TransformerLayer(nn.Module):
 class LayerStack(nn.Module):
     """A run of layers under their global numbers, recomputing as many as asked in the backward pass."""
 
-    def __init__(self, layers: range, shape: LayerShape, build: Build, num_recomputed: int) -> None:
+    def __init__(self, layers: range, shape: LayerShape, context: LayerContext, num_recomputed: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(shape, build) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(shape, context) for layer in layers})
         self.recomputed = frozenset(str(layer) for layer in layers[:num_recomputed])
 
     def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:

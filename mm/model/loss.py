@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
-from mm.device.transfer import to_device
+from mm.device.device import Device
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LossInputs:
     """float32 [num_targets]; they sum to 1 over the global batch."""
 
 
-def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, device: torch.device) -> LossInputs:
+def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, device: Device) -> LossInputs:
     """Pick out the target tokens and weigh them.
 
     Default: every target token of the global batch counts the same.  ``per_sample``: every sample with a target
@@ -41,11 +41,7 @@ def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, d
         weights = 1.0 / (of_row[index].double() * max(totals.num_target_samples, 1))
     else:
         weights = torch.full((len(index),), 1.0 / max(totals.num_target_tokens, 1), dtype=torch.float64)
-    return LossInputs(
-        to_device(index, device),
-        to_device(microbatch.labels[index], device),
-        to_device(weights.float(), device),
-    )
+    return LossInputs(device.copy(index), device.copy(microbatch.labels[index]), device.copy(weights.float()))
 
 
 def weighted_cross_entropy(logits: Tensor, inputs: LossInputs, tp_size: int) -> Tensor:

@@ -1,111 +1,13 @@
-"""Rotary position embedding of both towers: positions, cos/sin tables, rotation.
+"""Rotary position embedding of both towers: cos/sin tables and rotation.
 
-Pure functions on tensors.  Knows nothing of modules, devices, packing or parallelism: ``mrope_positions`` sees one
-sample, the tables are per token, and whoever packs tokens concatenates them.
-
-Notation: a *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the projector
-turns into one visual token.  The image processor stores the patches of an image unit by unit: frame, row and column
-of the unit, then row and column inside it.
+Pure functions on tensors.  The tables are per token, so packed samples need nothing special.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from mm.batch import Grid
-from mm.errors import UserError
-
-
-@dataclass(frozen=True, eq=False)
-class MergeUnits:
-    """Where every merge unit of some images lies, one entry per unit in the processor's order (int64, CPU)."""
-
-    image: Tensor
-    """Index of the unit's image in ``grids``."""
-    frame: Tensor
-    row: Tensor
-    """In merge units, not patches; so is ``column``."""
-    column: Tensor
-    sizes: Tensor
-    """int64 [num_images, 3]: frames, rows and columns of each image in merge units."""
-
-
-def merge_units(grids: Sequence[Grid], spatial_merge_size: int) -> MergeUnits:
-    """Enumerate the merge units of ``grids`` (in patches; both sides must be multiples of ``spatial_merge_size``)."""
-    patches = torch.tensor(list(grids), dtype=torch.int64).reshape(-1, 3)
-    if (patches[:, 1:] % spatial_merge_size).any():
-        raise ValueError(f"sides of {list(grids)} must be multiples of spatial_merge_size = {spatial_merge_size}")
-    sizes = patches // torch.tensor([1, spatial_merge_size, spatial_merge_size])
-    counts = sizes.prod(dim=1)
-    image = torch.repeat_interleave(counts)
-    index = torch.arange(image.numel()) - (counts.cumsum(0) - counts)[image]
-    columns = sizes[:, 2][image]
-    rows = sizes[:, 1][image]
-    line = index // columns
-    frame = line // rows
-    return MergeUnits(image, frame, line - frame * rows, index - line * columns, sizes)
-
-
-def mrope_positions(
-    token_ids: Tensor,
-    image_grids: Sequence[Grid],
-    image_token_id: int,
-    vision_start_token_id: int,
-    spatial_merge_size: int,
-) -> Tensor:
-    """M-RoPE positions of one sample, as transformers' ``Qwen2_5_VLModel.get_rope_index`` gives them for images.
-
-    Text counts 1, 2, 3, ... on all three axes.  The tokens of an image share one base position, to which their frame,
-    row and column (in merge units) are added; the text after it goes on at base + the longer side of the image.
-
-    Args:
-        token_ids: int64 [num_tokens], one unpadded sample with an image token per merge unit.
-        image_grids: the images of the sample, in the order in which they appear.
-
-    Returns:
-        int64 [3, num_tokens]: positions along time, height and width.
-
-    Raises:
-        UserError: the image tokens do not match the grids (an image cut by truncation, a stray image token), or an
-            image does not directly follow a vision start token.  transformers 4 finds images by that token and
-            transformers 5 by the runs of image tokens; with this check both give the same positions.
-    """
-    units = merge_units(image_grids, spatial_merge_size)
-    is_image = token_ids == image_token_id
-    where = is_image.nonzero().flatten()
-    counts = units.sizes.prod(dim=1)
-    _check_image_tokens(token_ids, where, counts, vision_start_token_id)
-
-    last = where[counts.cumsum(0) - 1]
-    advance = (~is_image).long()
-    advance[last] = units.sizes[:, 1:].amax(dim=1) if len(image_grids) else counts
-    positions = (advance.cumsum(0) - advance).repeat(3, 1)
-    positions[:, where] += torch.stack((units.frame, units.row, units.column))
-    return positions
-
-
-def _check_image_tokens(token_ids: Tensor, where: Tensor, counts: Tensor, vision_start_token_id: int) -> None:
-    """Raise unless image i is an unbroken span of ``counts[i]`` image tokens right after a vision start token."""
-    expected = int(counts.sum())
-    if where.numel() != expected:
-        raise UserError(
-            f"A sample of {token_ids.numel()} tokens holds {where.numel()} image tokens, but its {counts.numel()} "
-            f"images need {expected} ({counts.tolist()}); the text must name each image exactly once and must not be "
-            f"cut inside an image: raise the sequence length or lower image_max_pixels"
-        )
-    end = counts.cumsum(0)
-    first, last = where[end - counts], where[end - 1]
-    broken = (last - first + 1 != counts) | (token_ids[(first - 1).clamp(min=0)] != vision_start_token_id)
-    if broken.any():
-        image = int(broken.nonzero()[0])
-        raise UserError(
-            f"Image {image} of a sample should fill {int(counts[image])} tokens directly after a vision start token "
-            f"(id {vision_start_token_id}), but its image tokens lie at {int(first[image])}..{int(last[image])} after "
-            f"token id {int(token_ids[max(int(first[image]) - 1, 0)])}; use the chat template of Qwen2.5-VL"
-        )
 
 
 def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -126,14 +28,6 @@ def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Seque
     axis = _section_axis(tuple(section), positions.device)
     frequencies = _inverse_frequencies(head_dim, theta, positions.device)
     return _cos_sin(positions.float().t()[:, axis] * frequencies)
-
-
-def vision_positions(grids: Sequence[Grid], spatial_merge_size: int) -> Tensor:
-    """Row and column of every patch inside its frame: int64 [num_patches, 2], in the processor's order."""
-    units = merge_units(grids, spatial_merge_size)
-    corner = torch.stack((units.row, units.column), dim=1) * spatial_merge_size
-    inside = torch.cartesian_prod(torch.arange(spatial_merge_size), torch.arange(spatial_merge_size)).reshape(-1, 2)
-    return (corner[:, None] + inside).reshape(-1, 2)
 
 
 def vision_cos_sin(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig, RecomputeConfig
-from mm.device.device import Device, Kernels
-from mm.device.transfer import to_device
+from mm.device.device import Device
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
-from mm.model.layers import AttentionInputs, Build
+from mm.model.layers import AttentionInputs, LayerContext
 from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
+from mm.parallel.megatron import mark_parameters
 from mm.placement import Placement, StageSpec
 from mm.weights.table import stage_weights
 
@@ -39,38 +39,39 @@ class Stage(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, parallel: TransformerConfig, kernels: Kernels, per_sample_loss: bool
+        self, model: ModelConfig, spec: StageSpec, parallel: TransformerConfig, device: Device, per_sample_loss: bool
     ) -> None:
         super().__init__()
         self.model = model
         self.spec = spec
         self.config = parallel  # where megatron's DDP and schedules look for it
+        self.device = device
         self.per_sample_loss = per_sample_loss
-        build = Build(parallel, kernels)
+        context = LayerContext(parallel, device)
         if spec.has_vision:
             self.image_encoder = nn.Module()
             num_recomputed = _num_recomputed(model.vision.recompute, spec.vision_layers)
-            self.image_encoder.encoder = VisionEncoder(model.vision, spec, build, num_recomputed)
+            self.image_encoder.encoder = VisionEncoder(model.vision, spec, context, num_recomputed)
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
-                self.image_encoder.projector = Projector(model.projector, merge_factor, build)
+                self.image_encoder.projector = Projector(model.projector, merge_factor, context)
         if spec.has_language:
             num_recomputed = _num_recomputed(model.language.recompute, spec.language_layers)
-            self.text_decoder = LanguageModel(model.language, spec, build, num_recomputed)
+            self.text_decoder = LanguageModel(model.language, spec, context, num_recomputed)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
-    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None, device: torch.device) -> StageInputs:
+    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None) -> StageInputs:
         """Derive this stage's inputs from the plan on the host and start copying them to the device.
 
         ``totals`` may be None where no loss is wanted.
         """
-        spec, has_images = self.spec, bool(microbatch.image_grids)
+        spec, device, has_images = self.spec, self.device, bool(microbatch.image_grids)
         pixels = None
         if spec.has_patch_embedding and has_images:
             assert microbatch.pixel_values is not None
-            pixels = to_device(microbatch.pixel_values, device)
+            pixels = device.copy(microbatch.pixel_values)
         wants_loss = spec.has_head and totals is not None
         return StageInputs(
             pixel_values=pixels,
@@ -96,8 +97,8 @@ class Stage(nn.Module):
                 self.text_decoder.logits(rows), inputs.loss, self.config.tensor_model_parallel_size
             )
         if x is None:
-            return torch.empty(0, device=torch.cuda.current_device())
-        # A stage that only hands on must still return a tensor of its own: megatron frees outputs after sending.
+            return torch.empty(0, device=self.device.torch_device)
+        # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
     def hidden_states(self, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
@@ -141,38 +142,12 @@ def build_stage(
     The module's parameters are checked against the weight table: a name or shape that differs is a bug here.
     """
     spec = placement[stage]
-    module = Stage(model, spec, parallel, device.kernels, per_sample_loss)
+    module = Stage(model, spec, parallel, device, per_sample_loss)
     weights = {weight.name: weight for weight in stage_weights(model, spec, placement)}
     parameters = dict(module.named_parameters())
     assert set(parameters) == set(weights), sorted(set(parameters) ^ set(weights))
-    frozen = {
-        "vision": model.vision.freeze,
-        "projector": model.projector.freeze,
-        "language": model.language.freeze,
-    }
     for name, parameter in parameters.items():
-        weight = weights[name]
-        parameter.requires_grad_(not frozen[weight.part])
-        # megatron sets these only where it draws initial values; its gradient norm counts a parameter without the
-        # mark on one tensor-parallel rank only
-        parameter.tensor_model_parallel = weight.tp_dim is not None
-        parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
-        parameter.partition_stride = 1
-    if model.language.tied and placement.embedding_stage != placement.head_stage:
-        _mark_tied(parameters)
+        parameter.requires_grad_(not model.is_frozen(weights[name].part))
+    tied_over_stages = model.language.tied and placement.embedding_stage != placement.head_stage
+    mark_parameters(parameters, weights.values(), tied_over_stages)
     return module
-
-
-def _mark_tied(parameters: dict[str, nn.Parameter]) -> None:
-    """Tell megatron that embedding and output layer are one weight on two stages.
-
-    ``shared_embedding`` gives both the same cut of the distributed optimizer; ``shared`` on the copy keeps the
-    gradient norm from counting it twice.
-    """
-    embedding = parameters.get("text_decoder.embedding.word_embeddings.weight")
-    head = parameters.get("text_decoder.output_layer.weight")
-    for parameter in (embedding, head):
-        if parameter is not None:
-            parameter.shared_embedding = True
-    if head is not None:
-        head.shared = True

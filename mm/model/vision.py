@@ -1,20 +1,19 @@
 """The ViT and the projector, as far as a stage owns them.
 
 Rows are patches in window order (see ``mm.model.positions``) from the patch embedding to the projector, which puts the
-visual tokens back in reading order.  Knows nothing of text or of pipeline messages.
+visual tokens back in reading order.
 """
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mm.batch import Microbatch
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
-from mm.device.transfer import to_device
-from mm.model.layers import AttentionInputs, Build, LayerShape, LayerStack, RMSNorm
+from mm.device.device import Device
+from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm
 from mm.model.positions import plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.placement import StageSpec
@@ -35,22 +34,22 @@ class VisionInputs:
     """Gathers from window order to image order and back; None when the two are the same."""
 
 
-def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: torch.device) -> VisionInputs:
+def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: Device) -> VisionInputs:
     """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
     plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
-    cos, sin = vision_cos_sin(to_device(plan.positions, device), config.head_dim)
+    cos, sin = vision_cos_sin(device.copy(plan.positions), config.head_dim)
 
     def on_device(index: Tensor | None) -> Tensor | None:
-        return None if index is None else to_device(index, device)
+        return None if index is None else device.copy(index)
 
     image_order = on_device(plan.image_order)
     image_cos, image_sin = (cos, sin) if image_order is None else (cos[image_order], sin[image_order])
     return VisionInputs(
         patch_order=on_device(plan.patch_order),
         token_restore=on_device(plan.token_restore),
-        window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device), causal=False),
-        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device), causal=False),
+        window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), causal=False),
+        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), causal=False),
         image_order=image_order,
         image_restore=on_device(plan.image_restore),
     )
@@ -63,9 +62,9 @@ class PatchProjection(nn.Module):
     a linear layer is the same function, and far faster where 3-D convolutions are slow or lack a backward (Ascend).
     """
 
-    def __init__(self, config: VisionConfig, build: Build) -> None:
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
         super().__init__()
-        self.weight = build.empty(
+        self.weight = context.empty(
             config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
         )
 
@@ -76,12 +75,12 @@ class PatchProjection(nn.Module):
 class VisionEncoder(nn.Module):
     """The ViT layers of one stage, with the patch embedding where the stage owns it."""
 
-    def __init__(self, config: VisionConfig, spec: StageSpec, build: Build, num_recomputed: int) -> None:
+    def __init__(self, config: VisionConfig, spec: StageSpec, context: LayerContext, num_recomputed: int) -> None:
         super().__init__()
         self.full_attention = frozenset(config.fullatt_block_indexes)
         if spec.has_patch_embedding:
             self.patch_embed = nn.Module()
-            self.patch_embed.proj = PatchProjection(config, build)
+            self.patch_embed.proj = PatchProjection(config, context)
         shape = LayerShape(
             hidden_size=config.hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
@@ -92,7 +91,7 @@ class VisionEncoder(nn.Module):
             qkv_bias=True,
             linear_bias=True,
         )
-        self.blocks = LayerStack(spec.vision_layers, shape, build, num_recomputed)
+        self.blocks = LayerStack(spec.vision_layers, shape, context, num_recomputed)
 
     def embed(self, pixel_values: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, elements] in the processor's order -> [num_patches, hidden] in window order."""
@@ -112,13 +111,13 @@ class VisionEncoder(nn.Module):
 class Projector(nn.Module):
     """Norm, then 2x2 neighbouring patches to one visual token of the LLM's width."""
 
-    def __init__(self, config: ProjectorConfig, merge_factor: int, build: Build) -> None:
+    def __init__(self, config: ProjectorConfig, merge_factor: int, context: LayerContext) -> None:
         super().__init__()
         self.merged_size = config.input_size * merge_factor
-        self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, build)
+        self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, context)
         self.encoder = nn.Module()
-        self.encoder.linear_fc1 = build.column(self.merged_size, config.ffn_hidden_size, bias=True)
-        self.encoder.linear_fc2 = build.row(config.ffn_hidden_size, config.hidden_size, bias=True)
+        self.encoder.linear_fc1 = context.column(self.merged_size, config.ffn_hidden_size, bias=True)
+        self.encoder.linear_fc2 = context.row(config.ffn_hidden_size, config.hidden_size, bias=True)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""

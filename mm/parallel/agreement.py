@@ -1,6 +1,6 @@
 """Ranks that do something together and fail together: one rank's mistake becomes the same error on all.
 
-Knows nothing of what is done.  Objects are exchanged within the job only.
+Objects are exchanged within the job only.
 """
 
 from collections.abc import Callable

@@ -1,31 +1,39 @@
-"""Our config as megatron-core's config objects, field by field.
+"""Our settings as megatron-core's, all of them, in the order in which a stage, its DDP and its optimizer are built.
 
 The one place that knows megatron's settings.  Model mathematics stays in ``mm.model``.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
 from mm.config.flags import Arguments
+from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, Weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallel_config(mesh: Mesh, precision: str) -> TransformerConfig:
-    """What megatron's layers, schedules and DDP ask about: parallel sizes and precision, not the model's shape.
+def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> TransformerConfig:
+    """Before the stage: the LLM's sizes, the parallel sizes and the precision.
 
-    Layer counts and widths are required fields there; our layers take them from ``mm.config.model``, so they hold
-    placeholders here.  ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss
-    is already divided by what the global batch holds.
+    megatron has fields for one tower only; our layers take the sizes of both from ``mm.config.model``.
+    ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss is already divided by
+    what the global batch holds.
     """
-    dtype = DTYPES[precision]
+    language, dtype = model.language, DTYPES[precision]
     return TransformerConfig(
-        num_layers=mesh.pp_size,
-        hidden_size=mesh.tp_size,
-        num_attention_heads=mesh.tp_size,
+        num_layers=language.num_layers,
+        hidden_size=language.hidden_size,
+        ffn_hidden_size=language.ffn_hidden_size,
+        num_attention_heads=language.num_attention_heads,
+        num_query_groups=language.num_query_groups,
+        kv_channels=language.kv_channels,
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
         pipeline_dtype=dtype,
@@ -41,10 +49,29 @@ def parallel_config(mesh: Mesh, precision: str) -> TransformerConfig:
     )
 
 
-def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """Gradient buffers in fp32, summed over data-parallel ranks.
+def mark_parameters(parameters: dict[str, nn.Parameter], weights: Iterable[Weight], tied_over_stages: bool) -> None:
+    """After the stage, before its DDP: what megatron reads off each parameter.
 
-    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``pipeline.py``
+    megatron sets the cuts only where it draws initial values; its gradient norm counts a parameter without the mark
+    on one tensor-parallel rank only.  ``tied_over_stages``: word embedding and output layer are one weight on two
+    stages.  ``shared_embedding`` gives both copies the same cut of the distributed optimizer; ``shared`` on the output
+    layer keeps the gradient norm from counting it twice.
+    """
+    for weight in weights:
+        parameter = parameters[weight.name]
+        parameter.tensor_model_parallel = weight.tp_dim is not None
+        parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
+        parameter.partition_stride = 1
+        if tied_over_stages and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
+            parameter.shared_embedding = True
+        if tied_over_stages and weight.name == OUTPUT_LAYER_NAME:
+            parameter.shared = True
+
+
+def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
+    """For the DDP: gradient buffers in fp32, summed over data-parallel ranks.
+
+    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``schedule.py``
     starts them, in one order on all ranks, because a rank without images never calls the ViT's hooks.
     """
     return DistributedDataParallelConfig(
@@ -57,8 +84,11 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     )
 
 
-def optimizer_config(args: Arguments, precision: str) -> OptimizerConfig:
-    """Adam with decoupled weight decay; the learning rate is set before each step by ``mm.training.optimizer``."""
+def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerConfig:
+    """For the optimizer: Adam with decoupled weight decay, in the precision of the stage's ``settings``.
+
+    The learning rate is set before each step by ``mm.training.optimizer``.
+    """
     return OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
@@ -68,11 +98,11 @@ def optimizer_config(args: Arguments, precision: str) -> OptimizerConfig:
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
         clip_grad=args.clip_grad,
-        params_dtype=DTYPES[precision],
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
+        params_dtype=settings.params_dtype,
+        bf16=settings.bf16,
+        fp16=settings.fp16,
         # megatron divides gradients by a given scale in every precision; the loss is multiplied by it in fp16 only
-        loss_scale=args.loss_scale if precision == "fp16" else None,
+        loss_scale=args.loss_scale if settings.fp16 else None,
         initial_loss_scale=args.initial_loss_scale,
         min_loss_scale=args.min_loss_scale,
         loss_scale_window=args.loss_scale_window,
@@ -80,3 +110,11 @@ def optimizer_config(args: Arguments, precision: str) -> OptimizerConfig:
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
+
+
+def bind(model: DistributedDataParallel, optimizer: MegatronOptimizer, finalize_gradients: Callable[..., None]) -> None:
+    """After DDP and optimizer: the functions that megatron's schedules look up in the stage's settings."""
+    settings = model.module.config
+    settings.no_sync_func = model.no_sync
+    settings.finalize_model_grads_func = finalize_gradients
+    settings.grad_scale_func = optimizer.scale_loss if settings.fp16 else None

@@ -1,55 +1,35 @@
-"""One optimizer step over a pipeline whose every message shape is known before it begins.
+"""Messages between pipeline stages, of shapes that are known before the step begins.
 
-megatron-core's schedules run the loop.  Our communicator takes the place of theirs: it reads shapes and gradient
-needs from the step's plan, so there is no shape exchange and no wait for the device in the loop, and a boundary that
-carries nothing exchanges nothing.
+Our communicator takes the place of megatron-core's: it reads shapes and gradient needs from the step's plan, so there
+is no shape exchange and no wait for the device in the loop, and a boundary that carries nothing exchanges nothing.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_without_interleaving,
-)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.placement import Message, Placement
+from mm.placement import Message
 
 
-@dataclass(frozen=True)
-class MessageShapes:
-    """How large each message of a microbatch is."""
-
-    vision_hidden: int
-    language_hidden: int
-    merge_factor: int
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "MessageShapes":
-        return cls(model.vision.hidden_size, model.language.hidden_size, model.vision.spatial_merge_size**2)
-
-    def shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
-        """[rows, width], or None when nothing crosses."""
-        match message:
-            case Message.NOTHING:
-                return None
-            case Message.PATCHES:
-                rows, width = microbatch.num_patches, self.vision_hidden
-            case Message.VISUAL_TOKENS:
-                rows, width = microbatch.num_patches // self.merge_factor, self.language_hidden
-            case Message.HIDDEN_STATES:
-                rows, width = microbatch.num_tokens, self.language_hidden
-        return (rows, width) if rows else None
+def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) -> tuple[int, int] | None:
+    """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses."""
+    match message:
+        case Message.NOTHING:
+            return None
+        case Message.PATCHES:
+            rows, width = microbatch.num_patches, model.vision.hidden_size
+        case Message.VISUAL_TOKENS:
+            rows, width = microbatch.num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
+        case Message.HIDDEN_STATES:
+            rows, width = microbatch.num_tokens, model.language.hidden_size
+    return (rows, width) if rows else None
 
 
 class PipelineCommunicator:
@@ -60,19 +40,13 @@ class PipelineCommunicator:
     forward step takes every received tensor from ``take``.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        placement: Placement,
-        shapes: MessageShapes,
-        parallel: TransformerConfig,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device) -> None:
         self.pp_group = mesh.groups.pp  # the schedule asks for these two by name
         self.config = parallel
-        spec = placement[mesh.pp_rank]
+        self._placement, self._model = model.placement(), model
+        self._dtype, self._device = parallel.pipeline_dtype, device
+        spec = self._placement[mesh.pp_rank]
         self._receives, self._sends = spec.receives, spec.sends
-        self._placement, self._shapes, self._dtype, self._device = placement, shapes, parallel.pipeline_dtype, device
         ranks = dist.get_process_group_ranks(self.pp_group)
         self._previous = ranks[mesh.pp_rank - 1] if mesh.pp_rank > 0 else None
         self._next = ranks[mesh.pp_rank + 1] if mesh.pp_rank < mesh.pp_size - 1 else None
@@ -144,14 +118,14 @@ class PipelineCommunicator:
         operations, sent, activation, output_gradient, needs_gradient = [], [], None, None, False
         if output is not None:
             microbatch = next(self._microbatches["send_forward"])
-            if (shape := self._shapes.shape(self._sends, microbatch)) is not None:
+            if (shape := message_shape(self._sends, microbatch, self._model)) is not None:
                 assert output.shape == shape and output.dtype == self._dtype, (output.shape, output.dtype, shape)
                 # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
                 sent.append(output.detach().contiguous())
                 operations.append(dist.P2POp(dist.isend, sent[-1], self._next, self.pp_group))
         if recv_forward:
             microbatch = next(self._microbatches["recv_forward"])
-            if (shape := self._shapes.shape(self._receives, microbatch)) is not None:
+            if (shape := message_shape(self._receives, microbatch, self._model)) is not None:
                 activation = torch.empty(shape, dtype=self._dtype, device=self._device)
                 operations.append(dist.P2POp(dist.irecv, activation, self._previous, self.pp_group))
                 needs_gradient = self._placement.gradient_flows(self._receives, bool(microbatch.image_grids))
@@ -172,12 +146,12 @@ class PipelineCommunicator:
     def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         if not self._placement.gradient_flows(message, bool(microbatch.image_grids)):
             return None
-        return self._shapes.shape(message, microbatch)
+        return message_shape(message, microbatch, self._model)
 
     def _run(self, operations: list[dist.P2POp], sent: list[Tensor]) -> None:
         """Issue as one batch; wait for receives, and keep what is sent alive until it has left.
 
-        gloo tells only by waiting that a send has left.  A neighbour is never more than a pipeline's depth of
+        With gloo, only waiting for a send shows that it has left.  A neighbour is never more than a pipeline's depth of
         messages behind in either direction, so waiting for one twice that old never holds both sides up.
         """
         while self._in_flight and (
@@ -196,86 +170,3 @@ class PipelineCommunicator:
                 self._in_flight.append((work, next(sending)))
             else:
                 work.wait()
-
-
-def run_schedule(
-    model: DistributedDataParallel,
-    plan: StepPlan,
-    communicator: PipelineCommunicator,
-    mesh: Mesh,
-    device: torch.device,
-) -> Tensor:
-    """Forward and backward of every microbatch, then gradient reduction.
-
-    Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
-    the head.  Summed over data-parallel ranks it is the loss of the global batch.
-    """
-    stage = model.module
-    total = torch.zeros((), dtype=torch.float32, device=device)
-
-    def forward_step(microbatches: Iterator[Microbatch], wrapped: DistributedDataParallel) -> tuple[Tensor, object]:
-        inputs = stage.prepare(next(microbatches), plan.totals, device)
-        output = wrapped(inputs, communicator.take() if mesh.pp_size > 1 else None)
-        if stage.spec.has_head:
-            total.add_(output.detach())
-        return output, _loss_is_output
-
-    communicator.begin(plan)
-    if model.ddp_config.overlap_param_gather:
-        for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
-            group.start_param_sync()
-    arguments = {
-        "forward_step_func": forward_step,
-        "data_iterator": iter(plan.microbatches),
-        "model": model,
-        "num_microbatches": len(plan.microbatches),
-        "seq_length": 1,  # shapes come from the plan
-        "micro_batch_size": 1,
-        "pg_collection": mesh.groups,
-    }
-    if mesh.pp_size > 1:
-        forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **arguments)
-    else:
-        forward_backward_no_pipelining(**arguments)
-    communicator.end()
-    return total
-
-
-def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """megatron's loss function: the stage's output is the loss already, divided by what the global batch holds."""
-    return output, torch.zeros((), dtype=torch.int, device=output.device), {}
-
-
-def finalize_gradients(
-    models: list[DistributedDataParallel],
-    _num_tokens: Tensor | None,
-    *,
-    tied_group: dist.ProcessGroup | None,
-    pg_collection: object = None,
-    force_all_reduce: bool = False,
-) -> None:
-    """Reduce gradients over data-parallel ranks, then over the two stages of a tied embedding.
-
-    With overlapped reduction megatron sends a bucket when each of its parameters has reported a gradient.  Those
-    that took no part in the last microbatch (the ViT in a text-only one) are reported here, in bucket order, which
-    is the order in which a rank with images reports them: no rank ever waits for another's images.
-    """
-    (model,) = models
-    if model.ddp_config.overlap_param_gather:
-        for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-    for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
-        for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
-            group.register_grad_ready(parameter)
-    model.finish_grad_sync(force_all_reduce=force_all_reduce)
-    if tied_group is not None:
-        for parameter in model.module.parameters():
-            if getattr(parameter, "shared_embedding", False) and parameter.requires_grad:
-                dist.all_reduce(parameter.main_grad, group=tied_group)
-
-
-def bind_schedule(model: DistributedDataParallel, mesh: Mesh) -> None:
-    """Give megatron's schedules the hooks that they look up in the model's config."""
-    config = model.module.config
-    config.no_sync_func = model.no_sync
-    config.finalize_model_grads_func = partial(finalize_gradients, tied_group=mesh.tied_group)

@@ -6,6 +6,7 @@ Sizes come from the weight table and the placement; nothing is measured, and act
 import math
 from dataclasses import dataclass
 
+from mm.config.model import ModelConfig
 from mm.config.run import RunConfig
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.table import local_shape, model_weights, stage_weights
@@ -39,10 +40,9 @@ def stage_size(run: RunConfig, placement: Placement, spec: StageSpec) -> StageSi
     """Parameters and bytes of one rank of ``spec``: weights, gradients and optimizer; frozen ones have weights only."""
     weights = stage_weights(run.model, spec, placement)
     tp_size = run.args.tensor_model_parallel_size
-    frozen = {"vision": placement.vision_frozen, "projector": placement.projector_frozen,
-              "language": placement.language_frozen}
     num_params = sum(math.prod(local_shape(weight, tp_size)) for weight in weights)
-    num_trainable = sum(math.prod(local_shape(weight, tp_size)) for weight in weights if not frozen[weight.part])
+    trainable = [weight for weight in weights if not run.model.is_frozen(weight.part)]
+    num_trainable = sum(math.prod(local_shape(weight, tp_size)) for weight in trainable)
     state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
     num_shards = run.data_parallel_size if run.args.use_distributed_optimizer else 1
     return StageSize(
@@ -93,7 +93,7 @@ def _stage_table(run: RunConfig, placement: Placement, sizes: list[StageSize]) -
     for spec, size in zip(placement.slots, sizes, strict=True):
         name = str(spec.stage) if run.model.num_chunks == 1 else f"{spec.stage}.{spec.chunk}"
         rows.append((
-            name, _contents(spec, placement), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
+            name, _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
             _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
         ))
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -105,23 +105,23 @@ def _stage_table(run: RunConfig, placement: Placement, sizes: list[StageSize]) -
     return ["Stages (one rank each; GiB without activations and buffers):", *lines]
 
 
-def _contents(spec: StageSpec, placement: Placement) -> str:
-    def marked(what: str, is_frozen: bool) -> str:
-        return f"{what} (frozen)" if is_frozen else what
+def _contents(spec: StageSpec, model: ModelConfig) -> str:
+    def marked(what: str, part: str) -> str:
+        return f"{what} (frozen)" if model.is_frozen(part) else what
 
     parts = []
     if spec.has_patch_embedding:
-        parts.append(marked("patch embedding", placement.vision_frozen))
+        parts.append(marked("patch embedding", "vision"))
     if spec.vision_layers:
-        parts.append(marked(f"ViT {_span(spec.vision_layers)}", placement.vision_frozen))
+        parts.append(marked(f"ViT {_span(spec.vision_layers)}", "vision"))
     if spec.has_projector:
-        parts.append(marked("projector", placement.projector_frozen))
+        parts.append(marked("projector", "projector"))
     if spec.has_embedding:
-        parts.append(marked("embedding", placement.language_frozen))
+        parts.append(marked("embedding", "language"))
     if spec.language_layers:
-        parts.append(marked(f"LLM {_span(spec.language_layers)}", placement.language_frozen))
+        parts.append(marked(f"LLM {_span(spec.language_layers)}", "language"))
     if spec.has_head:
-        parts.append(marked("norm + head", placement.language_frozen))
+        parts.append(marked("norm + head", "language"))
     return ", ".join(parts) or "nothing (hands on what it receives)"
 
 

@@ -6,7 +6,6 @@ files are those of ``checkpoint.formats``, the optimizer's insides those of ``op
 
 import dataclasses
 import hashlib
-import random
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -27,6 +25,7 @@ from checkpoint.formats.mindspeed_reader import MMReader
 from checkpoint.formats.training import Manifest, Piece, find_checkpoint, find_load_kind, remove
 from checkpoint.formats.training_reader import CheckpointReader, check_model, export_hf, stored_name
 from mm.config.model import ModelConfig
+from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
@@ -201,7 +200,7 @@ def _stores(weight: Weight, mesh: Mesh) -> bool:
 
 def _random_files(mesh: Mesh) -> Planned:
     file = f"random_{mesh.rank:05d}.safetensors"
-    states = _random_states()
+    states = random_states()
     return {file: [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state) for name, state in states.items()]}
 
 
@@ -331,35 +330,8 @@ def _load_random(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
     """Returns notes for the user."""
     if reader.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
-    found = {name: reader.read_random(f"{name}.{mesh.rank}") for name in _random_states()}
+    found = {name: reader.read_random(f"{name}.{mesh.rank}") for name in random_states()}
     if any(state is None for state in found.values()):
         return (f"{reader.folder} holds no random states for this device, so none are restored",)
-    _set_random_states(found)
+    set_random_states(found)
     return ()
-
-
-# Random states
-
-
-def _random_states() -> dict[str, Tensor]:
-    """Of Python, numpy and torch in this process, as tensors."""
-    _, words, _ = random.getstate()
-    _, keys, position, _, _ = np.random.get_state()
-    states = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():  # NPUs answer here too
-        states["device"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: Mapping[str, Tensor]) -> None:
-    version, _, _ = random.getstate()
-    random.setstate((version, tuple(states["python"].tolist()), None))
-    *keys, position = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
-    torch.set_rng_state(states["torch"])
-    if "device" in states:
-        torch.cuda.set_rng_state(states["device"])

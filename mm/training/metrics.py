@@ -1,11 +1,10 @@
 """What a run says of itself: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
 
-The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.  Knows nothing of how the numbers
-came about.
+The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,17 +37,17 @@ class StepMetrics:
     """Model FLOP/s over the device's peak, the ViT included; None where the peak is not known."""
     max_memory_bytes: int
     updated: bool
-    num_skipped: int
-    """Steps since the last log line that updated nothing because a scaled gradient overflowed."""
+    """False when the step was skipped because a scaled gradient overflowed."""
 
 
-def log_line(
-    step: StepMetrics, train_iters: int, elapsed_ms: float, loss: float, log_tps: bool, log_throughput: bool
-) -> str:
-    """One line in the shape of MindSpeed-MM's log; ``elapsed_ms`` and ``loss`` are means since the last line.
+def log_line(steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool) -> str:
+    """One line in the shape of MindSpeed-MM's log: the last of ``steps``, with time and loss averaged over all of them.
 
     Field 5 between colons must begin with the elapsed time: the timestamp's two colons count.
     """
+    step = steps[-1]
+    elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
+    loss = fmean(one.loss for one in steps)
     tokens_per_sample = step.num_tokens / max(step.global_batch_size, 1)
     fields = [
         f"iteration {step.iteration:8d}/{train_iters:8d}",
@@ -61,10 +60,14 @@ def log_line(
         f"loss: {loss:.6E}",
         f"loss scale: {step.loss_scale:.1f}",
         f"grad norm: {step.grad_norm:.3f}",
-        f"number of skipped iterations: {step.num_skipped:3d}",
+        f"number of skipped iterations: {_num_skipped(steps):3d}",
         f"number of nan iterations: {0:3d}",
     ]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+def _num_skipped(steps: Sequence[StepMetrics]) -> int:
+    return sum(not step.updated for step in steps)
 
 
 class MetricsWriter:
@@ -88,19 +91,18 @@ class MetricsWriter:
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line when it is due."""
-        self._file.write(json.dumps(asdict(step)) + "\n")
+        self._since_line.append(step)
+        row = {**asdict(step), "num_skipped": _num_skipped(self._since_line)}
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         if self._board is not None:
             for name in ("loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu"):
                 value = getattr(step, name)
                 if value is not None:
                     self._board.add_scalar(name, value, step.iteration)
-        self._since_line.append(step)
-        if step.iteration % self._args.log_interval == 0:
-            elapsed_ms = 1000 * fmean(one.step_seconds for one in self._since_line)
-            loss = fmean(one.loss for one in self._since_line)
-            args = self._args
-            print(log_line(step, args.train_iters, elapsed_ms, loss, args.log_tps, args.log_throughput), flush=True)
+        args = self._args
+        if step.iteration % args.log_interval == 0:
+            print(log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput), flush=True)
             self._since_line.clear()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Learning-rate schedule and megatron's optimizer, built over one stage.
+"""Learning-rate schedule and megatron's optimizer over one stage.
 
 megatron-core provides Adam (distributed or not), mixed precision, loss scaling and clipping; this module builds it,
-switches on torch's fused kernel, and sets the learning rate of each step.
+switches on torch's fused kernel, and updates the weights with the learning rate of a step.
 """
 
 import math
@@ -19,7 +19,6 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from mm.errors import AgreedError
-from mm.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
+class Update:
+    """What one update of the weights did."""
 
     updated: bool
     """False when a non-finite gradient under loss scaling made the optimizer skip the step."""
@@ -60,7 +59,7 @@ class StepResult:
     loss_scale: float
 
 
-def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel, mesh: Mesh) -> MegatronOptimizer:
+def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> MegatronOptimizer:
     """Adam over the trainable parameters of ``model``; without any, megatron's stub that only joins reductions.
 
     Biases and norms get no weight decay, as in Megatron and in transformers' Trainer.
@@ -75,7 +74,6 @@ def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel, mes
     for group in torch_param_groups(optimizer):
         group["fused"] = True
         group["weight_decay"] *= group["wd_mult"]  # megatron leaves this to its own scheduler
-    model.module.config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
     return optimizer
 
 
@@ -89,7 +87,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     return [chained.optimizer for chained in optimizer.chained_optimizers if chained.optimizer is not None]
 
 
-def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
+def update(optimizer: MegatronOptimizer, lr: float) -> Update:
     """Clip and update with learning rate ``lr``.
 
     A gradient that overflowed under loss scaling makes the optimizer skip the step.  Any other gradient that is not
@@ -99,7 +97,7 @@ def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
         group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_scale = float(optimizer.get_loss_scale())
     if optimizer.prepare_grads():
-        return StepResult(updated=False, grad_norm=0.0, loss_scale=loss_scale)
+        return Update(updated=False, grad_norm=0.0, loss_scale=loss_scale)
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
         raise AgreedError(f"the gradient norm is {grad_norm}: a gradient is not finite, so no weight was changed")
@@ -107,7 +105,7 @@ def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
     for chained in optimizer.chained_optimizers:
         if max_norm > 0.0 and not chained.is_stub_optimizer and chained.get_parameters():
             clip_grad_by_total_norm_fp32(chained.get_parameters(), max_norm=max_norm, total_norm=grad_norm)
-    return StepResult(optimizer.step_with_ready_grads(), grad_norm, loss_scale)
+    return Update(optimizer.step_with_ready_grads(), grad_norm, loss_scale)
 
 
 def owned_ranges(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
-from mm.data.dataset import Dataset, ImagePart, Message
+from mm.data.dataset import Dataset, ImagePart, Turn
 from mm.errors import UserError
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 
@@ -31,7 +31,7 @@ def shifted(labels):
 @pytest.mark.parametrize("mask_history", [False, True])
 def test_tokens_and_labels_equal_transformers(tokenizer, reference, write_dataset, index, mask_history):
     record, grids = RECORDS[index], grids_of(RECORDS[index])
-    encoded = encoder(tokenizer, mask_history=mask_history).encode(Dataset(write_dataset())[index].messages, grids)
+    encoded = encoder(tokenizer, mask_history=mask_history).encode(Dataset(write_dataset())[index].turns, grids)
     messages = reference.messages(record)
     assert encoded.token_ids.tolist() == reference.token_ids(messages, grids)
     assert encoded.labels.tolist() == shifted(reference.labels(messages, grids, last_only=mask_history))
@@ -44,7 +44,7 @@ def targets(tokenizer, encoded):
 
 
 def conversation(*turns):
-    return [Message(role, (text,)) for role, text in turns]
+    return [Turn(role, (text,)) for role, text in turns]
 
 
 TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
@@ -56,14 +56,12 @@ def test_what_is_learnt(tokenizer):
 
 
 def test_train_on_prompt_learns_all_but_image_tokens(tokenizer):
-    messages = [Message("user", ("See ", ImagePart("a"))), Message("assistant", ("Yes.",))]
+    messages = [Turn("user", ("See ", ImagePart("a"))), Turn("assistant", ("Yes.",))]
     encoded = encoder(tokenizer, train_on_prompt=True).encode(messages, [(1, 4, 4)])
     text = encoder(tokenizer).render(messages)
     first = "<|im_start|>"
     assert first + targets(tokenizer, encoded) == text.replace("<|image_pad|>", "")
     assert encoded.labels[-1] == IGNORE_INDEX
-    with pytest.raises(UserError, match="exclude each other"):
-        encoder(tokenizer, train_on_prompt=True, mask_history=True)
 
 
 def test_default_system_prompt_is_the_templates(tokenizer):
@@ -72,7 +70,7 @@ def test_default_system_prompt_is_the_templates(tokenizer):
         .render(TWO_TURNS)
         .startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nOne?")
     )
-    own = [Message("system", ("Be brief.",)), *TWO_TURNS]
+    own = [Turn("system", ("Be brief.",)), *TWO_TURNS]
     assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
 
@@ -104,10 +102,10 @@ def test_targets_are_the_answers_for_any_text(tokenizer, turns):
 
 def test_every_cut_is_a_prefix_and_never_inside_an_image(tokenizer):
     messages = [
-        Message("user", (ImagePart("a"), " and ", ImagePart("b"), "?")),
-        Message("assistant", ("Yes.",)),
-        Message("user", (ImagePart("c"),)),
-        Message("assistant", ("No.",)),
+        Turn("user", (ImagePart("a"), " and ", ImagePart("b"), "?")),
+        Turn("assistant", ("Yes.",)),
+        Turn("user", (ImagePart("c"),)),
+        Turn("assistant", ("No.",)),
     ]
     grids = [(1, 4, 6), (1, 2, 2), (1, 8, 4)]
     whole = encoder(tokenizer).encode(messages, grids)
@@ -143,7 +141,7 @@ def test_a_sample_cut_before_its_answer_has_no_target(tokenizer):
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):
     tokenizer = load_tokenizer(str(hf_directory))
     tokenizer.chat_template = template
-    messages = [Message("user", (ImagePart("a"), "Hi")), Message("assistant", ("Hello",))]
+    messages = [Turn("user", (ImagePart("a"), "Hi")), Turn("assistant", ("Hello",))]
     with pytest.raises(UserError, match=message):
         encoder(tokenizer).encode(messages, [(1, 2, 2)])
 

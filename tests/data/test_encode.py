@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm.batch import IGNORE_INDEX
+from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder, pack
+from mm.data.encode import SampleEncoder
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, photo
 
@@ -21,10 +21,10 @@ def test_a_sample_equals_transformers_from_raw_json_to_pixels(write_dataset, mod
     images, messages = reference.images(record), reference.messages(record)
     grids = images["image_grid_thw"].tolist() if images else []
     token_ids = reference.token_ids(messages, grids)
-    assert encoded.token_ids.tolist() == token_ids
+    assert encoded.token_ids.tolist() == token_ids and encoded.segment_lengths == (len(token_ids),)
     assert encoded.labels.tolist() == [*reference.labels(messages, grids)[1:], IGNORE_INDEX]
     assert torch.equal(encoded.positions, reference.positions(token_ids, images["image_grid_thw"] if images else None))
-    assert [list(grid) for grid in encoded.grids] == grids
+    assert [list(grid) for grid in encoded.image_grids] == grids
     if images:
         assert torch.equal(encoded.pixel_values, images["pixel_values"])
     else:
@@ -37,18 +37,18 @@ def test_images_behind_the_cut_are_dropped_with_their_pixels(write_dataset, mode
     whole = SampleEncoder.from_config(data, model_config, 4096).encode(sample)
     second_start = (whole.token_ids == model_config.vision_start_token_id).nonzero()[1].item()
     cut = SampleEncoder.from_config(data, model_config, second_start + 3).encode(sample)
-    num_patches = whole.grids[0][1] * whole.grids[0][2]
-    assert cut.grids == whole.grids[:1]
+    num_patches = whole.image_grids[0][1] * whole.image_grids[0][2]
+    assert cut.image_grids == whole.image_grids[:1]
     assert torch.equal(cut.token_ids, whole.token_ids[:second_start])
     assert torch.equal(cut.positions, whole.positions[:, :second_start])
     assert torch.equal(cut.pixel_values, whole.pixel_values[:num_patches])
 
 
-def test_pack_lays_the_shortest_first_and_keeps_samples_whole(write_dataset, model_config):
+def test_joining_lays_the_shortest_first_and_keeps_samples_whole(write_dataset, model_config):
     data = write_dataset()
     encoder, dataset = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)
     samples = [encoder.encode(dataset[index]) for index in (2, 0, 3, 1, 0)]
-    microbatch = pack(samples)
+    microbatch = Microbatch.join(samples)
     assert list(microbatch.segment_lengths) == sorted(sample.token_ids.numel() for sample in samples)
     segments = zip(
         microbatch.token_ids.split(microbatch.segment_lengths),
@@ -61,18 +61,18 @@ def test_pack_lays_the_shortest_first_and_keeps_samples_whole(write_dataset, mod
         assert torch.equal(token_ids, sample.token_ids)
         assert torch.equal(labels, sample.labels)
         assert torch.equal(positions, sample.positions)
-    assert microbatch.image_grids == tuple(grid for sample in ordered for grid in sample.grids)
-    with_images = [sample.pixel_values for sample in ordered if sample.grids]
+    assert microbatch.image_grids == tuple(grid for sample in ordered for grid in sample.image_grids)
+    with_images = [sample.pixel_values for sample in ordered if sample.image_grids]
     assert torch.equal(microbatch.pixel_values, torch.cat(with_images))
     assert microbatch.num_patches == microbatch.pixel_values.shape[0]
 
 
-def test_pack_keeps_the_given_order_of_equal_lengths(write_dataset, model_config):
+def test_joining_keeps_the_given_order_of_equal_lengths(write_dataset, model_config):
     records = [{"messages": [("user", "Hi"), ("assistant", answer)]} for answer in ("1", "2", "3")]
     data = write_dataset(records)
     encoder, dataset = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)
     samples = [encoder.encode(dataset[index]) for index in (2, 0, 1)]
-    microbatch = pack(samples)
+    microbatch = Microbatch.join(samples)
     assert torch.equal(microbatch.token_ids, torch.cat([sample.token_ids for sample in samples]))
     assert microbatch.pixel_values is None and microbatch.image_grids == ()
 

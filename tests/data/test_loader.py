@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mm.batch import Microbatch
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder, pack
+from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
-from mm.data.order import sample_index
+from mm.data.order import Order
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -20,10 +21,10 @@ from tests.data.oracle import photo
 @pytest.fixture
 def make_loader(write_dataset, model_config):
     """Builds loaders with defaults for what a test does not speak of, and closes them."""
-    loaders = []
+    loaders, usual = [], write_dataset()
 
     def make(records=None, **changes):
-        data = write_dataset() if records is None else write_dataset(records)
+        data = usual if records is None else write_dataset(records)
         values = {
             "micro_batch_size": 2,
             "global_batch_size": 8,
@@ -31,10 +32,10 @@ def make_loader(write_dataset, model_config):
             "dp_size": 2,
             "seed": 5,
             "shuffle": True,
-            "num_workers": 0,
         }
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
-        loaders.append(StepLoader(Dataset(data), encoder, **{**values, **changes}))
+        num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
+        loaders.append(StepLoader(dataset, encoder, Order(len(dataset), **{**values, **changes}), num_workers))
         return loaders[-1]
 
     yield make
@@ -61,13 +62,14 @@ def assert_same(found, expected):
 def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_config):
     data = write_dataset()
     dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
+    stream = Order(len(dataset), 5, True, 8, 2, 0, 2)
     for dp_rank in range(2):
         steps = take(make_loader(dp_rank=dp_rank), 3)
         expected = []
         for step in range(3):
             starts = [step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)]
-            pairs = [[sample_index(start + i, len(dataset), 5, True) for i in range(2)] for start in starts]
-            expected.append([pack([encoder.encode(dataset[index]) for index in pair]) for pair in pairs])
+            pairs = [[stream.sample_at(start + i) for i in range(2)] for start in starts]
+            expected.append([Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in pairs])
         assert_same(steps, expected)
 
 
@@ -133,8 +135,8 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
 
 
 def start_and_die(dataset, encoder, pids):
-    loader = StepLoader(dataset, encoder, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1, seed=0,
-                        shuffle=True, num_workers=2)  # fmt: skip
+    order = Order(len(dataset), seed=0, shuffle=True, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1)
+    loader = StepLoader(dataset, encoder, order, num_workers=2)
     next(loader)
     pids.send([worker.pid for worker in loader._workers._workers])
     pids.close()
@@ -180,8 +182,3 @@ def test_a_defect_surfaces_with_the_sample(make_loader, write_dataset, model_con
         next(loader)
     described = str(error.value) + "".join(getattr(error.value, "__notes__", []))
     assert "while encoding sample" in described and "data.json:0" in described
-
-
-def test_batch_sizes_must_divide(make_loader):
-    with pytest.raises(UserError, match="8 is not divisible by micro batch size 3 x data-parallel size 2"):
-        make_loader(micro_batch_size=3)

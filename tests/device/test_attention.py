@@ -23,6 +23,10 @@ def inputs(num_tokens, num_heads, num_kv_heads, head_dim=8, device="cpu", dtype=
     return [part.requires_grad_() for part in fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)]
 
 
+def segments_of(lengths, device="cpu"):
+    return Segments.build(lengths, lambda tensor: tensor.to(device))
+
+
 def reference(q, k, v, lengths, causal):
     """Dense attention with a block-diagonal mask."""
     num_tokens, num_heads, head_dim = q.shape
@@ -38,7 +42,7 @@ def reference(q, k, v, lengths, causal):
 
 def assert_equals_reference(kernel, lengths, num_heads=4, num_kv_heads=2, causal=False, atol=2e-6, **kwargs):
     parts = inputs(sum(lengths), num_heads, num_kv_heads, **kwargs)
-    segments = Segments.build(lengths, parts[0].device)
+    segments = segments_of(lengths, parts[0].device)
     out, expected = kernel(*parts, segments, causal), reference(*parts, lengths, causal)
     assert out.shape == expected.shape and out.dtype == parts[0].dtype
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=atol)
@@ -56,7 +60,7 @@ def window_lengths(*images):
 
 
 def test_segments():
-    segments = Segments.build([3, 3, 0, 3, 5, 2, 2], "cpu")
+    segments = segments_of([3, 3, 0, 3, 5, 2, 2])
     assert segments.lengths == (3, 3, 3, 5, 2, 2)
     assert segments.runs == ((3, 3), (5, 1), (2, 2))
     assert segments.cu_seqlens.tolist() == [0, 3, 6, 9, 14, 16, 18]
@@ -65,7 +69,7 @@ def test_segments():
 
 
 def test_no_segments():
-    segments = Segments.build([], "cpu")
+    segments = segments_of([])
     assert (segments.lengths, segments.runs, segments.max_length) == ((), (), 0)
     assert segments.cu_seqlens.tolist() == [0]
 
@@ -82,11 +86,11 @@ def test_no_segments():
     ],
 )
 def test_when_a_call_per_run_is_preferred(lengths, expected):
-    assert Segments.build(lengths, "cpu").prefers_runs is expected
+    assert segments_of(lengths).prefers_runs is expected
 
 
 def test_windows_of_images_prefer_runs():
-    assert Segments.build(window_lengths((1, 70, 70), (1, 30, 44)), "cpu").prefers_runs
+    assert segments_of(window_lengths((1, 70, 70), (1, 30, 44))).prefers_runs
 
 
 # CPU
@@ -106,13 +110,13 @@ def test_cpu_windows_of_two_images(causal):
 @pytest.mark.parametrize("kernel", [cpu_attention, cuda_attention, npu_attention])
 def test_segments_that_do_not_cover_the_row_are_refused(kernel, torch_npu):
     with pytest.raises(ValueError, match="segments hold 5 tokens, but the queries are 6"):
-        kernel(*inputs(6, 2, 2), Segments.build([2, 3], "cpu"), True)
+        kernel(*inputs(6, 2, 2), segments_of([2, 3]), True)
 
 
 @pytest.mark.parametrize("kernel", [cpu_attention, cuda_attention, npu_attention])
 def test_an_empty_row_keeps_all_three_in_the_graph(kernel, torch_npu):
     parts = inputs(0, 4, 2)
-    out = kernel(*parts, Segments.build([], "cpu"), True)
+    out = kernel(*parts, segments_of([]), True)
     assert out.shape == (0, 4, 8)
     assert [gradient.shape for gradient in torch.autograd.grad(out.sum(), parts)] == [part.shape for part in parts]
 

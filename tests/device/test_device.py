@@ -1,13 +1,17 @@
 """The device is found by itself, and what is patched is exactly the declared table."""
 
 import importlib
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from mm.device.device import COMMON_SHIMS, CPU_SHIMS, Device
+from mm.device.device import Device, peak_flops, random_states, set_random_states
+from mm.device.kernels import SwiGLU, npu_rms_norm, npu_swiglu, rms_norm
+from mm.device.shims import COMMON_SHIMS, CPU_SHIMS
 from mm.errors import UserError
 
 
@@ -56,14 +60,25 @@ def test_foreach_norm_equals_torch() -> None:
 
 
 def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object) -> None:
-    from mm.device.device import _npu_rms_norm, _npu_swiglu, _rms_norm, _swiglu
-
     x, weight = torch.randn(5, 8), torch.randn(8)
-    torch.testing.assert_close(_npu_rms_norm(x, weight, 1e-6), _rms_norm(x, weight, 1e-6))
-    torch.testing.assert_close(_npu_swiglu(x), _swiglu(x))
+    torch.testing.assert_close(npu_rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(npu_swiglu(x), SwiGLU.apply(x))
 
 
 def test_megatron_is_not_imported_before_the_device_is_picked() -> None:
     program = "import sys, mm.train, mm.device.device; print([m for m in sys.modules if m.split('.')[0] == 'megatron'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_peaks() -> None:
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert Device.pick("cpu").peak_flops is None
+
+
+def test_random_states_go_on_where_they_were() -> None:
+    states = random_states()
+    expected = random.random(), np.random.rand(), torch.rand(2)
+    assert random.random() != expected[0]
+    set_random_states(states)
+    assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(2), expected[2])

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
-from mm.device.device import Device, Kernels
-from mm.parallel.pipeline import MessageShapes
+from mm.device.device import Device
+from mm.device.kernels import KERNELS, Kernels
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
@@ -63,7 +63,7 @@ def test_the_npu_is_picked_and_prepared_before_megatron(wanted: str) -> None:
     assert json.loads(done.stdout) == {
         "kind": "npu", "index": 1, "backend": "hccl", "name": "Ascend910B3", "torch_device": "npu:1", "chosen": 1,
         "megatron asks for": 1, "megatron was there before": False,
-        "attention": "npu_attention", "rms_norm": "_npu_rms_norm", "swiglu": "_npu_swiglu", "memory": 0,
+        "attention": "npu_attention", "rms_norm": "npu_rms_norm", "swiglu": "npu_swiglu", "memory": 0,
     }  # fmt: skip
 
 
@@ -77,9 +77,7 @@ def test_an_npu_that_is_not_there_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def npu_kernels(torch_npu: object) -> Kernels:
-    from mm.device.device import _npu_rms_norm, _npu_swiglu, npu_attention
-
-    return Kernels(npu_attention, _npu_rms_norm, _npu_swiglu)
+    return KERNELS["npu"]
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +94,12 @@ GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
 
 def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
     """One step of the small model on one stage: loss, gradients and updated weights by name."""
-    from megatron.core.distributed import DistributedDataParallel
-
     from mm.config import flags as arguments
     from mm.model.stage import build_stage
     from mm.parallel import mesh as parallel
-    from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
-    from mm.parallel.pipeline import PipelineCommunicator, bind_schedule, run_schedule
-    from mm.training.optimizer import build_optimizer, optimizer_step
+    from mm.parallel.megatron import parallel_config
+    from mm.training.optimizer import update
+    from mm.training.step import Parts, forward_backward
     from mm.weights.table import stage_weights
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
@@ -114,25 +110,21 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
     ])  # fmt: skip
     mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
     try:
-        settings = parallel_config(mesh, "fp32")
-        stage = build_stage(config, placement, 0, settings, device)
+        stage = build_stage(config, placement, 0, parallel_config(config, mesh, "fp32"), device)
         tensors = hf_tensors(hf_model())
         with torch.no_grad():
             for weight in stage_weights(config, placement[0], placement):
                 stage.get_parameter(weight.name).copy_(whole(weight, tensors))
-        model = DistributedDataParallel(settings, ddp_config(args), stage)
-        optimizer = build_optimizer(optimizer_config(args, "fp32"), model, mesh)
-        bind_schedule(model, mesh)
+        parts = Parts.build(stage, mesh, args)
         generator = torch.Generator().manual_seed(3)
         samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]
         batches = tuple(microbatch(samples[start : start + 2]) for start in range(0, len(samples), 2))
         plan = StepPlan(batches, BatchTotals.of(list(batches), config.vision))
-        communicator = PipelineCommunicator(mesh, placement, MessageShapes.of(config), settings, torch.device("cpu"))
-        loss = run_schedule(model, plan, communicator, mesh, torch.device("cpu"))
+        loss = forward_backward(parts, plan)
         trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         gradients = {name: p.main_grad.clone() for name, p in trained.items()}
-        optimizer_step(optimizer, 1e-3)
-        return float(loss), gradients, {name: p.detach().clone() for name, p in trained.items()}
+        update(parts.optimizer, 1e-3)
+        return loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
     finally:
         parallel.stop_mesh()
 

@@ -12,26 +12,26 @@ INPUT, OUTPUT, ROWS = 6, 10, 5
 
 
 @pytest.fixture(scope="module")
-def build():
+def context():
     """How layers are built in a process group of one."""
     device = Device.pick("cpu")
-    from mm.model.layers import Build
+    from mm.model.layers import LayerContext
     from mm.parallel import mesh as parallel
     from mm.parallel.megatron import parallel_config
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    placement = our_config(((4,),), ((4,),)).placement()
-    mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    yield Build(parallel_config(mesh, "fp32"), device.kernels)
+    config = our_config(((4,),), ((4,),))
+    mesh = parallel.build_mesh(config.placement(), tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    yield LayerContext(parallel_config(config, mesh, "fp32"), device)
     parallel.stop()
 
 
 @pytest.fixture(params=["column", "row"])
-def make(request: pytest.FixtureRequest, build):
+def make(request: pytest.FixtureRequest, context):
     """Builds a layer with random weights."""
 
     def layer(bias: bool):
-        module = getattr(build, request.param)(INPUT, OUTPUT, bias)
+        module = getattr(context, request.param)(INPUT, OUTPUT, bias)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.normal_()
@@ -121,9 +121,9 @@ def test_trainable_rows_of_data_need_no_input_gradient(make) -> None:
     torch.testing.assert_close(layer.weight.grad, reference(x, layer.weight, None)[2])
 
 
-def test_a_shared_weights_gradient_is_left_to_autograd(build) -> None:
+def test_a_shared_weights_gradient_is_left_to_autograd(context) -> None:
     """A tied output layer: the weight is the word embedding, whose lookup adds to the same gradient."""
-    layer = build.column(INPUT, OUTPUT, bias=False)
+    layer = context.column(INPUT, OUTPUT, bias=False)
     embedding = torch.randn(OUTPUT, INPUT, requires_grad=True)
     embedding.main_grad = torch.zeros(OUTPUT, INPUT)
     ids = torch.tensor([3, 3, 0, 9, 1])

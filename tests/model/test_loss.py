@@ -12,12 +12,11 @@ from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch
 from mm.device.device import Device
 from tests.tiny import our_config
 
-Device.pick("cpu")  # importing megatron needs it
+CPU = Device.pick("cpu")  # importing megatron needs it
 
 from mm.model.loss import loss_inputs, weighted_cross_entropy  # noqa: E402
 
 fast = settings(max_examples=40, deadline=None)
-CPU = torch.device("cpu")
 VISION = our_config(((4,),), ((4,),)).vision
 VOCAB = 11
 

@@ -1,16 +1,101 @@
-"""The plan of windows against transformers' vision_utils and against its own promises."""
+"""M-RoPE positions against transformers, to the bit; the plan of windows against it and against its own promises."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from mm.model.positions import plan_vision
+from mm.errors import UserError
+from mm.model.positions import mrope_positions, plan_vision, vision_positions
 
+IMAGE, START, END = 90, 91, 92
 PATCH, MERGE, WINDOW = 14, 2, 112
 grids = st.tuples(st.integers(1, 3), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], g[1] * 2, g[2] * 2))
 some_images = st.lists(grids, min_size=1, max_size=5)
 fast = settings(max_examples=50, deadline=None)
+
+
+def sample(images, text_lengths):
+    """Token ids with some text before each image and at the end."""
+    ids = []
+    for grid, length in zip(images, text_lengths, strict=False):
+        ids += [1] * length + [START] + [IMAGE] * (grid[0] * grid[1] * grid[2] // MERGE**2) + [END]
+    return torch.tensor(ids + [2] * text_lengths[-1])
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    text = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1,
+            "intermediate_size": 8, "vocab_size": 100,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 160, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 8}
+    with torch.device("meta"):
+        return hf.Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def hf_positions(hf_model, ids, images):
+    positions, _ = hf_model.get_rope_index(
+        ids[None], (ids == IMAGE).int()[None], image_grid_thw=torch.tensor(images) if images else None
+    )
+    return positions[:, 0]
+
+
+@fast
+@given(data=st.data(), images=st.lists(grids, max_size=4))
+def test_mrope_positions_equal_transformers(hf_model, data, images):
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=len(images) + 1, max_size=len(images) + 1))
+    ids = sample(images, lengths)
+    if not ids.numel():
+        return
+    ours = mrope_positions(ids, images, IMAGE, START, MERGE)
+    assert ours.dtype == torch.int64
+    assert torch.equal(ours, hf_positions(hf_model, ids, images))
+
+
+def test_mrope_positions_of_an_empty_sample():
+    assert mrope_positions(torch.tensor([], dtype=torch.int64), [], IMAGE, START, MERGE).shape == (3, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_an_image_cut_by_truncation_is_refused(cut):
+    ids = sample([(1, 4, 8), (1, 4, 4)], [3, 2, 0])
+    with pytest.raises(UserError, match=r"image tokens.*need 12"):
+        mrope_positions(ids[: -1 - cut], [(1, 4, 8), (1, 4, 4)], IMAGE, START, MERGE)
+
+
+def test_swapped_images_are_refused():
+    ids = sample([(1, 4, 8), (1, 4, 4)], [3, 2, 0])
+    with pytest.raises(UserError, match="Image 1 of a sample should fill 8 tokens"):
+        mrope_positions(ids, [(1, 4, 4), (1, 4, 8)], IMAGE, START, MERGE)
+
+
+def test_an_image_without_vision_start_is_refused():
+    ids = torch.tensor([1, 1, IMAGE, IMAGE, 2])
+    with pytest.raises(UserError, match="directly after a vision start token"):
+        mrope_positions(ids, [(1, 2, 4)], IMAGE, START, MERGE)
+    with pytest.raises(UserError, match="directly after a vision start token"):
+        mrope_positions(torch.tensor([IMAGE, IMAGE, START]), [(1, 2, 4)], IMAGE, START, MERGE)
+
+
+def test_a_side_that_the_merge_size_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="multiples of spatial_merge_size = 2"):
+        vision_positions([(1, 3, 4)], MERGE)
+
+
+@fast
+@given(images=st.lists(grids, min_size=1, max_size=4))
+def test_vision_positions_equal_transformers(images):
+    assert torch.equal(vision_positions(images, MERGE), get_vision_position_ids(torch.tensor(images), MERGE))
+
+
+def test_vision_positions_without_images():
+    assert vision_positions([], MERGE).shape == (0, 2)
+
+
+# Windows
 
 
 def plan(images, window=WINDOW):

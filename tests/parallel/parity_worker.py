@@ -14,8 +14,6 @@ DEVICE = Device.pick("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
@@ -24,10 +22,10 @@ from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.stage import build_stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
-from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.parallel.megatron import parallel_config  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.training.optimizer import build_optimizer, optimizer_step, owned_ranges  # noqa: E402
+from mm.training.optimizer import owned_ranges, update  # noqa: E402
+from mm.training.step import Parts, forward_backward  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
@@ -90,26 +88,14 @@ class Engine:
     case: Case
     config: ModelConfig
     placement: Placement
-    mesh: parallel.Mesh
+    parts: Parts
     weights: dict[str, Weight]
-    model: DistributedDataParallel
-    optimizer: MegatronOptimizer
-    communicator: PipelineCommunicator
     plan: StepPlan
-
-    def pass_over_batch(self) -> float:
-        """Forward and backward of the whole global batch; the loss, equal on all ranks."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = run_schedule(self.model, self.plan, self.communicator, self.mesh, torch.device("cpu"))
-        dist.all_reduce(loss, group=self.mesh.groups.dp)
-        dist.all_reduce(loss, group=self.mesh.groups.pp)
-        return float(loss)
 
     def cut(self, tensors: dict[str, Tensor], name: str) -> Tensor:
         """This rank's part of weight ``name`` made from Hugging Face tensors."""
         weight = self.weights[name]
-        return shard(weight, whole(weight, tensors), self.case.tp, self.mesh.tp_rank)
+        return shard(weight, whole(weight, tensors), self.case.tp, self.parts.mesh.tp_rank)
 
 
 def config_of(case: Case) -> ModelConfig:
@@ -133,55 +119,51 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(placement, case.tied, case.tp, parallel.timedelta(minutes=2))
-    settings = parallel_config(mesh, "fp32")
+    settings = parallel_config(config, mesh, "fp32")
     stage = build_stage(config, placement, mesh.pp_rank, settings, DEVICE, case.per_sample)
     weights = {weight.name: weight for weight in stage_weights(config, placement[mesh.pp_rank], placement)}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(shard(weights[name], whole(weights[name], before), case.tp, mesh.tp_rank))
-    model = DistributedDataParallel(settings, ddp_config(args), stage)
-    optimizer = build_optimizer(optimizer_config(args, "fp32"), model, mesh)
-    bind_schedule(model, mesh)
-    communicator = PipelineCommunicator(mesh, placement, MessageShapes.of(config), settings, torch.device("cpu"))
     batches = [[microbatch(pair) for pair in rank] for rank in batch_of(case)]
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
     plan = StepPlan(tuple(batches[mesh.dp_rank]), totals)
-    return Engine(case, config, placement, mesh, weights, model, optimizer, communicator, plan)
+    return Engine(case, config, placement, Parts.build(stage, mesh, args), weights, plan)
 
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
-    ranges = owned_ranges(engine.optimizer, engine.model)
+    ranges = owned_ranges(engine.parts.optimizer, engine.parts.model)
     copies = 1 if engine.case.distributed_optimizer else engine.case.dp
     errors, uncovered = {}, []
-    for name, parameter in engine.model.module.named_parameters():
+    for name, parameter in engine.parts.stage.named_parameters():
         if not parameter.requires_grad:
             continue
         start, end = ranges.get(name, (0, 0))
         covered = torch.tensor(end - start)
-        dist.all_reduce(covered, group=engine.mesh.groups.dp)
+        dist.all_reduce(covered, group=engine.parts.mesh.groups.dp)
         if int(covered) != parameter.numel() * copies:
             uncovered.append(name)
         pair = (parameter.main_grad.flatten()[start:end], engine.cut(expected, name).flatten()[start:end])
-        errors[name] = relative_error([pair], engine.mesh.groups.dp)
+        errors[name] = relative_error([pair], engine.parts.mesh.groups.dp)
     return errors, uncovered
 
 
 def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
     engine = build(case, hf_tensors(hf_model(case.tied)))
-    engine.pass_over_batch()
-    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
-    ranges = owned_ranges(engine.optimizer, engine.model)
+    forward_backward(engine.parts, engine.plan)
+    before = [parameter.detach().clone() for parameter in engine.parts.model.parameters()]
+    ranges = owned_ranges(engine.parts.optimizer, engine.parts.model)
     name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
-    if engine.mesh.rank == engine.mesh.world_size - 1:
-        engine.model.module.get_parameter(name).main_grad.view(-1)[start] = float("nan")
+    if engine.parts.mesh.rank == engine.parts.mesh.world_size - 1:
+        engine.parts.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
     try:
-        optimizer_step(engine.optimizer, LR)
+        update(engine.parts.optimizer, LR)
         refused = False
     except AgreedError:
-        refused = all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
-    gathered: list = [None] * engine.mesh.world_size
+        refused = all(torch.equal(a, b) for a, b in zip(before, engine.parts.model.parameters(), strict=True))
+    gathered: list = [None] * engine.parts.mesh.world_size
     dist.all_gather_object(gathered, refused)
     parallel.stop_mesh()
     return all(gathered)
@@ -190,14 +172,16 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
 def run_case(case: Case) -> dict:
     expected = reference(case)
     engine = build(case, expected["before"])
-    engine.pass_over_batch()  # with overlapped reduction the first pass only learns which gradients to wait for
-    loss = engine.pass_over_batch()
+    # With overlapped reduction the first pass only learns which gradients to wait for.
+    forward_backward(engine.parts, engine.plan)
+    loss = forward_backward(engine.parts, engine.plan)
     by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
-    result = optimizer_step(engine.optimizer, LR)
-    loss_after = engine.pass_over_batch()  # with overlapped gathering this is what brings the updated weights
+    result = update(engine.parts.optimizer, LR)
+    # With overlapped gathering the updated weights arrive in this pass.
+    loss_after = forward_backward(engine.parts, engine.plan)
     by_weight = {
         name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
-        for name, parameter in engine.model.module.named_parameters()
+        for name, parameter in engine.parts.stage.named_parameters()
     }
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))

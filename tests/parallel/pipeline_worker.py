@@ -107,25 +107,23 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
 
 def run_case(case: Case) -> dict:
     """One step, after one that is not watched."""
-    import torch
-
     from mm.parallel import mesh as parallel
-    from mm.parallel.pipeline import run_schedule
+    from mm.parallel.schedule import run_schedule
+    from mm.training.step import forward_backward
     from tests.parallel import parity_worker
     from tests.tiny import hf_model, hf_tensors
 
     engine = parity_worker.build(case, hf_tensors(hf_model()))
-    engine.pass_over_batch()
-    engine.model.zero_grad_buffer()
-    trace = Trace([])
-    communicator, cpu = engine.communicator, torch.device("cpu")
-    with counting(trace, engine.model.module):
-        run_schedule(engine.model, engine.plan, communicator, engine.mesh, cpu)
+    forward_backward(engine.parts, engine.plan)
+    parts, trace = engine.parts, Trace([])
+    parts.model.zero_grad_buffer()
+    with counting(trace, parts.stage):
+        run_schedule(parts.model, engine.plan, parts.communicator, parts.mesh)
     found = {
         "operations": trace.operations,
         "num_read_back": trace.num_read_back,
-        "num_in_flight": len(communicator._in_flight),
-        "refuses_leftovers": _refuses_leftovers(engine) if engine.mesh.pp_rank == 0 else None,
+        "num_in_flight": len(parts.communicator._in_flight),
+        "refuses_leftovers": _refuses_leftovers(engine) if parts.mesh.pp_rank == 0 else None,
     }
     parallel.stop_mesh()
     return found
@@ -134,10 +132,11 @@ def run_case(case: Case) -> dict:
 def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
     """Whether a step that begins while a received message was not taken is refused.  For the first stage: what it
     "receives" needs no other rank."""
-    engine.communicator.begin(engine.plan)
-    engine.communicator.recv_forward(None, True)
+    communicator = engine.parts.communicator
+    communicator.begin(engine.plan)
+    communicator.recv_forward(None, True)
     try:
-        engine.communicator.begin(engine.plan)
+        communicator.begin(engine.plan)
     except AssertionError as error:
         return "left messages" in str(error)
     return False

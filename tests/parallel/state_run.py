@@ -10,7 +10,6 @@ DEVICE = Device.pick("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
@@ -19,11 +18,10 @@ from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.model.stage import build_stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config  # noqa: E402
-from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule  # noqa: E402
+from mm.parallel.megatron import parallel_config  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
-from mm.training.optimizer import build_optimizer, optimizer_step  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
+from mm.training.step import Parts, step  # noqa: E402
 from mm.weights.table import local_shape, model_weights, stage_weights, unshard  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample  # noqa: E402
 
@@ -77,7 +75,7 @@ class Run:
         self.layout, self.config = layout, model or layout.model
         placement = self.config.placement()
         self.mesh = CURRENT.of(layout)
-        settings = parallel_config(self.mesh, layout.precision)
+        settings = parallel_config(self.config, self.mesh, layout.precision)
         stage = build_stage(self.config, placement, self.mesh.pp_rank, settings, DEVICE)
         self.weights = stage_weights(self.config, placement[self.mesh.pp_rank], placement)
         state.initialize(stage, self.weights, self.mesh, seed, std=0.15)
@@ -86,11 +84,8 @@ class Run:
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
             + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
         )
-        self.model = DistributedDataParallel(settings, ddp_config(args), stage)
-        self.optimizer = build_optimizer(optimizer_config(args, layout.precision), self.model, self.mesh)
-        bind_schedule(self.model, self.mesh)
-        shapes = MessageShapes.of(self.config)
-        self.communicator = PipelineCommunicator(self.mesh, placement, shapes, settings, torch.device("cpu"))
+        self.parts = Parts.build(stage, self.mesh, args)
+        self.model, self.optimizer = self.parts.model, self.parts.optimizer
         self.progress = state.Progress(0, 0)
 
     def train(self, num_steps: int) -> list[float]:
@@ -103,15 +98,9 @@ class Run:
             batch = [microbatch(samples[:2]), microbatch(samples[2:])]
             share = len(batch) // self.mesh.dp_size
             mine = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
             plan = StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
-            loss = run_schedule(self.model, plan, self.communicator, self.mesh, torch.device("cpu"))
-            for group in (self.mesh.groups.dp, self.mesh.groups.pp):
-                dist.all_reduce(loss, group=group)
-            optimizer_step(self.optimizer, LR)
+            losses.append(step(self.parts, plan, LR).loss)
             self.progress = state.Progress(self.progress.iteration + 1, self.progress.consumed_samples + len(samples))
-            losses.append(float(loss))
         return losses
 
     def save(self, directory: Path, **options: object) -> Path:

@@ -10,10 +10,10 @@ from mm.config.flags import parse
 from mm.training.metrics import MetricsWriter, StepMetrics, log_line
 
 STEP = StepMetrics(
-    iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87,
+    iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
     global_batch_size=192, num_tokens=192 * 689, num_target_tokens=1000, num_patches=4000, num_images=100,
     tokens_per_second_per_device=100.0, model_flops_per_second_per_device=1e12, mfu=None, max_memory_bytes=1,
-    updated=True, num_skipped=0,
+    updated=True,
 )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def _awk(line: str, program: str, separator: str) -> str:
 
 
 def test_the_peers_awk_reads_the_line() -> None:
-    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
+    line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
     field = _awk(line, "{print$5}", ":")
     assert _awk(field, "{print$1}", "|") == "870.0"
     tokens = _awk(line, "{print$2}", "tokens per sample:")
@@ -32,13 +32,20 @@ def test_the_peers_awk_reads_the_line() -> None:
 
 
 def test_the_line_is_the_peers_to_the_letter() -> None:
-    line = log_line(STEP, 10000, 870.04, 1.25, log_tps=True, log_throughput=False)
+    line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
         " [TIME] iteration        5/   10000 | consumed samples:          960 | elapsed time per iteration (ms): 870.0 "
         "| learning rate: 1.000000E-05 | global batch size:   192 | tokens per sample: 689.0 | loss: 1.250000E+00 "
         "| loss scale: 1.0 | grad norm: 2.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    assert "tokens per sample" not in log_line(STEP, 10000, 1.0, 1.25, log_tps=False, log_throughput=False)
+    assert "tokens per sample" not in log_line([STEP], 10000, log_tps=False, log_throughput=False)
+
+
+def test_time_and_loss_are_means_and_skipped_steps_are_counted() -> None:
+    skipped = replace(STEP, iteration=4, loss=3.75, step_seconds=0.13, updated=False)
+    line = log_line([skipped, STEP], 10000, log_tps=False, log_throughput=False)
+    assert "iteration        5/" in line and "(ms): 500.0 |" in line and "loss: 2.500000E+00 |" in line
+    assert "number of skipped iterations:   1 |" in line
 
 
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:

@@ -1,0 +1,124 @@
+"""What makes CUDA-shaped code run elsewhere: the declared tables of replaced names.  The only file that patches.
+
+megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it; on CPU the table
+``CPU_SHIMS`` does.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One replaced name.  ``target`` is "module:attribute"; a test checks that every target exists."""
+
+    target: str
+    replacement: object
+    reason: str
+
+
+class _TorchOnCpu(ModuleType):
+    """``torch`` as one megatron module sees it on CPU: tensor factories take device="cuda" for the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "ones", "empty", "tensor", "full"):
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    @staticmethod
+    def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def create(*args: object, device: object = None, **options: object) -> Tensor:
+            return factory(*args, device="cpu" if device == "cuda" else device, **options)
+
+        return create
+
+
+class _NoStream:
+    """A CUDA stream that is not there: the CPU runs everything in order."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+_tensor_type = torch.Tensor.type
+_CUDA_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def _type_as_on_cuda(tensor: Tensor, *args: object, **options: object) -> object:
+    if args or options:
+        return _tensor_type(tensor, *args, **options)
+    return _CUDA_NAMES.get(tensor.dtype) or _tensor_type(tensor)
+
+
+def _foreach_l2_norm(_chunk: int, _noop: Tensor, tensor_lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
+    norms = torch._foreach_norm([tensor.float() for tensor in tensor_lists[0]])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+_FACTORIES = "asks for device='cuda' in a tensor factory"
+_STREAMS = "megatron orders work on CUDA streams; the CPU has none"
+
+CPU_SHIMS: tuple[Shim, ...] = (
+    Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "used as the device of buffers and weights"),
+    Shim("torch.cuda:set_device", _nothing, _STREAMS),
+    Shim("torch.cuda:synchronize", _nothing, _STREAMS),
+    Shim("torch.cuda:empty_cache", _nothing, "the CPU allocator has no cache to empty"),
+    Shim("torch.cuda:current_stream", _NoStream, _STREAMS),
+    Shim("torch.cuda:default_stream", _NoStream, _STREAMS),
+    Shim("torch.cuda:Stream", _NoStream, _STREAMS),
+    Shim("torch.cuda:stream", lambda _: nullcontext(), _STREAMS),
+    Shim("torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors are already where they belong"),
+    Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
+    Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu(), _FACTORIES),
+    Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu(), _FACTORIES),
+    Shim("megatron.core.optimizer.clip_grads:torch", _TorchOnCpu(), _FACTORIES),
+    Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu(), _FACTORIES),
+    Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu(), _FACTORIES),
+)
+"""What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
+
+COMMON_SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "megatron.core.optimizer.clip_grads:l2_norm_impl",
+        _foreach_l2_norm,
+        "megatron's fallback without apex takes one norm, and one host-device sync, per tensor",
+    ),
+)
+"""Replacements of slow fallbacks, on every device, where the packages with the fast forms are absent."""
+
+
+def apply_shims(kind: str) -> None:
+    """Patch what megatron needs on a device of ``kind``; before megatron is imported."""
+    has_fast_forms = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
+    shims = (CPU_SHIMS if kind == "cpu" else ()) + (() if has_fast_forms else COMMON_SHIMS)
+    if any(shim.target.startswith("megatron.") for shim in shims):
+        # torch.compile builds C++ for every new shape; our kernels replace the functions megatron decorates with it.
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    for shim in shims:
+        module_name, attribute = shim.target.split(":")
+        owner: object = importlib.import_module(module_name)
+        *parents, name = attribute.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        assert hasattr(owner, name), f"shim target {shim.target} does not exist"
+        setattr(owner, name, shim.replacement)

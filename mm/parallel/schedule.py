@@ -1,0 +1,91 @@
+"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction.
+
+megatron-core's schedules run the loop, over our communicator.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from torch import Tensor
+
+from mm.batch import Microbatch, StepPlan
+from mm.parallel.mesh import Mesh
+from mm.parallel.pipeline import PipelineCommunicator
+
+
+def run_schedule(
+    model: DistributedDataParallel, plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
+) -> Tensor:
+    """Forward and backward of every microbatch, then gradient reduction.
+
+    Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
+    the head.  Summed over data-parallel ranks it is the loss of the global batch.
+    """
+    stage = model.module
+    total = torch.zeros((), dtype=torch.float32, device=stage.device.torch_device)
+
+    def forward_step(microbatches: Iterator[Microbatch], wrapped: DistributedDataParallel) -> tuple[Tensor, object]:
+        inputs = stage.prepare(next(microbatches), plan.totals)
+        output = wrapped(inputs, communicator.take() if mesh.pp_size > 1 else None)
+        if stage.spec.has_head:
+            total.add_(output.detach())
+        return output, _loss_is_output
+
+    communicator.begin(plan)
+    if model.ddp_config.overlap_param_gather:
+        for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
+            group.start_param_sync()
+    arguments = {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(plan.microbatches),
+        "model": model,
+        "num_microbatches": len(plan.microbatches),
+        "seq_length": 1,  # shapes come from the plan
+        "micro_batch_size": 1,
+        "pg_collection": mesh.groups,
+    }
+    if mesh.pp_size > 1:
+        forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **arguments)
+    else:
+        forward_backward_no_pipelining(**arguments)
+    communicator.end()
+    return total
+
+
+def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """megatron's loss function: the stage's output is the loss already, divided by what the global batch holds."""
+    return output, torch.zeros((), dtype=torch.int, device=output.device), {}
+
+
+def finalize_gradients(
+    models: list[DistributedDataParallel],
+    _num_tokens: Tensor | None,
+    *,
+    tied_group: dist.ProcessGroup | None,
+    pg_collection: object = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Reduce gradients over data-parallel ranks, then over the two stages of a tied embedding.
+
+    With overlapped reduction megatron sends a bucket when each of its parameters has reported a gradient.  Those
+    that took no part in the last microbatch (the ViT in a text-only one) are reported here, in bucket order, which
+    is the order in which a rank with images reports them: no rank ever waits for another's images.
+    """
+    (model,) = models
+    if model.ddp_config.overlap_param_gather:
+        for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+    for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
+        for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
+            group.register_grad_ready(parameter)
+    model.finish_grad_sync(force_all_reduce=force_all_reduce)
+    if tied_group is not None:
+        for parameter in model.module.parameters():
+            if getattr(parameter, "shared_embedding", False) and parameter.requires_grad:
+                dist.all_reduce(parameter.main_grad, group=tied_group)
