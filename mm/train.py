@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mm.config.run import RunConfig, load_run
+from mm.config.run import Run, load_run
 from mm.errors import AgreedError, UserError
 from mm.plan.stages import stage_report
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare(argv: Sequence[str]) -> RunConfig:
+def prepare(argv: Sequence[str]) -> Run:
     """Read and check everything that needs no device; raises UserError with all that is wrong.
 
     Of a run's ranks the first one alone looks at the files; the samples are left to the ranks that read them.
@@ -65,7 +65,7 @@ def _refuse(error: UserError) -> int:
     return 2
 
 
-def train(run: RunConfig) -> None:
+def train(run: Run) -> None:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world."""
     from mm.device.device import Device
 

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mm.batch import StepPlan
-from mm.config.run import RunConfig, resolved
+from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
@@ -34,21 +34,21 @@ from mm.weights.table import stage_weights
 class Trainer:
     """Everything that one rank holds during a run."""
 
-    def __init__(self, run: RunConfig, device: Device) -> None:
+    def __init__(self, run: Run, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
         self.placement = run.model.placement()
         self.mesh = parallel.start(
             device,
             self.placement,
             run.model.language.tied,
-            args.tensor_model_parallel_size,
+            run.tp_size,
             args.distributed_timeout_minutes,
         )
         spec = self.placement[self.mesh.pp_rank]
         self.weights = stage_weights(run.model, spec, self.placement)
         settings = parallel_config(self.mesh, run.precision)
         stage = build_stage(
-            run.model, self.placement, self.mesh.pp_rank, settings, device, run.loss == "per_sample"
+            run.model, self.placement, self.mesh.pp_rank, settings, device, run.per_sample_loss
         )
         kind = None if args.load is None else state.find_load_kind(args.load)
         if kind is None:
@@ -213,7 +213,7 @@ class Trainer:
                 dp_rank=mesh.dp_rank,
                 dp_size=mesh.dp_size,
                 seed=run.args.seed,
-                shuffle=run.data.shuffle,
+                shuffle=run.data.is_shuffled,
                 consumed_samples=self.progress.consumed_samples,
                 num_workers=run.args.num_workers,
                 prefetch_factor=run.data.prefetch_factor,
@@ -247,7 +247,7 @@ class Trainer:
             print(text, flush=True)
 
 
-def _learning_rate(run: RunConfig) -> LearningRate:
+def _learning_rate(run: Run) -> LearningRate:
     args = run.args
     return LearningRate(
         max_lr=args.lr,
