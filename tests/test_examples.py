@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,17 @@ def test_every_layout_variable_comes_from_the_environment(tmp_path):
     assert args.global_batch_size == 3 * 5 * 2
     assert (args.train_iters, args.load, args.mm_model, args.mm_data, args.lr) == (
         7, "weights here", "m.json", "d.json", 2e-5)
+
+
+def test_a_flag_of_the_script_given_again_counts_with_a_note():
+    """As a user runs it, with the real Python."""
+    outcome = subprocess.run(
+        ["bash", str(EXAMPLES / "finetune_qwen2_5_vl_7b.sh"), "--dry-run", "--lr", "2e-5"],
+        env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT,
+        capture_output=True, text=True, timeout=100, check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "command line: --lr is given more than once (1.0e-5, 2e-5); the last one counts" in outcome.stdout
 
 
 def test_exit_status_passes_through(tmp_path):

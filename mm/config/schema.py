@@ -98,7 +98,7 @@ def read_settings(
         given = [key_path for key_path in key_paths if found.document.get(key_path, _ABSENT) is not _ABSENT]
         if given:
             inner[names[-1]] = found.document.get(given[0])
-        if len({shown(found.document.get(key_path)) for key_path in given}) > 1:
+        if len(given) > 1 and found.document.get(given[0]) != found.document.get(given[1]):
             found.add(given[1], f"is another value than {given[0]}; the two are names of one setting, so keep one")
     try:
         built = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
@@ -226,7 +226,8 @@ def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
         return f"one of {', '.join(typing.get_args(kind))}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
     bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}"}
-    return words[kind] + "".join(bounds[type(one)].format(one) for one in metadata if type(one) in bounds)
+    limits = "".join(bounds[type(one)].format(one) for one in metadata if type(one) in bounds)
+    return words[kind] + limits + (" or null" if OrDefault in metadata else "")
 
 
 def _any_of(values: Sequence[Any]) -> str:
