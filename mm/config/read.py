@@ -1,4 +1,4 @@
-"""Strict reading of a JSON file.  The line of a key is looked up only when there is a problem."""
+"""Strict reading of a JSON file: nothing is accepted that JSON does not have, and every key has its line."""
 
 import codecs
 import json
@@ -22,17 +22,21 @@ class Document:
     root: Any
 
     @cached_property
-    def lines(self) -> Mapping[str, list[int]]:
-        """Key paths such as ``text_decoder.hidden_size`` -> the lines where the key stands."""
-        found: dict[str, list[int]] = {}
-        for key_path, position in _keys(self.text):
-            found.setdefault(key_path, []).append(_line(self.text, position))
+    def lines(self) -> Mapping[tuple[str | int, ...], list[int]]:
+        """Where each key stands: the keys and list positions that lead to it -> the lines."""
+        found: dict[tuple[str | int, ...], list[int]] = {}
+        for place, position in _keys(self.text):
+            found.setdefault(place, []).append(_line(self.text, position))
         return found
+
+    def line(self, key_path: str) -> float:
+        """The line of the key ``key.path``; infinity where it is absent."""
+        return self.lines.get(tuple(key_path.split(".")), [math.inf])[0]
 
     def at(self, key_path: str) -> str:
         """``file:line: key.path`` for messages; without the line where the key is absent."""
-        line = f":{self.lines[key_path][-1]}" if key_path in self.lines else ""
-        return f"{self.path}{line}: {key_path or 'the file'}"
+        line = self.line(key_path)
+        return f"{self.path}{'' if math.isinf(line) else f':{line}'}: {key_path or 'the file'}"
 
     def get(self, key_path: str, absent: Any = None) -> Any:
         """The value at ``key_path``, or ``absent``."""
@@ -52,18 +56,6 @@ class _BadWord(ValueError):
         self.word = word
 
 
-class _TwiceError(ValueError):
-    """A key that stands twice in one object; Python would drop the first one."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
-    return value
-
-
 def _finite(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def number(word: str) -> Any:
         if math.isinf(float(word)):
@@ -77,11 +69,7 @@ def _refuse_constant(word: str) -> NoReturn:
     raise _BadWord(word, f"{word} is not JSON; expected a finite number or null")
 
 
-DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_finite(float), parse_int=_finite(int), parse_constant=_refuse_constant
-)
-"""Refuses what Python's own decoder accepts against the standard; raises ValueError."""
-
+_DECODER = json.JSONDecoder(parse_float=_finite(float), parse_int=_finite(int), parse_constant=_refuse_constant)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
@@ -93,9 +81,8 @@ def read_json(path: str | Path) -> Document:
     """
     text = _decoded(Path(path))
     try:
-        root = DECODER.decode(text)
+        root = _DECODER.decode(text)
         json.dumps(root, ensure_ascii=False).encode()
-        return Document(str(path), text, root)
     except UnicodeEncodeError as error:
         raise UserError(f"{path}: a string has half of a surrogate pair (\\ud800 to \\udfff)") from error
     except json.JSONDecodeError as error:
@@ -105,12 +92,12 @@ def read_json(path: str | Path) -> Document:
         raise UserError(_syntax_problem(path, text, position, str(error))) from error
     except RecursionError as error:
         raise UserError(f"{path}: too many levels of nesting") from error
-    except _TwiceError as error:
-        lines = Document(str(path), text, None).lines
-        raise UserError(
-            f"{path}:{line}: {key_path} appears twice (first on line {found[0]}); remove one of the two"
-            for key_path, found in lines.items() for line in found[1:]
-        ) from error
+    document = Document(str(path), text, root)
+    twice = [f"{path}:{line}: {_key_path(place)} appears twice (first on line {found[0]}); remove one of the two"
+             for place, found in document.lines.items() for line in found[1:]]
+    if twice:
+        raise UserError(twice)
+    return document
 
 
 def _decoded(path: Path) -> str:
@@ -172,8 +159,12 @@ def _explained(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
     return position, "JSON has no comments; remove this one" if word in ("#", "/") else what
 
 
-def _keys(text: str) -> Iterator[tuple[str, int]]:
-    """Every key of a correct JSON text: its path and its first character."""
+def _key_path(place: tuple[str | int, ...]) -> str:
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place).removeprefix(".")
+
+
+def _keys(text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """Every key of a correct JSON text: what leads to it, and its first character."""
     tokens = list(_TOKEN.finditer(text))
     place: list[str | int] = []  # for each open object its current key, for each open list the number of its item
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
@@ -186,5 +177,4 @@ def _keys(text: str) -> Iterator[tuple[str, int]]:
                 place[-1] += 1
             case _ if following and following[0] == ":":
                 place[-1] = json.loads(token[0])
-                joined = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place)
-                yield joined.removeprefix("."), token.start()
+                yield tuple(place), token.start()

@@ -5,7 +5,6 @@ turns what pydantic finds into words.
 """
 
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,11 +138,11 @@ class _Findings:
         self.repeated: list[tuple[str, tuple[Any, ...]]] = []
 
     def add(self, key_path: str, what: str) -> None:
-        line = self.document.lines.get(key_path, [math.inf])[-1]
-        self.problems.append((line, f"{self.document.at(key_path)} {what}"))
+        self.problems.append((self.document.line(key_path), f"{self.document.at(key_path)} {what}"))
 
-    def _is_object(self, key_path: str) -> bool:
-        return isinstance(self.document.get(key_path), dict)
+    def _is_there(self, key_path: str) -> bool:
+        """Whether the object that has the key, or should have it, is there."""
+        return not key_path or isinstance(self.document.get(key_path.rpartition(".")[0]), dict)
 
     def check_objects(self, tables: Mapping[str, Mapping[str, Row]], own: Sequence[str]) -> None:
         """Check that the objects are there, and every key in them that is no field of ours.
@@ -162,7 +161,7 @@ class _Findings:
                         self._check_foreign(prefix + key, value, rows[key])
                     elif key not in inside:
                         self.add(prefix + key, f"is not a known key{nearest(key, (*inside, *rows))}")
-            elif (is_needed or found not in (None, _ABSENT)) and self._is_object(start.rpartition(".")[0]):
+            elif (is_needed or found not in (None, _ABSENT)) and self._is_there(start):
                 what = "is missing" if found is _ABSENT else f"is {shown(found)}"
                 self.add(start, f"{what}; expected an object {{...}}{'' if is_needed else ' or null'}")
 
@@ -181,7 +180,10 @@ class _Findings:
                     self.add(key_path, f"is {shown(value)}; supported: {_any_of([one for one, _ in meanings])}")
 
     def add_invalid(self, error: ValidationError, places: Sequence[_Place]) -> None:
-        """Say in one sentence a key what pydantic found; what an object lacks that is not there itself is left out."""
+        """Say what pydantic found, in one sentence for each key.
+
+        Where a whole object is missing, nothing is said of its keys.
+        """
         fields = {names: (key_paths, field) for names, key_paths, field in places}
         told = set()
         for one in error.errors():
@@ -199,7 +201,7 @@ class _Findings:
                 legal = f"supported: {_any_of(words)}{nearest(str(value), words)}" if words else (
                     f"expected {expected(field)}")
                 self.add(given[0], f"is {shown(value)}; {legal}")
-            elif self._is_object(key_paths[0].rpartition(".")[0]):
+            elif self._is_there(key_paths[0]):
                 self.add(key_paths[0], f"is missing; expected {expected(field)}")
 
 

@@ -96,6 +96,14 @@ def test_every_duplicate_key_is_named(tmp_path):
         tmp_path, '{"a": [{"b": 1},\n {"b": 1, "b": 2}]}')
 
 
+def test_a_point_in_a_key_is_no_duplicate(tmp_path):
+    assert read_json(write(tmp_path, '{"a.b": 1, "a": {"b": 2}}')).root == {"a.b": 1, "a": {"b": 2}}
+
+
+def test_wrong_syntax_behind_a_duplicate_key_is_told_first(tmp_path):
+    assert "file.json:1:19: unexpected text" in refusal(tmp_path, '{"a": 1, "a": 2}  ] : "\\x"')
+
+
 def test_byte_order_mark_is_accepted(tmp_path):
     assert read_json(write(tmp_path, '{"a": "\u00e9"}'.encode("utf-8-sig"))).root == {"a": "\u00e9"}
 

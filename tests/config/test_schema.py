@@ -130,6 +130,13 @@ def test_only_objects_without_settings_may_be_null(tmp_path):
         read_settings(path, Tower, TABLES, rules)
 
 
+@pytest.mark.parametrize("root", ["[]", "3", "null"])
+def test_the_file_must_be_an_object(tmp_path, root):
+    with pytest.raises(UserError) as caught:
+        read_settings(write(tmp_path, root), Tower, TABLES, rules)
+    assert caught.value.problems == (f"{tmp_path}/file.json: the file is {root}; expected an object {{...}}",)
+
+
 def read_key(tmp_path, key: str, value: object) -> object:
     return getattr(built(tmp_path, json.dumps({"num_layers": 1, key: value})).value, key)
 
