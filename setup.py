@@ -18,6 +18,7 @@ setup(
         "safetensors>=0.5",
         "numpy>=1.26",
         "pillow>=11",
+        "pydantic>=2.10,<3",
         "psutil",
         "tqdm",
         "jsonargparse>=4.40,<5",

@@ -20,7 +20,7 @@ from benchmarks.cpu_step import peer_batches
 from checkpoint.formats.spelling import published_name
 from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
 from mm.config import flags as arguments
-from mm.config.model import ModelConfig, RecomputeConfig, load_model
+from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
 from mm.model.positions import mrope_positions
 from mm.model.stage import build_stage
@@ -37,7 +37,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 
 def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False) -> ModelConfig:
     """The shipped model JSON of ``size`` on one stage; ``frozen`` names parts, the file's own choice is ignored."""
-    model = load_model(EXAMPLES / f"model_{size}.json")
+    model = read_model(EXAMPLES / f"model_{size}.json").value
     recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
     towers = {
         part: dataclasses.replace(

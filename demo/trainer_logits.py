@@ -19,7 +19,8 @@ from torch import Tensor  # noqa: E402
 
 from checkpoint.formats.hf import HFDirectory  # noqa: E402
 from mm.batch import Microbatch  # noqa: E402
-from mm.config.model import DataConfig, ModelConfig, load_data, load_model  # noqa: E402
+from mm.config.data import DataConfig, read_data  # noqa: E402
+from mm.config.model import ModelConfig, read_model  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
 from mm.data.encode import SampleEncoder  # noqa: E402
 from mm.model.stage import Stage, build_stage  # noqa: E402
@@ -68,12 +69,12 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=8)
     flags = parser.parse_args()
     data = dataclasses.replace(
-        load_data(flags.mm_data),
+        read_data(flags.mm_data).value,
         model_name_or_path=str(flags.model),
         dataset=(str(flags.dataset),),
         dataset_dir=str(flags.dataset.parent),
     )
-    save_file(trainer_logits(flags.model, load_model(flags.mm_model), data, flags.num_samples), flags.logits)
+    save_file(trainer_logits(flags.model, read_model(flags.mm_model).value, data, flags.num_samples), flags.logits)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""How the program says no: one exception for everything that a user can mend.
-
-Knows nothing of configs, devices or models.
-"""
+"""How the program says no: one exception for everything that a user can mend."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,7 +17,7 @@ class UserError(ValueError):
 
 
 class AgreedError(UserError):
-    """A UserError that every rank of a run raises alike, so that one of them is enough to tell it."""
+    """A UserError that every rank of a run raises with the same problems, so that one of them reports it."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -8,34 +8,38 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mm.config.run import RunConfig, load_run
+from mm.config.run import Run, load_run
 from mm.errors import AgreedError, UserError
 from mm.plan.stages import stage_report
 
-_HEAD_START_SECONDS = 5.0
-"""What is wrong before the start is found by all ranks of a node, and what ranks agree on by all of the run.  The first
-one tells it, whereupon the launcher ends the others; only if it found nothing do they speak."""
+_LAUNCHER_SECONDS = 60.0
+"""How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, or 2 after telling every mistake that the user can mend."""
+    """Run and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
     try:
         run = prepare(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
+    except UserError as error:  # every rank of a node finds it; the first one reports it at once
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_HEAD_START_SECONDS)
+            _wait_for_the_launcher()
         return _refuse(error)
     if run.args.dry_run or run.args.check:
         print(stage_report(run) if run.args.dry_run else "Everything that can be checked beforehand is in order.")
         return 0
     try:
         train(run)
+    except AgreedError as error:  # every rank raises it; rank 0 reports it
+        if os.environ.get("RANK", "0") != "0":
+            _wait_for_the_launcher()
+            return 2
+        return _refuse(error)
     except UserError as error:
         return _refuse(error)
     return 0
 
 
-def prepare(argv: Sequence[str]) -> RunConfig:
+def prepare(argv: Sequence[str]) -> Run:
     """Read and check everything that needs no device; raises UserError with all that is wrong.
 
     Of a run's ranks the first one alone looks at the files; the samples are left to the ranks that read them.
@@ -54,18 +58,24 @@ def prepare(argv: Sequence[str]) -> RunConfig:
     return run
 
 
+def _wait_for_the_launcher() -> None:
+    """Leave the report to another rank: when that one exits, the launcher's SIGTERM ends this process in its sleep.
+
+    The first rank to exit makes the launcher end all others, so this one must not be the first.  The limit is for a
+    mistake that only this rank has found.
+    """
+    time.sleep(_LAUNCHER_SECONDS)
+
+
 def _refuse(error: UserError) -> int:
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, AgreedError) and rank != "0":
-        time.sleep(_HEAD_START_SECONDS)
-        return 2
     start = "error: " if rank == "0" else f"[rank {rank}] error: "
     sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
     sys.stderr.flush()
     return 2
 
 
-def train(run: RunConfig) -> None:
+def train(run: Run) -> None:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world."""
     from mm.device.device import Device
 

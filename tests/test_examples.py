@@ -3,12 +3,14 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mm.config.flags import parse_flags
-from mm.config.model import read_data, read_model
+from mm.config.data import read_data
+from mm.config.flags import parse
+from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.plan.stages import num_model_params, stage_report
 
@@ -64,8 +66,8 @@ def test_dry_run_of_every_size(tmp_path, monkeypatch, size):
     assert argv[:2] == ["-m", "mm.train"]
     monkeypatch.chdir(ROOT)
     run = load_run(argv[2:], environment={})
-    assert (run.world_size, run.args.tensor_model_parallel_size, run.num_stages) == (world_size, tp_size, num_stages)
-    assert (run.data_parallel_size, run.global_batch_size, run.precision) == (dp_size, batch_size, "bf16")
+    assert (run.world_size, run.tp_size, run.num_stages) == (world_size, tp_size, num_stages)
+    assert (run.dp_size, run.global_batch_size, run.precision) == (dp_size, batch_size, "bf16")
     assert num_model_params(run) == num_params
     report = stage_report(run)
     assert f"{num_params:,} parameters" in report
@@ -82,11 +84,9 @@ def test_scripts_launch_flags_that_parse(tmp_path, size):
     per_node, nodes = (int(launcher[launcher.index(flag) + 1]) for flag in ("--nproc_per_node", "--nnodes"))
     assert per_node * nodes == world_size
     assert launcher[launcher.index("--master_port") + 1] == "6000"
-    parsed = parse_flags(train_flags(argv))
-    assert parsed.problems == ()
-    assert parsed.arguments.tensorboard_dir == "a b"
-    assert parsed.arguments.save == str(tmp_path / "save dir")
-    assert (parsed.arguments.lr, parsed.arguments.lr_warmup_fraction, parsed.arguments.clip_grad) == (1e-5, 0.1, 0.0)
+    args = parse(train_flags(argv))
+    assert (args.tensorboard_dir, args.save) == ("a b", str(tmp_path / "save dir"))
+    assert (args.lr, args.lr_warmup_fraction, args.clip_grad) == (1e-5, 0.1, 0.0)
     log = next((tmp_path / "logs").glob("train_*.log"))
     assert log.read_text() == "to stderr\n"
     assert log.stat().st_mode & 0o777 == 0o440
@@ -99,11 +99,22 @@ def test_every_layout_variable_comes_from_the_environment(tmp_path):
     assert outcome.returncode == 0, outcome.stderr
     assert argv[argv.index("--node_rank") + 1] == "1"
     assert argv[argv.index("--master_port") + 1] == "7000"
-    args = parse_flags(train_flags(argv)).arguments
+    args = parse(train_flags(argv))
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.micro_batch_size) == (2, 2, 3)
     assert args.global_batch_size == 3 * 5 * 2
     assert (args.train_iters, args.load, args.mm_model, args.mm_data, args.lr) == (
         7, "weights here", "m.json", "d.json", 2e-5)
+
+
+def test_a_flag_of_the_script_given_again_counts_with_a_note():
+    """As a user runs it, with the real Python."""
+    outcome = subprocess.run(
+        ["bash", str(EXAMPLES / "finetune_qwen2_5_vl_7b.sh"), "--dry-run", "--lr", "2e-5"],
+        env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT,
+        capture_output=True, text=True, timeout=100, check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "command line: --lr is given more than once (1.0e-5, 2e-5); the last one counts" in outcome.stdout
 
 
 def test_exit_status_passes_through(tmp_path):
@@ -221,9 +232,9 @@ def test_environment_of_the_runtime(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)
 def test_every_model_json_loads(path):
-    assert read_model(path).config.vision.num_layers > 0
+    assert read_model(path).value.vision.num_layers > 0
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("data_*.json")), ids=lambda path: path.name)
 def test_every_data_json_loads(path):
-    assert read_data(path).config.dataset
+    assert read_data(path).value.dataset

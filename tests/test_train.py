@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.slots import Format, Kind
 from checkpoint.formats.structure import Structure
 from demo.tiny_checkpoint import build
+from mm import train
 from tests.launch import ROOT, free_port
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -77,6 +79,22 @@ def run(inputs: Path, name: str, num_stages: int, *flags: str, num_processes: in
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "localhost",
+        "--master_port", str(free_port()), "-m", "mm.train", "--mm-model", str(inputs / "model_1.json"),
+        "--mm-data", str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--lr", "x",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert time.monotonic() - started < train._LAUNCHER_SECONDS
+    told = [line for line in done.stderr.splitlines() if "error: --" in line]
+    assert told == ["error: --train-iters is missing: optimizer steps in all",
+                    "error: --lr is 'x'; expected a number of at least 0"]
+    assert done.returncode != 0
 
 
 def metrics(inputs: Path, name: str) -> list[dict]:

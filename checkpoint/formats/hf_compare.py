@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.formats.hf_config import is_tied
-from mm.config.json_file import read_json
 from mm.config.model import ModelConfig
+from mm.config.read import read_json
 from mm.errors import UserError
 
 MODEL_TYPE = "qwen2_5_vl"

@@ -1,125 +1,127 @@
 """The command line as a frozen dataclass, with Megatron's flag names, and its defaults unless the help says otherwise.
 
-Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with its type, default and help in
-that one place.  Every flag works; those that other programs know are in ``mm.config.foreign``.  Knows nothing of the
-JSON files: rules that involve them are in ``mm.config.rules``.
+Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with its type, bound, default and
+help in that one place.  Every flag works; those that other programs know are in ``mm.config.foreign``.
 """
 
 import argparse
-import dataclasses
-import types
-import typing
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from mm.config.foreign import INERT, UNSUPPORTED
+from annotated_types import Ge, Gt, Lt
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+
+from mm.config.foreign import FLAGS, Fixed, Inert
+from mm.config.model import RecomputeConfig, recompute_problems
+from mm.config.schema import STRICT, Count, NotNegative, Number, Read, choices, expected
 from mm.errors import UserError, nearest
 
-
-def _flag(default: Any, meaning: str, choices: tuple[str, ...] = (), least: float | None = None,
-          is_required: bool = False) -> Any:
-    """A field with its help.  A required one has a default all the same, for use after it was found missing."""
-    return dataclasses.field(default=default, metadata={
-        "help": meaning, "choices": choices, "least": least, "is_required": is_required,
-    })
+NaturalNumber = Annotated[int, Ge(0)]
+Fraction = Annotated[NotNegative, Lt(1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Arguments:
     """Everything that the command line says.  Counts are per optimizer step unless named otherwise."""
 
     # Files
-    mm_model: str = _flag("", "model JSON", is_required=True)
-    mm_data: str = _flag("", "data JSON", is_required=True)
-    load: str | None = _flag(None, "weights or checkpoint to start from; absent = random weights")
-    save: str | None = _flag(None, "directory of the training checkpoints")
-    export_hf: str | None = _flag(None, "at the end, write the model in Hugging Face format to this directory")
-    log_dir: str = _flag("logs", "directory of the resolved configuration and the metrics")
-    tensorboard_dir: str | None = _flag(None, "directory of TensorBoard events")
+    mm_model: str = Field(description="model JSON")
+    mm_data: str = Field(description="data JSON")
+    load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
+    save: str | None = Field(None, description="directory of the training checkpoints")
+    export_hf: str | None = Field(
+        None, description="at the end, write the model in Hugging Face format to this directory")
+    log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
+    tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
     # Machines
-    device: str = _flag("auto", "what to run on", choices=("auto", "npu", "cuda", "cpu"))
-    world_size: int | None = _flag(None, "ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead", least=1)
-    tensor_model_parallel_size: int = _flag(1, "tensor-parallel ranks", least=1)
-    pipeline_model_parallel_size: int | None = _flag(
-        None, "pipeline stages; must equal the length of the pipeline lists, which decide when it is absent", least=1)
-    virtual_pipeline_model_parallel_size: int | None = _flag(None, "chunks per stage; 1 is supported", least=1)
-    context_parallel_size: int = _flag(1, "context-parallel ranks; 1 is supported", least=1)
-    sequence_parallel: bool = _flag(False, "split norms and residuals along the tokens over the tensor-parallel ranks")
-    distributed_timeout_minutes: int = _flag(10, "limit of one collective", least=1)
+    device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="what to run on")
+    world_size: Count | None = Field(
+        None, description="ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead")
+    tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
+    pipeline_model_parallel_size: Count | None = Field(
+        None, description="pipeline stages; must equal the length of the pipeline lists; absent = that length")
+    sequence_parallel: bool = Field(
+        False, description="split norms and residuals along the tokens over the tensor-parallel ranks")
+    distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
 
     # Batches and steps
-    micro_batch_size: int = _flag(1, "samples per microbatch", least=1, is_required=True)
-    global_batch_size: int | None = _flag(
-        None, "samples per step over all ranks; absent = micro batch size x data-parallel size", least=1)
-    seq_length: int = _flag(1, "longest sample in tokens", least=1, is_required=True)
-    train_iters: int = _flag(1, "optimizer steps in all", least=1, is_required=True)
-    exit_interval: int | None = _flag(None, "stop after a step that is a multiple of this", least=1)
-    seed: int = _flag(1234, "seed of weights and shuffling", least=0)
-    num_workers: int = _flag(2, "data worker processes per model replica", least=0)
-    calculate_per_token_loss: bool = _flag(False, "mean over the target tokens of the global batch (our default)")
-    calculate_per_sample_loss: bool = _flag(False, "mean over the samples of each sample's mean")
+    micro_batch_size: Count = Field(description="samples per microbatch")
+    global_batch_size: Count | None = Field(
+        None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
+    seq_length: Count = Field(description="longest sample in tokens")
+    train_iters: Count = Field(description="optimizer steps in all")
+    exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
+    seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
+    num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
+    calculate_per_token_loss: bool = Field(
+        False, description="mean over the target tokens of the global batch (our default)")
+    calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
 
     # Optimizer (Adam)
-    lr: float = _flag(0.0, "highest learning rate", least=0, is_required=True)
-    min_lr: float = _flag(0.0, "lowest learning rate", least=0)
-    lr_decay_style: str = _flag("linear", "shape of the decay",
-                                choices=("constant", "linear", "cosine", "inverse-square-root"))
-    lr_decay_iters: int | None = _flag(None, "step at which the lowest rate is reached; absent = train_iters", least=1)
-    lr_warmup_iters: int = _flag(0, "steps of linear warm-up", least=0)
-    lr_warmup_fraction: float | None = _flag(None, "warm-up as a fraction of the decay steps", least=0)
-    lr_warmup_init: float = _flag(0.0, "learning rate at the start of the warm-up", least=0)
-    weight_decay: float = _flag(0.01, "decoupled weight decay", least=0)
-    adam_beta1: float = _flag(0.9, "decay of the first moment", least=0)
-    adam_beta2: float = _flag(0.999, "decay of the second moment", least=0)
-    adam_eps: float = _flag(1e-8, "added to the denominator", least=0)
-    clip_grad: float = _flag(1.0, "largest global gradient norm; 0 = no clipping", least=0)
-    use_distributed_optimizer: bool = _flag(False, "split optimizer state over the data-parallel ranks")
-    overlap_grad_reduce: bool = _flag(False, "reduce gradients during the backward pass")
-    overlap_param_gather: bool = _flag(False, "gather parameters during the forward pass")
-    optimizer: str = _flag("adam", "optimizer", choices=("adam",))
+    lr: NotNegative = Field(description="highest learning rate")
+    min_lr: NotNegative = Field(0.0, description="lowest learning rate")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
+        "linear", description="shape of the decay")
+    lr_decay_iters: Count | None = Field(
+        None, description="step at which the lowest rate is reached; absent = train_iters")
+    lr_warmup_iters: NaturalNumber = Field(0, description="steps of linear warm-up")
+    lr_warmup_fraction: Fraction | None = Field(None, description="warm-up as a fraction of the decay steps")
+    lr_warmup_init: NotNegative = Field(0.0, description="learning rate at the start of the warm-up")
+    weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
+    adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
+    adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
+    adam_eps: Annotated[Number, Gt(0)] = Field(1e-8, description="added to the denominator")
+    clip_grad: NotNegative = Field(1.0, description="largest global gradient norm; 0 = no clipping")
+    use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
+    overlap_param_gather: bool = Field(False, description="gather parameters during the forward pass")
 
     # Precision
-    bf16: bool = _flag(False, "compute in bfloat16; neither --bf16 nor --fp16 = fp32")
-    fp16: bool = _flag(False, "compute in float16 with loss scaling")
-    loss_scale: float | None = _flag(None, "fixed loss scale; absent = dynamic", least=0)
-    initial_loss_scale: float = _flag(float(2**32), "first dynamic loss scale", least=1)
-    min_loss_scale: float = _flag(1.0, "lowest dynamic loss scale", least=0)
-    loss_scale_window: int = _flag(1000, "steps without overflow before the scale is doubled", least=1)
-    hysteresis: int = _flag(2, "overflows before the scale is halved", least=1)
+    bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
+    fp16: bool = Field(False, description="compute in float16 with loss scaling")
+    loss_scale: NotNegative | None = Field(None, description="fixed loss scale; absent = dynamic")
+    initial_loss_scale: Annotated[Number, Ge(1)] = Field(float(2**32), description="first dynamic loss scale")
+    min_loss_scale: NotNegative = Field(1.0, description="lowest dynamic loss scale")
+    loss_scale_window: Count = Field(1000, description="steps without overflow before the scale is doubled")
+    hysteresis: Count = Field(2, description="overflows before the scale is halved")
 
     # Memory
-    recompute_granularity: str | None = _flag(None, "recompute in towers whose JSON says nothing of it",
-                                              choices=("full", "selective"))
-    recompute_method: str | None = _flag(None, "which layers of a stage to recompute", choices=("uniform", "block"))
-    recompute_num_layers: int | None = _flag(None, "layers per recomputed group (uniform) or in all (block)", least=1)
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        None, description="recompute in towers whose JSON says nothing of it")
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        None, description="which layers of a stage to recompute")
+    recompute_num_layers: Count | None = Field(
+        None, description="layers per recomputed group (uniform) or in all (block)")
 
     # Checkpoints
-    finetune: bool = _flag(False, "load weights only and start at step 0")
-    no_load_optim: bool = _flag(False, "do not load optimizer state")
-    no_load_rng: bool = _flag(False, "do not load random states")
-    no_save_optim: bool = _flag(False, "do not save optimizer state")
-    no_save_rng: bool = _flag(False, "do not save random states")
-    save_interval: int | None = _flag(None, "steps between checkpoints; absent = only at the end", least=1)
-    keep_last_checkpoints: int | None = _flag(None, "delete all but this many newest checkpoints; absent = keep all",
-                                              least=1)
+    finetune: bool = Field(False, description="load weights only and start at step 0")
+    no_load_optim: bool = Field(False, description="do not load optimizer state")
+    no_load_rng: bool = Field(False, description="do not load random states")
+    no_save_optim: bool = Field(False, description="do not save optimizer state")
+    no_save_rng: bool = Field(False, description="do not save random states")
+    save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
+    keep_last_checkpoints: Count | None = Field(
+        None, description="delete all but this many newest checkpoints; absent = keep all")
 
     # Reports
-    log_interval: int = _flag(100, "steps between log lines", least=1)
-    log_tps: bool = _flag(False, "add tokens per sample to the log line")
-    log_throughput: bool = _flag(False, "add model FLOP/s to the log line")
-    dry_run: bool = _flag(False, "check everything, print what each stage would hold, and stop")
-    check: bool = _flag(False, "check everything, what must be there and every sample too, and stop")
+    log_interval: Count = Field(100, description="steps between log lines")
+    log_tps: bool = Field(False, description="add tokens per sample to the log line")
+    log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
+    dry_run: bool = Field(False, description="check everything, print what each stage would hold, and stop")
+    check: bool = Field(False, description="check everything, what must be there and every sample too, and stop")
 
+    @property
+    def precision(self) -> str:
+        """"fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
-@dataclass(frozen=True)
-class ParsedFlags:
-    """``arguments`` is complete even when there are ``problems``: a bad or missing value stands at its default."""
-
-    arguments: Arguments
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    @property
+    def recompute(self) -> RecomputeConfig:
+        """The three recompute flags as one setting."""
+        return RecomputeConfig(self.recompute_granularity, self.recompute_method, self.recompute_num_layers)
 
 
 def flag_name(field_name: str) -> str:
@@ -127,35 +129,90 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+_FIELDS: Mapping[str, FieldInfo] = {flag_name(name): field for name, field in Arguments.__pydantic_fields__.items()}
+
+
+class Words(NamedTuple):
+    """The command line, split and not looked at yet."""
+
+    given: Mapping[str, list[list[str]]]
+    """Known flag -> the words that follow it, once for each time that it stands there."""
+    strays: Sequence[str]
+    """Unknown flags and words that belong to no flag."""
+
+    def last(self, flag: str) -> str | None:
+        """The value of a flag, which may still be wrong; None where there is none."""
+        return next(iter(self.given.get(flag, [[]])[-1]), None)
+
+
 def parse(argv: Sequence[str]) -> Arguments:
-    """Read the command line; raises UserError with every problem in it."""
-    parsed = parse_flags(argv)
-    if parsed.problems:
-        raise UserError(parsed.problems)
-    return parsed.arguments
+    """Read the command line; raises UserError with every problem of single flags."""
+    return read_flags(split(argv)).value
 
 
-def parse_flags(argv: Sequence[str]) -> ParsedFlags:
-    """Read the command line, collecting problems instead of raising, so that the JSON files can add theirs."""
-    fields = {field.name: field for field in dataclasses.fields(Arguments)}
-    found, strays = _parser(fields.values()).parse_known_args(list(argv))
-    problems = _stray_problems(strays, fields)
-    notes: dict[str, list[str]] = {}
+def split(argv: Sequence[str]) -> Words:
+    """Split the command line into flags and their values."""
+    found, strays = _parser().parse_known_args(list(argv))
+    return Words({flag: words for flag, words in vars(found).items() if words is not None}, strays)
+
+
+def read_flags(words: Words) -> Read[Arguments]:
+    """Check each flag alone; raises UserError with every problem.  Rules between flags are in ``flag_problems``."""
+    problems, notes = _stray_problems(words.strays), []
+    inert: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
-    for name, occurrences in vars(found).items():
-        if occurrences is None:
-            if name in fields and fields[name].metadata["is_required"]:
-                problems.append(f"{flag_name(name)} is missing: {fields[name].metadata['help']}")
-            continue
-        flag = occurrences[0][0]
-        if flag in UNSUPPORTED:
-            problems.append(f"{flag} is not available here: {UNSUPPORTED[flag]}")
-        elif flag in INERT:
-            notes.setdefault(INERT[flag], []).append(flag)
-        else:
-            _take(fields[name], occurrences, values, problems)
-    shown = tuple(f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in notes.items())
-    return ParsedFlags(Arguments(**values), tuple(problems), shown)
+    for flag, occurrences in words.given.items():
+        last = occurrences[-1]
+        match FLAGS.get(flag):
+            case Inert(why):
+                inert.setdefault(why, []).append(flag)
+            case Fixed((), why):
+                problems.append(f"{flag} is not available here: {why}")
+            case Fixed(supported, why):
+                if last != list(supported):
+                    value = " ".join(last)
+                    problems.append(f"{flag} is {value if value.isdecimal() else repr(value)}; {why}")
+            case _ if problem := _words_problem(flag, occurrences):
+                problems.append(problem)
+            case _:
+                values[flag] = last[0] if last else True
+                if any(one != last for one in occurrences):
+                    texts = ", ".join(" ".join(one) for one in occurrences)
+                    notes.append(f"command line: {flag} is given more than once ({texts}); the last one counts")
+    try:
+        arguments = TypeAdapter(Arguments).validate_python(
+            {name: values[flag_name(name)] for name in Arguments.__pydantic_fields__ if flag_name(name) in values})
+    except ValidationError as error:
+        problems += _invalid_problems(error, words)
+    if problems:
+        raise UserError(problems)
+    notes += [f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items()]
+    return Read(arguments, tuple(notes))
+
+
+def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
+    """What is wrong with how many values a flag has."""
+    meaning, last = _FIELDS[flag].description, occurrences[-1]
+    if _FIELDS[flag].annotation is bool:
+        given = " ".join(word for one in occurrences for word in one)
+        return f"{flag} takes no value, but has {given!r}; it is on when given, else off" if given else None
+    if len(last) != 1:
+        what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
+        return f"{flag} {what}; expected one: {meaning}"
+    return None if last[0].strip() else f"{flag} is empty; expected {meaning}"
+
+
+def _invalid_problems(error: ValidationError, words: Words) -> Iterator[str]:
+    """One sentence for each flag that is missing or whose value is wrong."""
+    for one in error.errors():
+        flag = flag_name(str(one["loc"][0]))
+        field = _FIELDS[flag]
+        if flag not in words.given:
+            yield f"{flag} is missing: {field.description}"
+        elif one["type"] != "missing":  # else it has no value that could be looked at, which was reported
+            is_word = one["type"] == "literal_error" or one["type"].endswith("_parsing")
+            value = repr(words.last(flag)) if is_word else words.last(flag)
+            yield f"{flag} is {value}; expected {expected(field).removesuffix(' or null')}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -170,35 +227,27 @@ class _Help(argparse.HelpFormatter):
         return str(action.metavar or "")
 
 
-class _Collect(argparse.Action):
-    """Keeps every occurrence of a flag with its values, so that contradictions can be told apart from repetitions."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        occurrences = getattr(namespace, self.dest) or []
-        setattr(namespace, self.dest, [*occurrences, (option_string, tuple(values))])
-
-
-def _parser(fields: typing.Iterable[dataclasses.Field]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """All known flags, each taking any number of strings: values are checked later, all of them at once."""
     parser = _Parser("mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
                      usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N "
                            "--train-iters N --lr X [flags]",
                      allow_abbrev=False, formatter_class=_Help)
-    for field in fields:
-        is_switch = field.type is bool
-        has_default = field.default is not None and not is_switch and not field.metadata["is_required"]
+    for flag, field in _FIELDS.items():
+        is_switch = field.annotation is bool
+        has_default = field.default is not None and not is_switch and not field.is_required()
         default = f" (default {field.default})" if has_default else ""
-        meaning = (field.metadata["help"] + default).replace("%", "%%")
-        metavar = "" if is_switch else "|".join(field.metadata["choices"]) or field.name.rsplit("_")[-1].upper()
-        parser.add_argument(flag_name(field.name), nargs="*", action=_Collect, help=meaning, metavar=metavar)
-    for flag in (*INERT, *UNSUPPORTED):
-        parser.add_argument(flag, nargs="*", action=_Collect, help=argparse.SUPPRESS)
+        metavar = "" if is_switch else "|".join(choices(field)) or flag.rpartition("-")[2].upper()
+        parser.add_argument(flag, dest=flag, nargs="*", action="append", metavar=metavar,
+                            help=f"{field.description}{default}".replace("%", "%%"))
+    for flag in FLAGS:
+        parser.add_argument(flag, dest=flag, nargs="*", action="append", help=argparse.SUPPRESS)
     return parser
 
 
-def _stray_problems(strays: Sequence[str], fields: typing.Iterable[str]) -> list[str]:
+def _stray_problems(strays: Sequence[str]) -> list[str]:
     """Unknown flags with their nearest known one; the values after an unknown flag are part of it."""
-    known = [*(flag_name(name) for name in fields), *INERT]
+    known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
     problems, follows_flag = [], False
     for stray in strays:
         if stray.startswith("-"):
@@ -210,60 +259,32 @@ def _stray_problems(strays: Sequence[str], fields: typing.Iterable[str]) -> list
     return problems
 
 
-def _take(field: dataclasses.Field, occurrences: list[tuple[str, tuple[str, ...]]], values: dict[str, Any],
-          problems: list[str]) -> None:
-    """Put the value of one given flag into ``values``, or say what is wrong with it."""
-    flag = occurrences[0][0]
-    if field.type is bool:
-        values[field.name] = True
-        given = [value for _, one in occurrences for value in one]
-        if given:
-            problems.append(f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off")
-        return
-    texts = []
-    for _, given in occurrences:
-        if len(given) != 1:
-            what = f"has {len(given)} values ({' '.join(given)})" if given else "has no value"
-            problems.append(f"{flag} {what}; expected one: {field.metadata['help']}")
-            return
-        texts.append(given[0])
-    try:
-        converted = [_convert(field, text) for text in texts]
-    except ValueError as error:
-        problems.append(f"{flag} {error}")
-        return
-    if len(set(converted)) > 1:
-        problems.append(f"{flag} is given {len(texts)} times with different values: {', '.join(texts)}; keep one")
-        return
-    values[field.name] = converted[0]
+def flag_problems(args: Arguments) -> Iterator[str]:
+    """Rules between flags."""
+    if args.bf16 and args.fp16:
+        yield "--bf16 and --fp16 are both given; keep one"
+    if args.calculate_per_token_loss and args.calculate_per_sample_loss:
+        yield "--calculate-per-token-loss and --calculate-per-sample-loss are both given; keep one"
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        yield ("--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
+               "residuals are held whole on every tensor-parallel rank")
+    if args.save is None and args.save_interval is not None:
+        yield (f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the "
+               f"checkpoints")
+    if args.save is None and args.keep_last_checkpoints is not None:
+        yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
+    yield from _optimizer_problems(args)
+    yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
 
 
-def _convert(field: dataclasses.Field, text: str) -> Any:
-    """The value of ``text`` for ``field``; raises ValueError with the end of a sentence that starts with the flag."""
-    choices, least = field.metadata["choices"], field.metadata["least"]
-    if choices:
-        if text not in choices:
-            raise ValueError(f"is {text!r}; expected one of {', '.join(choices)}")
-        return text
-    kind = _plain_type(field.type)
-    if kind is str:
-        if not text.strip():
-            raise ValueError(f"is empty; expected {field.metadata['help']}")
-        return text
-    expected = "an integer" if kind is int else "a number"
-    if least is not None:
-        expected += f" of at least {least}"
-    try:
-        number = kind(text)
-    except ValueError:
-        raise ValueError(f"is {text!r}; expected {expected}") from None
-    if not abs(number) < float("inf") or (least is not None and number < least):
-        raise ValueError(f"is {text}; expected {expected}")
-    return number
-
-
-def _plain_type(annotation: Any) -> type:
-    """``int`` for both ``int`` and ``int | None``."""
-    if isinstance(annotation, types.UnionType):
-        return next(one for one in typing.get_args(annotation) if one is not types.NoneType)
-    return annotation
+def _optimizer_problems(args: Arguments) -> Iterator[str]:
+    decay_iters = args.lr_decay_iters or args.train_iters
+    if args.min_lr > args.lr:
+        yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
+    if args.lr_warmup_iters >= decay_iters:
+        yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
+               f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")

@@ -1,76 +1,228 @@
-"""Flags of Megatron and MindSpeed-MM that have no effect here, and those that this version refuses.  Tables only."""
+"""Words of Megatron and MindSpeed-MM that do nothing here, or that this version refuses: flags and JSON keys.
 
-_MODEL_JSON = "the model JSON decides"
+Tables only.  What has an effect is a field: of ``mm.config.flags``, ``mm.config.model`` or ``mm.config.data``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A word whose every value except ``supported`` is an error; ``why`` says why, or what to write instead."""
+
+    supported: tuple[Any, ...]
+    why: str = "this is the only way the model is computed here"
+
+
+@dataclass(frozen=True)
+class Inert:
+    """A word that is accepted and has no effect, for the reason ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A key that repeats what a flag says: each value that it may have, with the values of the flag that fit it."""
+
+    meanings: tuple[tuple[Any, tuple[str, ...]], ...]
+
+
+Row = Fixed | Inert | Repeated
+
+
+def _all(row: Row, words: str) -> dict[str, Row]:
+    return dict.fromkeys(words.split(), row)
+
+
 _KERNELS = "the device chooses its kernels"
-_FORMAT = "checkpoints have one format here: safetensors and JSON"
+_NO_TRUST = "code out of a model directory is never run"
+_NO_CONTEXT_PARALLEL = "context parallelism is not supported by this version"
 
-INERT: dict[str, str] = {
-    **{flag: _MODEL_JSON for flag in (
-        "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention",
-        "--num-query-groups", "--kv-channels", "--max-position-embeddings", "--position-embedding-type",
-        "--rotary-base", "--rotary-percent", "--vocab-size", "--padded-vocab-size", "--normalization", "--swiglu",
-        "--norm-epsilon", "--init-method-std", "--attention-dropout", "--hidden-dropout", "--add-qkv-bias",
-        "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--attention-softmax-in-fp32",
-        "--make-vocab-size-divisible-by",
-    )},
-    **{flag: _KERNELS for flag in (
-        "--use-flash-attn", "--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-rotary-pos-emb",
-        "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
-        "--no-rope-fusion", "--no-gradient-accumulation-fusion", "--attention-backend", "--transformer-impl",
-        "--jit-compile", "--allow-tf32", "--allow-internal-format",
-    )},
-    **{flag: _FORMAT for flag in ("--ckpt-format", "--use-dist-ckpt", "--auto-detect-ckpt-format", "--async-save")},
-    "--use-mcore-models": "megatron-core is the only engine",
-    "--tokenizer-type": "the tokenizer is that of model_name_or_path in the data JSON",
-    "--tokenizer-model": "the tokenizer is that of model_name_or_path in the data JSON",
-    "--distributed-backend": "the device decides: hccl, nccl or gloo",
-    "--context-parallel-algo": "context parallelism is not supported by this version",
-    "--mm-tool": "the profiler is not configured by that file",
-    "--variable-seq-lengths": "always on: every rank knows all shapes of a step before it begins",
-    "--enable-dummy-optimizer": "always on: a stage without trainable parameters needs no optimizer",
-    "--eval-interval": "there is no validation data",
-    "--eval-iters": "there is no validation data",
-    "--no-load-args": "arguments never come from a checkpoint",
-    "--trust-remote-code": "code out of a model directory is never run",
+FLAGS: Mapping[str, Row] = {
+    **_all(Inert("the model JSON decides"),
+           "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention "
+           "--num-query-groups --kv-channels --max-position-embeddings --position-embedding-type --rotary-base "
+           "--rotary-percent --vocab-size --padded-vocab-size --normalization --swiglu --norm-epsilon "
+           "--init-method-std --attention-dropout --hidden-dropout --add-qkv-bias --disable-bias-linear "
+           "--untie-embeddings-and-output-weights --attention-softmax-in-fp32 --make-vocab-size-divisible-by"),
+    **_all(Inert(_KERNELS),
+           "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
+           "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+           "--no-rope-fusion --no-gradient-accumulation-fusion --attention-backend --transformer-impl --jit-compile "
+           "--allow-tf32 --allow-internal-format"),
+    **_all(Inert("checkpoints have one format here: safetensors and JSON"),
+           "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --async-save"),
+    "--use-mcore-models": Inert("megatron-core is the only engine"),
+    **_all(Inert("the tokenizer is that of model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
+    "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
+    "--context-parallel-algo": Inert(_NO_CONTEXT_PARALLEL),
+    "--mm-tool": Inert("the profiler is not configured by that file"),
+    "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
+    "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
+    **_all(Inert("there is no validation data"), "--eval-interval --eval-iters"),
+    "--no-load-args": Inert("arguments never come from a checkpoint"),
+    "--trust-remote-code": Inert(_NO_TRUST),
+    "--context-parallel-size": Fixed(("1",), "this version supports 1"),
+    "--virtual-pipeline-model-parallel-size": Fixed(("1",), "this version's engine runs one chunk per stage"),
+    "--optimizer": Fixed(("adam",), "expected one of adam"),
+    **_all(Fixed((), "LoRA is not supported by this version"),
+           "--lora-target-modules --lora-target-parameters --lora-apply-modules --lora-mixed-training "
+           "--lora-dropout --lora-r --lora-alpha --lora-register-forward-hook --load-base-model"),
+    **_all(Fixed((), "preference training is not supported by this version"),
+           "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
+    **_all(Fixed((), "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes"),
+           "--use-torch-fsdp2 --fsdp2-config-path --init-model-with-meta-device --use-cpu-initialization "
+           "--no-initialization"),
+    **_all(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
+           "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
+    **_all(Fixed((), "balancing by another sampler is not supported by this version"),
+           "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance --use-txt-dynamic-batching "
+           "--max-seq-len --dynamic-batch-buffer-size"),
+    **_all(Fixed((), "only the Adam optimizer with one learning rate is supported by this version"),
+           "--weight-decay-exclude-modules --lr-scale-modules --lr-mult --matched-adamw-rms --muon-momentum "
+           "--ns-steps"),
+    **_all(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
+           "--train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size"),
+    **_all(Fixed((), "write --recompute-granularity selective"),
+           "--recompute-activations --recompute-skip-core-attention --recompute-num-layers-skip-core-attention"),
+    "--calculate-square-loss": Fixed((), "write --calculate-per-token-loss or --calculate-per-sample-loss"),
+    "--calculate-token-loss": Fixed((), "write --calculate-per-token-loss"),
+    "--num-layers-per-virtual-pipeline-stage": Fixed((), "give pipeline_num_layers one list per virtual chunk instead"),
+    "--swap-attention": Fixed((), "it is not supported by this version; use --recompute-granularity"),
+    "--downcast-to-bf16": Fixed((), "write --bf16"),
+    **_all(Fixed((), "it is not supported by this version"), "--profile --profile-stage --profile-subgraph-seg"),
 }
-"""Accepted flag -> why it has no effect."""
+"""Flags that are no fields of ``mm.config.flags``."""
 
-UNSUPPORTED: dict[str, str] = {
-    **{flag: "LoRA is not supported by this version" for flag in (
-        "--lora-target-modules", "--lora-target-parameters", "--lora-apply-modules", "--lora-mixed-training",
-        "--lora-dropout", "--lora-r", "--lora-alpha", "--lora-register-forward-hook", "--load-base-model",
-    )},
-    **{flag: "preference training is not supported by this version" for flag in (
-        "--dpo-beta", "--dpo-loss-type", "--dpo-ftx", "--dpo-label-smoothing", "--ref-model", "--pref-ftx", "--stage",
-    )},
-    **{flag: "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes" for flag in (
-        "--use-torch-fsdp2", "--fsdp2-config-path", "--init-model-with-meta-device", "--use-cpu-initialization",
-        "--no-initialization",
-    )},
-    **{flag: "mixed parallel sizes per tower are not supported by this version" for flag in (
-        "--hetero-parallel", "--hetero-encoder-mbs-scale", "--encoder-dp-balance", "--unaligned-linear",
-    )},
-    **{flag: "balancing by another sampler is not supported by this version" for flag in (
-        "--use-data-balance", "--data_balance_sorting_algo", "--use-image-mbs-data-balance",
-        "--use-txt-dynamic-batching", "--max-seq-len", "--dynamic-batch-buffer-size",
-    )},
-    **{flag: "only the Adam optimizer with one learning rate is supported by this version" for flag in (
-        "--weight-decay-exclude-modules", "--lr-scale-modules", "--lr-mult", "--matched-adamw-rms", "--muon-momentum",
-        "--ns-steps",
-    )},
-    **{flag: "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters" for flag in (
-        "--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--rampup-batch-size",
-    )},
-    **{flag: "write --recompute-granularity selective" for flag in (
-        "--recompute-activations", "--recompute-skip-core-attention", "--recompute-num-layers-skip-core-attention",
-    )},
-    "--calculate-square-loss": "write --calculate-per-token-loss or --calculate-per-sample-loss",
-    "--calculate-token-loss": "write --calculate-per-token-loss",
-    "--num-layers-per-virtual-pipeline-stage": "give pipeline_num_layers one list per virtual chunk instead",
-    "--swap-attention": "it is not supported by this version; use --recompute-granularity",
-    "--downcast-to-bf16": "write --bf16",
-    "--profile": "it is not supported by this version",
-    "--profile-stage": "it is not supported by this version",
-    "--profile-subgraph-seg": "it is not supported by this version",
+_UNUSED = Inert("MindSpeed-MM does not read it on this path either")
+_KERNEL = Inert(_KERNELS)
+_STRUCTURE = Inert("the model is that of Hugging Face either way, and --load reads both structures")
+_INIT = Inert("text_decoder.init_method_std counts for the whole model")
+_NO_VIDEO = "this version trains on images and text, not on video or audio"
+_NOT_HERE = "not supported by this version"
+_OFF = Fixed((None, False), _NOT_HERE)
+_NULL = Fixed((None,), _NOT_HERE)
+_PACKED = Fixed((None, False), "the samples of a microbatch are packed anyway; --micro-batch-size says how many")
+
+_TOWER: dict[str, Row] = {
+    "fp16": Repeated(((True, ("fp16",)), (False, ("bf16", "fp32")))),
+    "bf16": Repeated(((True, ("bf16",)), (False, ("fp16", "fp32")))),
+    "params_dtype": Repeated((
+        ("bf16", ("bf16",)), ("fp16", ("fp16",)), ("fp32", ("fp32",)),
+        ("bfloat16", ("bf16",)), ("float16", ("fp16",)), ("float32", ("fp32",)),
+    )),
+    "normalization": Fixed(("RMSNorm",)),
+    **_all(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
+    **_all(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),
+    "context_parallel_size": Fixed((1, None), _NO_CONTEXT_PARALLEL),
+    "sequence_parallel": Inert("the command line flag decides"),
+    **_all(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
 }
-"""Refused flag -> what to do instead, or why."""
+
+MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
+    "": {
+        "model_id": Fixed(("qwen2_5vl",), "this trainer is for Qwen2.5-VL"),
+        **_all(_NULL, "text_encoder video_encoder audio_encoder"),
+        "lora_mixed_training": _OFF,
+        "lora_apply_modules": Fixed((None, []), _NOT_HERE),
+    },
+    "image_encoder": {},
+    "patch": {
+        "bridge_patch": Inert("--load reads Hugging Face and converted weights alike"),
+        "infer_fa": Inert("it concerns inference only"),
+        "clip_grad_async": Inert("gradient clipping never waits for the host here"),
+        **_all(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "
+                     "muon_optimizer layerwise_disaggregated_training"),
+    },
+    "image_encoder.vision_encoder": {
+        **_TOWER,
+        "model_id": Fixed(("qwen2vit", "qwen2_5_vit"), "the ViT of Qwen2.5-VL"),
+        "activation_func": Fixed(("silu",)),
+        **_all(Fixed((True,)), "gated_linear_unit add_bias_linear"),
+        "post_layer_norm": Fixed((False,)),
+        "canonical_model": _STRUCTURE,
+        "attention_mask_type": Inert("attention runs over variable-length segments, without masks"),
+        "use_vit_dp": Inert("it concerns context parallelism only"),
+        **_all(_UNUSED, "llm_hidden_size intermediate_size"),
+        "init_method_std": _INIT,
+    },
+    "image_encoder.vision_projector": {
+        **_TOWER,
+        "model_id": Fixed(("lnmlp",), "RMSNorm and two linear layers"),
+        "num_layers": Fixed((1,)),
+        "activation_func": Fixed(("gelu",)),
+        "gated_linear_unit": Fixed((False,)),
+        "add_bias_linear": Fixed((True,)),
+        "num_attention_heads": Inert("the projector has no attention"),
+        "init_method_std": _INIT,
+    },
+    "text_decoder": {
+        **_TOWER,
+        "model_id": Fixed(("qwen2_5_lm",), "the LLM of Qwen2.5-VL"),
+        "position_embedding_type": Fixed(("mrope",)),
+        "rope_scaling": _NULL,
+        "activation_func": Fixed(("silu",)),
+        **_all(Fixed((True,)), "group_query_attention gated_linear_unit add_qkv_bias attention_softmax_in_fp32"),
+        "add_bias_linear": Fixed((False,)),
+        "canonical_model": _STRUCTURE,
+        "parallel_output": Inert("the output layer is always split over the tensor-parallel ranks"),
+        "use_remove_padding": Inert("samples are always packed, without padding"),
+        "seq_length": Inert("--seq-length decides"),
+        "disable_bias_linear": _UNUSED,
+        **_all(Fixed((None, 0, False), "mixtures of experts are not part of Qwen2.5-VL"),
+               "num_moe_experts moe_router_topk"),
+    },
+}
+"""Object of the model JSON -> its keys that are no fields of ``mm.config.model``."""
+
+DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
+    "": {},
+    "dataset_param": {"dataset_type": Fixed(("huggingface",), "conversations with images")},
+    "dataset_param.preprocess_parameters": {
+        "use_fast_tokenizer": Inert("there is one tokenizer implementation"),
+        "split_special_tokens": Inert("the chat encoder decides how text that looks like a special token is read"),
+        **_all(Inert(_NO_VIDEO), "video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate"),
+        **_all(_UNUSED, "image_resolution video_resolution"),
+        "fix_mistral_regex": Inert("it concerns another tokenizer"),
+        **_all(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
+        "trust_remote_code": Fixed((None, False), _NO_TRUST),
+    },
+    "dataset_param.basic_parameters": {
+        "template": Fixed(("qwen2vl",), "the chat template of Qwen2.5-VL"),
+        "enable_thinking": Inert("Qwen2.5-VL has no thinking mode"),
+        **_all(Inert("samples are prepared on the fly, without a cache"),
+               "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers preprocess_on_fly "
+               "async_preprocess async_preprocess_buffer_size"),
+        "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
+        **_all(_NULL, "tool_format val_dataset val_max_samples"),
+        **_all(_OFF, "streaming use_pmcc_data"),
+        "val_rate": Fixed((None, 0.0), _NOT_HERE),
+        "packing": _PACKED,
+        "neat_packing": Fixed((None, False), "packed samples never see one another here"),
+    },
+    "dataset_param.attr": {
+        "formatting": Fixed(("sharegpt",), "lists of messages"),
+        **_all(Fixed((None,), _NO_VIDEO), "videos audios"),
+        "packing": _PACKED,
+        **_all(_OFF, "ranking pretrain"),
+        **_all(_NULL, "observation_tag function_tag tools prompt query response history chosen rejected"),
+    },
+    "dataloader_param": {
+        "dataloader_mode": Fixed(("sampler",), "the others are for streaming and video generation"),
+        "drop_last": Inert("every step takes a full global batch"),
+        "pin_memory": Inert("the device decides how a batch is copied to it"),
+        "persistent_workers": Inert("data workers live as long as the training"),
+        "num_workers": Inert("--num-workers decides"),
+        "batch_size": Inert("--micro-batch-size decides"),
+        "priority_mode": Inert("it concerns the BucketBatchSampler only"),
+        "data_sharding": _OFF,
+    },
+    "dataloader_param.collate_param": {
+        "model_name": Fixed(("qwen2vl",), "the collator of Qwen2.5-VL"),
+        "ignore_pad_token_for_loss": Inert("nothing is padded"),
+    },
+}
+"""Object of the data JSON -> its keys that are no fields of ``mm.config.data``."""

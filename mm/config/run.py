@@ -1,27 +1,30 @@
-"""One run, resolved: flags, model JSON, data JSON and world size, read together and checked together.
+"""One run: flags, model JSON, data JSON and world size, read together and checked together.
 
-Every problem of all three is told at once.  Knows nothing of devices, torch or processes.
+Every problem of all three is reported at once, before torch is loaded.
 """
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mm.config import rules
-from mm.config.flags import Arguments, parse_flags
-from mm.config.model import DataConfig, ModelConfig, RecomputeConfig, read_data, read_model
+from mm.config.data import DataConfig, read_data
+from mm.config.flags import Arguments, Words, flag_problems, read_flags, split
+from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.schema import Read
 from mm.errors import UserError
 
-Read = TypeVar("Read")
+Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """All that a training run is told.  Every rule between its parts holds."""
+class Run:
+    """The settings of a training run.  Every rule between them holds."""
 
     args: Arguments
     model: ModelConfig
@@ -31,33 +34,39 @@ class RunConfig:
     """What was given and has no effect, or is missing in a dry run; to be shown once."""
 
     @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.args.tensor_model_parallel_size
+
+    @property
     def num_stages(self) -> int:
+        """Pipeline stages."""
         return self.model.num_stages
 
     @property
-    def data_parallel_size(self) -> int:
-        """Model replicas: what the world size leaves over."""
-        return self.world_size // (self.args.tensor_model_parallel_size * self.num_stages)
+    def dp_size(self) -> int:
+        """Data-parallel size: model replicas, which is what the world size leaves over."""
+        return self.world_size // (self.tp_size * self.num_stages)
 
     @property
     def global_batch_size(self) -> int:
         """Samples per step; one microbatch per replica unless ``--global-batch-size`` says more."""
-        return self.args.global_batch_size or self.args.micro_batch_size * self.data_parallel_size
+        return self.args.global_batch_size or self.args.micro_batch_size * self.dp_size
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of one replica in one step."""
-        return self.global_batch_size // (self.args.micro_batch_size * self.data_parallel_size)
+        return self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
 
     @property
     def precision(self) -> str:
         """"fp32", "bf16" or "fp16"."""
-        return rules.precision(self.args)
+        return self.args.precision
 
     @property
-    def loss(self) -> str:
-        """"global_tokens" (mean over the target tokens of the global batch) or "per_sample"."""
-        return "per_sample" if self.args.calculate_per_sample_loss else "global_tokens"
+    def per_sample_loss(self) -> bool:
+        """Whether the loss is the mean over samples of each sample's mean, not the mean over all target tokens."""
+        return self.args.calculate_per_sample_loss
 
     @property
     def lr_decay_iters(self) -> int:
@@ -72,33 +81,36 @@ class RunConfig:
         return self.args.lr_warmup_iters
 
 
-def load_run(argv: Sequence[str], world_size: int | None = None,
-             environment: Mapping[str, str] = os.environ) -> RunConfig:
+def load_run(argv: Sequence[str], world_size: int | None = None, environment: Mapping[str, str] = os.environ) -> Run:
     """Read and check everything; raises UserError with all problems of the flags and of both files.
 
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
     ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
     """
-    parsed = parse_flags(argv)
-    args, problems = parsed.arguments, list(parsed.problems)
-    model_file = _attempt(read_model, args.mm_model, problems)
-    data_file = _attempt(read_data, args.mm_data, problems)
-    missing = _missing_paths(args, None if data_file is None else data_file.config)
-    if model_file is None or data_file is None or parsed.problems:
-        problems += [] if parsed.problems else rules.flag_problems(args)
-        raise UserError(problems + ([] if args.dry_run else missing))
-    model, data = _with_recompute_flags(model_file.config, args), data_file.config
-    world_size = world_size or _world_size(args, environment, problems)
-    problems += rules.problems(args, model, data, world_size)
-    problems += rules.claim_problems(args, model_file)
-    problems += [] if args.dry_run else missing
+    words, problems = split(argv), []
+    flags = _attempt(read_flags, words, problems)
+    if flags:
+        problems += flag_problems(flags.value)
+    model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
+    model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
+    missing = list(_missing_paths(words, data.value if data else None))
+    is_dry_run = "--dry-run" in words.given
+    problems += [] if is_dry_run else missing
+    if not (flags and model and data):
+        raise UserError(problems)
+    args = flags.value
+    problems += _world_problems(args, environment)
+    launched = environment.get("WORLD_SIZE", "")
+    world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
+    run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
+              (*flags.notes, *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
+    problems += (*_layout_problems(run), *_model_problems(run, model))
     if problems:
         raise UserError(problems)
-    notes = (*parsed.notes, *_notes(args), *model_file.notes, *data_file.notes, *(missing if args.dry_run else ()))
-    return RunConfig(args, model, data, world_size, notes)
+    return run
 
 
-def resolved(run: RunConfig) -> dict[str, Any]:
+def resolved(run: Run) -> dict[str, Any]:
     """The whole run as JSON-ready values, what was derived included; to be written beside the logs."""
     whole = {
         "arguments": dataclasses.asdict(run.args),
@@ -106,11 +118,11 @@ def resolved(run: RunConfig) -> dict[str, Any]:
         "data": dataclasses.asdict(run.data),
         "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
-        "data_parallel_size": run.data_parallel_size,
+        "data_parallel_size": run.dp_size,
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
         "precision": run.precision,
-        "loss": run.loss,
+        "per_sample_loss": run.per_sample_loss,
         "lr_decay_iters": run.lr_decay_iters,
         "lr_warmup_iters": run.lr_warmup_iters,
         "notes": run.notes,
@@ -118,83 +130,127 @@ def resolved(run: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(whole))
 
 
-def _attempt(read: Callable[[str], Read], path: str, problems: list[str]) -> Read | None:
-    """What ``read`` returns, or None after adding its problems; a path that was not given is told elsewhere."""
-    if not path:
-        return None
+def _attempt(read: Callable[[Given], Read[Value]], given: Given | None, problems: list[str]) -> Read[Value] | None:
+    """What ``read`` returns, or None after adding its problems; a path that is missing is reported with the flags."""
     try:
-        return read(path)
+        return read(given) if given else None
     except UserError as error:
         problems += error.problems
         return None
 
 
-def _world_size(args: Arguments, environment: Mapping[str, str], problems: list[str]) -> int:
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) >= 1
+
+
+def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator[str]:
+    """How the environment of the launcher contradicts itself or the flags.
+
+    A run that waits for ranks which nobody started would wait until its time is up.
+    """
     launched = environment.get("WORLD_SIZE")
-    if not (args.dry_run or args.check):
-        problems += _launcher_problems(args, environment)
-    if launched is None:
-        return args.world_size or 1
-    if not launched.isdecimal() or int(launched) < 1:
-        problems.append(f"The environment variable WORLD_SIZE is {launched!r}; expected the number of ranks")
-        return args.world_size or 1
-    if args.world_size not in (None, int(launched)):
-        problems.append(f"--world-size is {args.world_size}, but the launcher started {launched} ranks (WORLD_SIZE); "
-                        f"leave the flag out, or unset the variable for a dry run")
-    return int(launched)
-
-
-def _launcher_problems(args: Arguments, environment: Mapping[str, str]) -> list[str]:
-    """A run that waits for ranks which nobody started would wait until its time is up."""
     given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
-    if len(given) == 1 and (given[0] == "RANK" or environment[given[0]] != "1"):
-        missing = "RANK" if given[0] == "WORLD_SIZE" else "WORLD_SIZE"
-        return [f"The environment variable {given[0]} is set, but {missing} is not; start the ranks with torchrun, "
-                f"which sets both, or unset {given[0]} to train on one rank"]
-    if not given and args.world_size not in (None, 1):
-        return [f"--world-size is {args.world_size}, but no launcher started these ranks (WORLD_SIZE is not set); "
-                f"start them with torchrun, or add --dry-run"]
-    return []
+    if not (args.dry_run or args.check):
+        if len(given) == 1 and (given[0] == "RANK" or launched != "1"):
+            missing = "RANK" if given[0] == "WORLD_SIZE" else "WORLD_SIZE"
+            yield (f"The environment variable {given[0]} is set, but {missing} is not; start the ranks with torchrun, "
+                   f"which sets both, or unset {given[0]} to train on one rank")
+        if not given and args.world_size not in (None, 1):
+            yield (f"--world-size is {args.world_size}, but no launcher started these ranks (WORLD_SIZE is not set); "
+                   f"start them with torchrun, or add --dry-run")
+    if launched is not None and not _is_count(launched):
+        yield f"The environment variable WORLD_SIZE is {launched!r}; expected the number of ranks"
+    elif launched is not None and args.world_size not in (None, int(launched)):
+        yield (f"--world-size is {args.world_size}, but the launcher started {launched} ranks (WORLD_SIZE); leave the "
+               f"flag out, or unset the variable for a dry run")
 
 
 def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
     """The flags count for each tower whose JSON says nothing of recompute."""
-    flags = rules.recompute_flags(args)
     vision, language = (
-        dataclasses.replace(tower, recompute=flags) if tower.recompute == RecomputeConfig() else tower
+        dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
     )
     return dataclasses.replace(model, vision=vision, language=language)
 
 
-def _missing_paths(args: Arguments, data: DataConfig | None) -> list[str]:
+def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     directories, datasets = {}, ()
-    if data is not None:
-        directories[f"{args.mm_data}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
-        directories[f"{args.mm_data}: dataset_dir"] = data.dataset_dir
+    data_path, load = words.last("--mm-data"), words.last("--load")
+    if data:
+        directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
+        directories[f"{data_path}: dataset_dir"] = data.dataset_dir
         datasets = data.dataset
-    if args.load is not None:
-        directories["--load"] = args.load
-    missing = [f"{what} is {path!r}, which is not a directory"
-               for what, path in directories.items() if not Path(path).is_dir()]
-    return missing + [f"{args.mm_data}: dataset is {path!r}, which is not a file"
-                      for path in datasets if not Path(path).is_file()]
+    if load:
+        directories["--load"] = load
+    yield from (f"{what} is {path!r}, which is not a directory"
+                for what, path in directories.items() if not Path(path).is_dir())
+    yield from (f"{data_path}: dataset is {path!r}, which is not a file"
+                for path in datasets if not Path(path).is_file())
 
 
-def _notes(args: Arguments) -> list[str]:
-    notes = []
+def _layout_problems(run: Run) -> Iterator[str]:
+    """How ranks, stages, heads and batches do not divide."""
+    args, replica_size = run.args, run.tp_size * run.num_stages
+    counts = {
+        "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
+        "text_decoder.num_query_groups": run.model.language.num_query_groups,
+        "text_decoder.vocab_size": run.model.language.vocab_size,
+        "image_encoder.vision_encoder.num_attention_heads": run.model.vision.num_attention_heads,
+    }
+    common = math.gcd(*counts.values())
+    legal = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    for key, count in counts.items():
+        if count % run.tp_size:
+            yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
+                   f"{args.mm_model}; this model allows {legal}")
+    if run.model.num_chunks != 1:
+        yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.model.num_chunks} virtual chunks per stage; "
+               f"this version's engine runs one: give flat lists of {run.num_stages} numbers")
+    if args.pipeline_model_parallel_size not in (None, run.num_stages):
+        yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
+               f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag may be left "
+               f"out)")
+    if run.world_size % replica_size:
+        yield (f"The world size is {run.world_size}, not a multiple of tensor x pipeline parallel size = "
+               f"{run.tp_size} x {run.num_stages} = {replica_size}; nearest: "
+               f"{_nearest_multiples(run.world_size, replica_size)} ranks")
+    elif run.global_batch_size % (unit := args.micro_batch_size * run.dp_size):
+        yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
+               f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
+               f"{_nearest_multiples(run.global_batch_size, unit)}")
+
+
+def _nearest_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _model_problems(run: Run, read: Read[ModelConfig]) -> Iterator[str]:
+    """Where the model JSON contradicts the flags."""
+    args, limit = run.args, run.model.language.max_position_embeddings
+    if args.seq_length > limit:
+        yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
+               f"{args.mm_model}")
+    contrary = [said for said, fitting in read.repeated if run.precision not in fitting]
+    if contrary:
+        flag = "Neither --bf16 nor --fp16 is given" if run.precision == "fp32" else f"--{run.precision} is given"
+        yield f"{flag}, which means {run.precision}, but {', '.join(contrary)}; change the flag or the file"
+
+
+def _notes(args: Arguments) -> Iterator[str]:
+    """What is given and has no effect, or is absent and could be missed."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        notes.append("command line: --sequence-parallel has no effect with one tensor-parallel rank")
+        yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
     if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
-        notes.append("command line: --recompute-num-layers has no effect with --recompute-method uniform: every layer "
-                     "is a group of its own, which keeps one hidden state per layer")
+        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: every layer is a "
+               "group of its own, which keeps one hidden state per layer")
     if args.recompute_granularity == "selective":
-        notes.append("command line: --recompute-granularity selective has no effect: attention never keeps its score "
-                     "matrix here, so there is nothing of it to recompute; full recomputes whole layers")
+        yield ("command line: --recompute-granularity selective has no effect: attention never keeps its score matrix "
+               "here, so there is nothing of it to recompute; full recomputes whole layers")
     if args.load is None:
-        notes.append("command line: no --load, so training starts from random weights")
+        yield "command line: no --load, so training starts from random weights"
     if args.save is None:
-        notes.append("command line: no --save, so no checkpoint will be written")
+        yield "command line: no --save, so no checkpoint will be written"
     if not args.fp16 and args.loss_scale is not None:
-        notes.append("command line: --loss-scale has no effect without --fp16")
-    return notes
+        yield "command line: --loss-scale has no effect without --fp16"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mm.config.model import DataConfig
+from mm.config.data import DataConfig
 from mm.data.records import RecordFile, Version, read_record
 from mm.errors import UserError, nearest
 

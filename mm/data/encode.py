@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mm.batch import Grid, Microbatch
-from mm.config.model import DataConfig, ModelConfig
+from mm.config.data import DataConfig
+from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.dataset import ImagePart, Sample, Turn
 from mm.data.image import ImageProcessor, load_image

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from mm.config.model import ModelConfig
-from mm.config.run import RunConfig
+from mm.config.run import Run
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.table import local_shape, model_weights, stage_weights
 
@@ -36,15 +36,15 @@ class StageSize:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def stage_size(run: RunConfig, placement: Placement, spec: StageSpec) -> StageSize:
+def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
     """Parameters and bytes of one rank of ``spec``: weights, gradients and optimizer; frozen ones have weights only."""
     weights = stage_weights(run.model, spec, placement)
-    tp_size = run.args.tensor_model_parallel_size
+    tp_size = run.tp_size
     num_params = sum(math.prod(local_shape(weight, tp_size)) for weight in weights)
     trainable = [weight for weight in weights if not run.model.is_frozen(weight.part)]
     num_trainable = sum(math.prod(local_shape(weight, tp_size)) for weight in trainable)
     state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
-    num_shards = run.data_parallel_size if run.args.use_distributed_optimizer else 1
+    num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
@@ -54,12 +54,12 @@ def stage_size(run: RunConfig, placement: Placement, spec: StageSpec) -> StageSi
     )
 
 
-def num_model_params(run: RunConfig) -> int:
+def num_model_params(run: Run) -> int:
     """Parameters of the whole model, each once: no tensor-parallel padding, no second copy of a tied embedding."""
     return sum(math.prod(weight.shape) for weight in model_weights(run.model))
 
 
-def stage_report(run: RunConfig) -> str:
+def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
     sizes = [stage_size(run, placement, spec) for spec in placement.slots]
@@ -73,21 +73,22 @@ def stage_report(run: RunConfig) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _run_lines(run: RunConfig) -> list[str]:
+def _run_lines(run: Run) -> list[str]:
     args = run.args
-    parallel = (f"{run.world_size} ranks = tensor {args.tensor_model_parallel_size} x pipeline {run.num_stages} x "
-                f"data {run.data_parallel_size}")
+    parallel = (f"{run.world_size} ranks = tensor {run.tp_size} x pipeline {run.num_stages} x "
+                f"data {run.dp_size}")
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
         f"Ranks     {parallel}",
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
-        f"microbatches x data {run.data_parallel_size}; at most {args.seq_length} tokens per sample",
-        f"Training  {args.train_iters} steps in {run.precision}, loss: {run.loss}, optimizer state "
+        f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
+        f"Training  {args.train_iters} steps in {run.precision}, loss: mean over "
+        f"{'the samples' if run.per_sample_loss else 'the target tokens'} of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
 
 
-def _stage_table(run: RunConfig, placement: Placement, sizes: list[StageSize]) -> list[str]:
+def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
     rows = [header]
     for spec, size in zip(placement.slots, sizes, strict=True):
@@ -129,7 +130,7 @@ def _span(layers: range) -> str:
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
-def _boundary_lines(run: RunConfig, placement: Placement) -> list[str]:
+def _boundary_lines(run: Run, placement: Placement) -> list[str]:
     """What each boundary carries per microbatch, and when a gradient comes back over it."""
     vision, language = run.model.vision, run.model.language
     merged = vision.spatial_merge_size**2
@@ -152,8 +153,8 @@ def _boundary_lines(run: RunConfig, placement: Placement) -> list[str]:
     return ["Boundaries (per microbatch):", *lines] if lines else []
 
 
-def _total_lines(run: RunConfig, sizes: list[StageSize]) -> list[str]:
-    copies = run.args.tensor_model_parallel_size * run.data_parallel_size
+def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
+    copies = run.tp_size * run.dp_size
     fullest = max(range(len(sizes)), key=lambda index: sizes[index].total_bytes)
     return [
         f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",

@@ -14,13 +14,13 @@ from checkpoint.formats.hf_compare import hf_problems
 from checkpoint.formats.mindspeed_reader import MMReader
 from checkpoint.formats.training import LATEST_FILE, find_checkpoint, find_load_kind
 from checkpoint.formats.training_reader import CheckpointReader, check_model
-from mm.config.run import RunConfig
+from mm.config.run import Run
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.errors import UserError
 
 
-def file_problems(run: RunConfig) -> list[str]:
+def file_problems(run: Run) -> list[str]:
     """Problems of weights, tokenizer, processor and output directories; reads headers only, so it takes seconds."""
     another_model = _problems_of(_check_model, run)
     if another_model:
@@ -30,14 +30,14 @@ def file_problems(run: RunConfig) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def sample_problems(run: RunConfig) -> list[str]:
+def sample_problems(run: Run) -> list[str]:
     """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
     if not all(Path(path).is_file() for path in run.data.dataset) or not Path(run.data.dataset_dir).is_dir():
         return []
     return _problems_of(lambda run: Dataset(run.data), run)
 
 
-def _problems_of(check: Callable[[RunConfig], object], run: RunConfig) -> list[str]:
+def _problems_of(check: Callable[[Run], object], run: Run) -> list[str]:
     try:
         check(run)
     except UserError as error:
@@ -47,7 +47,7 @@ def _problems_of(check: Callable[[RunConfig], object], run: RunConfig) -> list[s
     return []
 
 
-def _check_model(run: RunConfig) -> None:
+def _check_model(run: Run) -> None:
     """The model JSON describes the model of the processor's directory and, where it is one, of ``--load``."""
     directories = dict.fromkeys(path for path in (run.data.model_name_or_path, run.args.load) if path is not None)
     problems = [problem for path in directories for problem in hf_problems(run.model, path, run.args.mm_model)]
@@ -55,7 +55,7 @@ def _check_model(run: RunConfig) -> None:
         raise UserError(problems)
 
 
-def _check_load(run: RunConfig) -> None:
+def _check_load(run: Run) -> None:
     if run.args.load is None or not Path(run.args.load).is_dir():
         return
     match find_load_kind(run.args.load):
@@ -67,12 +67,12 @@ def _check_load(run: RunConfig) -> None:
             check_model(CheckpointReader(find_checkpoint(run.args.load)[0]), run.model)
 
 
-def _check_processor(run: RunConfig) -> None:
+def _check_processor(run: Run) -> None:
     if Path(run.data.model_name_or_path).is_dir():
         SampleEncoder.from_config(run.data, run.model, run.args.seq_length)
 
 
-def _check_export(run: RunConfig) -> None:
+def _check_export(run: Run) -> None:
     if run.args.export_hf is None or not Path(run.data.model_name_or_path).is_dir():
         return
     base = HFDirectory.open(run.data.model_name_or_path, weights_required=False)
@@ -83,7 +83,7 @@ def _check_export(run: RunConfig) -> None:
         raise UserError(f"--export-hf: {problem}" for problem in error.problems) from error
 
 
-def _check_outputs(run: RunConfig) -> None:
+def _check_outputs(run: Run) -> None:
     args = run.args
     directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir}
     found = (_directory_problem(flag, path) for flag, path in directories.items() if path is not None)

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from mm.batch import StepPlan
-from mm.config.run import RunConfig, resolved
+from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
@@ -27,21 +27,21 @@ from mm.weights.table import stage_weights
 class Trainer:
     """Everything that one rank holds during a run."""
 
-    def __init__(self, run: RunConfig, device: Device) -> None:
+    def __init__(self, run: Run, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
         self.placement = run.model.placement()
         self.mesh = parallel.start(
             device,
             self.placement,
             run.model.language.tied,
-            args.tensor_model_parallel_size,
+            run.tp_size,
             args.distributed_timeout_minutes,
         )
         spec = self.placement[self.mesh.pp_rank]
         self.weights = stage_weights(run.model, spec, self.placement)
         settings = parallel_config(run.model, self.mesh, run.precision)
         stage = build_stage(
-            run.model, self.placement, self.mesh.pp_rank, settings, device, run.loss == "per_sample"
+            run.model, self.placement, self.mesh.pp_rank, settings, device, run.per_sample_loss
         )
         self._fill(stage)
         self.parts = Parts.build(stage, self.mesh, args)
@@ -89,7 +89,7 @@ class Trainer:
             order = Order(
                 num_samples=len(dataset),
                 seed=args.seed,
-                shuffle=run.data.shuffle,
+                shuffle=run.data.is_shuffled,
                 global_batch_size=run.global_batch_size,
                 micro_batch_size=args.micro_batch_size,
                 dp_rank=mesh.dp_rank,
@@ -226,7 +226,7 @@ class Trainer:
         on_first(self.mesh, write)
 
 
-def _learning_rate(run: RunConfig) -> LearningRate:
+def _learning_rate(run: Run) -> LearningRate:
     args = run.args
     return LearningRate(
         max_lr=args.lr,

@@ -1,19 +1,29 @@
 """The command line: what it takes, and how each mistake is told."""
 
-import dataclasses
+import typing
 
 import pytest
 
-from mm.config.flags import Arguments, flag_name, parse, parse_flags
-from mm.config.foreign import INERT, UNSUPPORTED
+from mm.config.flags import Arguments, flag_name, parse, read_flags, split
+from mm.config.foreign import FLAGS, Fixed, Inert
+from mm.config.schema import choices
 from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
 
 
+FIELDS = Arguments.__pydantic_fields__
+
+
 def problems(*argv: str) -> list[str]:
-    return list(parse_flags([*REQUIRED, *argv]).problems)
+    with pytest.raises(UserError) as caught:
+        read_flags(split([*REQUIRED, *argv]))
+    return list(caught.value.problems)
+
+
+def notes(*argv: str) -> tuple[str, ...]:
+    return read_flags(split([*REQUIRED, *argv])).notes
 
 
 def test_defaults_are_megatrons():
@@ -30,20 +40,16 @@ def test_defaults_are_megatrons():
     assert (args.device, args.log_dir) == ("auto", "logs")
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(Arguments), ids=lambda field: field.name)
-def test_every_flag_sets_its_own_field(field):
-    kind = str(getattr(field.type, "__name__", field.type)).split(" ")[0]
-    value = {"int": "3", "float": "2.5", "str": "x", "bool": ""}[kind]
-    value = (field.metadata["choices"] or (value,))[-1]
-    flags = [flag_name(field.name)] if field.type is bool else [flag_name(field.name), value]
-    parsed = parse_flags(flags)
-    assert not any(problem.startswith(flags[0]) for problem in parsed.problems)
-    found = getattr(parsed.arguments, field.name)
-    if field.type is bool:
-        assert found is True
-    else:
-        assert str(found) == value
-        assert type(found) in (int, float, str)
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_sets_its_own_field(name):
+    field = FIELDS[name]
+    kind = next((one for one in (int, float, bool, str) if one in (field.annotation, *typing.get_args(
+        field.annotation)) or any(one is getattr(part, "__origin__", None) for part in typing.get_args(
+            field.annotation))), str)
+    value = {int: "3", float: "0.5", str: "x", bool: ""}[kind]
+    value = "2.5" if name == "initial_loss_scale" else (choices(field) or (value,))[-1]
+    found = getattr(parse([*REQUIRED, flag_name(name), *([value] if value else [])]), name)
+    assert found is True if kind is bool else (str(found) == value and type(found) is kind)
 
 
 def test_forms_of_values():
@@ -55,7 +61,6 @@ def test_forms_of_values():
 @pytest.mark.parametrize(("argv", "what"), [
     (["--seq-lenght", "5"], "--seq-lenght is not a known flag (did you mean '--seq-length'?); see --help"),
     (["--train-iter", "5"], "--train-iter is not a known flag (did you mean '--train-iters'?); see --help"),
-    (["--lr", "1e-5"], "--lr is given 2 times with different values: 1e-4, 1e-5; keep one"),
     (["--min-lr", "1e-5,"], "--min-lr is '1e-5,'; expected a number of at least 0"),
     (["--min-lr", "nan"], "--min-lr is nan; expected a number of at least 0"),
     (["--min-lr", "-1"], "--min-lr is -1; expected a number of at least 0"),
@@ -74,6 +79,26 @@ def test_each_mistake_is_one_sentence(argv, what):
     assert problems(*argv) == [what]
 
 
+def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
+    assert notes("--seed", "7", "--seed", "7") == ()
+    assert notes("--lr", "1e-5") == ("command line: --lr is given more than once (1e-4, 1e-5); the last one counts",)
+    assert parse([*REQUIRED, "--lr", "1e-5"]).lr == 1e-5
+    assert parse([*REQUIRED, "--lr", "x", "--lr", "1e-6"]).lr == 1e-6
+    assert problems("--lr", "x") == ["--lr is 'x'; expected a number of at least 0"]
+
+
+@pytest.mark.parametrize(("flag", "legal", "what"), [
+    ("--context-parallel-size", "1", "--context-parallel-size is 2; this version supports 1"),
+    ("--virtual-pipeline-model-parallel-size", "1",
+     "--virtual-pipeline-model-parallel-size is 2; this version's engine runs one chunk per stage"),
+    ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
+])
+def test_flags_with_one_legal_value(flag, legal, what):
+    assert notes(flag, legal) == ()
+    assert problems(flag, "2") == [what]
+    assert problems(flag)[0].startswith(f"{flag} is ''; ")
+
+
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(UserError) as caught:
         parse(["stray", "--lr", "x", "--bf16=1", "--sed", "3", "--dpo-beta", "1"])
@@ -86,26 +111,24 @@ def test_all_mistakes_are_told_at_once():
 
 
 def test_flags_without_effect_are_noted_once_per_reason():
-    parsed = parse_flags([*REQUIRED, "--use-flash-attn", "--vocab-size", "1", "--vocab-size", "2", "--swiglu"])
-    assert parsed.problems == ()
-    assert set(parsed.notes) == {
+    assert set(notes("--use-flash-attn", "--vocab-size", "1", "--vocab-size", "2", "--swiglu")) == {
         "command line: the model JSON decides; no effect: --vocab-size, --swiglu",
         "command line: the device chooses its kernels; no effect: --use-flash-attn",
     }
 
 
-@pytest.mark.parametrize("flag", INERT)
+@pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if isinstance(row, Inert)])
 def test_every_inert_flag_is_accepted_with_its_reason(flag):
-    parsed = parse_flags([*REQUIRED, flag, "1"])
-    assert parsed.problems == ()
-    assert any(flag in note and INERT[flag] in note for note in parsed.notes)
+    assert any(flag in note and FLAGS[flag].why in note for note in notes(flag, "1"))
 
 
-def test_tables_do_not_contradict_one_another():
-    works = {flag_name(field.name) for field in dataclasses.fields(Arguments)}
-    assert not works & INERT.keys()
-    assert not works & UNSUPPORTED.keys()
-    assert not INERT.keys() & UNSUPPORTED.keys()
+@pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if row == Fixed((), row.why)])
+def test_every_refused_flag_says_what_to_do_instead(flag):
+    assert problems(flag, "1") == [f"{flag} is not available here: {FLAGS[flag].why}"]
+
+
+def test_no_flag_has_an_effect_and_a_row_for_having_none():
+    assert not {flag_name(name) for name in FIELDS} & FLAGS.keys()
 
 
 def test_help_lists_every_flag_and_its_default(capsys):
@@ -113,7 +136,7 @@ def test_help_lists_every_flag_and_its_default(capsys):
         parse(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for field in dataclasses.fields(Arguments):
-        assert flag_name(field.name) in text
+    for name in FIELDS:
+        assert flag_name(name) in text
     assert "(default 0.999)" in text
     assert "--lora" not in text

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.model import load_data, load_model, read_data, read_model
+from mm.config.data import read_data
+from mm.config.model import read_model
 from mm.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
@@ -36,7 +37,7 @@ def write(tmp_path, root: dict) -> Path:
 
 
 def model(tmp_path, **changes):
-    return load_model(write(tmp_path, changed("model_7b.json", changes)))
+    return read_model(write(tmp_path, changed("model_7b.json", changes))).value
 
 
 def problems(read, tmp_path, name, changes) -> list[str]:
@@ -46,7 +47,7 @@ def problems(read, tmp_path, name, changes) -> list[str]:
 
 
 def test_sizes_of_the_7b_model():
-    config = load_model(EXAMPLES / "model_7b.json")
+    config = read_model(EXAMPLES / "model_7b.json").value
     vision, language = config.vision, config.language
     assert (vision.num_layers, vision.hidden_size, vision.num_attention_heads, vision.head_dim) == (32, 1280, 16, 80)
     assert vision.fullatt_block_indexes == (7, 15, 23, 31)
@@ -56,7 +57,7 @@ def test_sizes_of_the_7b_model():
     assert language.mrope_section == (16, 24, 24)
     assert (config.num_stages, config.num_chunks, config.image_token_id) == (2, 1, 151655)
     assert (vision.freeze, config.projector.freeze, language.freeze, language.tied) == (True, True, False, False)
-    assert load_model(EXAMPLES / "model_3b.json").language.tied
+    assert read_model(EXAMPLES / "model_3b.json").value.language.tied
 
 
 def test_freeze_when_absent_and_given(tmp_path):
@@ -91,12 +92,11 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     assert any("without a cache" in note and "basic_parameters.cache_dir" in note for note in notes)
 
 
-def test_precision_claims():
-    claims = {claim.where.split(": ")[1]: (claim.precision, claim.is_on)
-              for claim in read_model(EXAMPLES / "model_7b.json").claims}
-    assert claims[f"{VISION}.fp16"] == ("fp16", False)
-    assert claims[f"{VISION}.bf16"] == ("bf16", True)
-    assert claims[f"{LANGUAGE}.params_dtype"] == ("bf16", True)
+def test_keys_that_repeat_the_precision():
+    said = {what.split(": ")[1]: fitting for what, fitting in read_model(EXAMPLES / "model_7b.json").repeated}
+    assert said[f"{VISION}.fp16 is false"] == ("bf16", "fp32")
+    assert said[f"{VISION}.bf16 is true"] == ("bf16",)
+    assert said[f'{LANGUAGE}.params_dtype is "bf16"'] == ("bf16",)
 
 
 @pytest.mark.parametrize(("changes", "what"), [
@@ -108,7 +108,7 @@ def test_precision_claims():
     ({f"{LANGUAGE}.hidden_dropout": 0.1}, "dropout is not part of this model"),
     ({f"{LANGUAGE}.add_qkv_bias": False}, "add_qkv_bias is false; supported: true"),
     ({f"{VISION}.hidden_size": True}, "hidden_size is true; expected an integer of at least 1"),
-    ({f"{LANGUAGE}.params_dtype": "int8"}, 'params_dtype is "int8"; supported: "bf16", "fp16" or "fp32"'),
+    ({f"{LANGUAGE}.params_dtype": "int8"}, 'params_dtype is "int8"; supported: "bf16", "fp16", "fp32"'),
     ({f"{LANGUAGE}.vocab_size": ABSENT}, "text_decoder.vocab_size is missing; expected an integer"),
     ({"text_decoder": ABSENT}, "text_decoder is missing; expected an object"),
     ({"image_encoder": 3}, "image_encoder is 3; expected an object"),
@@ -127,36 +127,36 @@ def test_precision_claims():
     ({f"{LANGUAGE}.mrope_section": [64]}, "expected three numbers"),
     ({f"{LANGUAGE}.kv_channels": 64}, "expected num_attention_heads x kv_channels = 28 x 64"),
     ({f"{LANGUAGE}.freeze": True}, "are all true, so nothing would be trained"),
-    ({f"{LANGUAGE}.recompute_granularity": "ful"}, "granularity is 'ful'; supported: 'full' or 'selective' (did you"),
+    ({f"{LANGUAGE}.recompute_granularity": "ful"}, 'granularity is "ful"; supported: "full" or "selective" (did you'),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
     ({f"{LANGUAGE}.recompute_num_layers": 1}, "only go with text_decoder.recompute_granularity 'full'"),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "and text_decoder.recompute_num_layers, for example"),
 ])
 def test_refused_model(tmp_path, changes, what):
-    found = problems(load_model, tmp_path, "model_7b.json", changes)
+    found = problems(read_model, tmp_path, "model_7b.json", changes)
     assert any(what in problem for problem in found), found
     assert all("file.json" in problem for problem in found)
 
 
 def test_one_mistake_is_one_problem_and_many_are_told_together(tmp_path):
-    assert len(problems(load_model, tmp_path, "model_7b.json", {"text_decoder": ABSENT})) == 1
-    assert len(problems(load_model, tmp_path, "model_7b.json", {f"{VISION}.num_layers": "32"})) == 1
-    assert len(problems(load_model, tmp_path, "model_7b.json", {f"{LANGUAGE}.hidden_size": 0})) == 1
-    found = problems(load_model, tmp_path, "model_7b.json", {
+    assert len(problems(read_model, tmp_path, "model_7b.json", {"text_decoder": ABSENT})) == 1
+    assert len(problems(read_model, tmp_path, "model_7b.json", {f"{VISION}.num_layers": "32"})) == 1
+    assert len(problems(read_model, tmp_path, "model_7b.json", {f"{LANGUAGE}.hidden_size": 0})) == 1
+    found = problems(read_model, tmp_path, "model_7b.json", {
         f"{VISION}.num_layers": "32", f"{PROJECTOR}.freez": True, f"{LANGUAGE}.vocab_size": ABSENT, "model_id": "x"})
     assert len(found) == 4
-    found = problems(load_model, tmp_path, "model_7b.json", {f"{PROJECTOR}.hidden_size": 1, f"{LANGUAGE}.freeze": True})
+    found = problems(read_model, tmp_path, "model_7b.json", {f"{PROJECTOR}.hidden_size": 1, f"{LANGUAGE}.freeze": True})
     assert len(found) == 2
 
 
 def test_data_of_the_7b_example():
-    data = load_data(EXAMPLES / "data_7b.json")
+    data = read_data(EXAMPLES / "data_7b.json").value
     assert data.model_name_or_path == "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct"
     assert data.dataset == ("./data/mllm_format_llava_instruct_data.json",)
     assert (data.dataset_dir, data.image_max_pixels, data.image_min_pixels) == ("./data", 262144, 0)
     assert (data.attr.messages, data.attr.role_tag, data.attr.user_tag) == ("messages", "role", "user")
     assert (data.attr.images, data.attr.system, data.attr.system_tag) == ("images", None, None)
-    assert (data.shuffle, data.train_on_prompt, data.max_samples) == (True, False, None)
+    assert (data.is_shuffled, data.train_on_prompt, data.max_samples) == (True, False, None)
 
 
 @pytest.mark.parametrize(("sampler", "shuffle", "expected"), [
@@ -167,14 +167,14 @@ def test_data_of_the_7b_example():
 ])
 def test_samplers(tmp_path, sampler, shuffle, expected):
     root = changed("data_7b.json", {"dataloader_param.sampler_type": sampler, "dataloader_param.shuffle": shuffle})
-    assert load_data(write(tmp_path, root)).shuffle is expected
+    assert read_data(write(tmp_path, root)).value.is_shuffled is expected
 
 
 def test_several_datasets_and_loader_settings(tmp_path):
     basic = "dataset_param.basic_parameters"
     root = changed("data_7b.json", {f"{basic}.dataset": "a.json,b.jsonl", f"{basic}.max_samples": 5,
                                     f"{basic}.dataset_dir": ABSENT, "dataloader_param.prefetch_factor": 4})
-    data = load_data(write(tmp_path, root))
+    data = read_data(write(tmp_path, root)).value
     assert (data.dataset, data.max_samples, data.dataset_dir, data.prefetch_factor) == (
         ("a.json", "b.jsonl"), 5, "data", 4)
 
@@ -196,11 +196,11 @@ def test_several_datasets_and_loader_settings(tmp_path):
     ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
     ({"dataset_param.attr.content_tag": "role"}, "role_tag = 'role', content_tag = 'role'; expected names that differ"),
     ({"dataset_param.attr.images": "messages"}, "messages = 'messages', images = 'messages'"),
-    ({"dataloader_param.sampler_type": "BucketBatchSampler"}, "supported: BaseRandomBatchSampler"),
-    ({"dataloader_param.sampler_type": 3}, "expected a string"),
+    ({"dataloader_param.sampler_type": "BucketBatchSampler"}, 'supported: "BaseRandomBatchSampler"'),
+    ({"dataloader_param.sampler_type": 3}, 'is 3; supported: "BaseRandomBatchSampler"'),
     ({"dataloader_param.collate_param.model_name": "internvl"}, 'supported: "qwen2vl"'),
 ])
 def test_refused_data(tmp_path, changes, what):
-    found = problems(load_data, tmp_path, "data_7b.json", changes)
+    found = problems(read_data, tmp_path, "data_7b.json", changes)
     assert any(what in problem for problem in found), found
     assert len(found) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mm.config import run as run_config
-from mm.config.run import RunConfig, load_run, resolved
+from mm.config.run import Run, load_run, resolved
 from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, VISION, changed
 
@@ -18,7 +18,7 @@ FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "10
 
 
 def load(tmp_path, *flags: str, world_size: int | None = 8, model: dict | None = None, data: dict | None = None,
-         environment: dict[str, str] | None = None) -> RunConfig:
+         environment: dict[str, str] | None = None) -> Run:
     paths = []
     for name, changes in (("model_7b.json", model), ("data_7b.json", data)):
         path = tmp_path / name
@@ -36,12 +36,12 @@ def problems(tmp_path, *flags: str, **how) -> list[str]:
 
 def test_derived_numbers(tmp_path):
     run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
-    assert (run.num_stages, run.data_parallel_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
-    assert (run.precision, run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", "global_tokens", 100, 12.5)
+    assert (run.num_stages, run.dp_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
+    assert (run.precision, run.per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", False, 100, 12.5)
     run = load(tmp_path, "--tensor-model-parallel-size", "2", "--calculate-per-sample-loss",
                "--lr-warmup-iters", "3", "--lr-decay-iters", "50")
-    assert (run.data_parallel_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
-    assert (run.loss, run.lr_decay_iters, run.lr_warmup_iters) == ("per_sample", 50, 3)
+    assert (run.dp_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
+    assert (run.per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == (True, 50, 3)
 
 
 def test_run_cannot_be_changed(tmp_path):
@@ -76,9 +76,9 @@ def test_sources_of_the_world_size(tmp_path):
     (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are both given; keep one"),
     (["--min-lr", "1"], {}, "--min-lr is 1, above --lr = 1e-05"),
     (["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "3"], {}, "are both given; keep one"),
-    (["--lr-warmup-fraction", "1.5"], {}, "expected at least 0 and less than 1"),
+    (["--lr-warmup-fraction", "1.5"], {}, "expected a number of at least 0 and less than 1"),
     (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),
-    (["--adam-beta2", "1"], {}, "expected both below 1"),
+    (["--adam-beta2", "1"], {}, "--adam-beta2 is 1; expected a number of at least 0 and less than 1"),
     (["--save-interval", "5"], {}, "--save is missing"),
     (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
     (["--overlap-param-gather"], {}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
-from mm.config.model import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.config.data import DataConfig
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from tests.data.oracle import (
     CHAT_TEMPLATE,
     PREPROCESSOR,

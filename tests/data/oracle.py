@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
-from mm.config.model import Attributes, DataConfig
+from mm.config.data import Attributes, DataConfig
 
 SPECIAL_TOKENS = [
     f"<|{name}|>"

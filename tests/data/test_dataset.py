@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.model import Attributes
+from mm.config.data import Attributes
 from mm.data.dataset import Dataset, ImagePart, Turn
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, data_config

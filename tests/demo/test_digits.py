@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from demo import digits
-from mm.config.model import load_data
+from mm.config.data import read_data
 from mm.data.dataset import Dataset
 
 
@@ -95,7 +95,7 @@ def test_the_trainer_reads_it_with_the_columns_of_data_tiny_json(dataset: digits
         "dataset": str(dataset.train), "dataset_dir": str(dataset.directory),
     }  # fmt: skip
     (tmp_path / "data.json").write_text(json.dumps(data))
-    samples = Dataset(load_data(str(tmp_path / "data.json")))
+    samples = Dataset(read_data(str(tmp_path / "data.json")).value)
     raw = read(dataset.train)
     assert len(samples) == len(raw)
     for index in (0, 700, len(raw) - 1):

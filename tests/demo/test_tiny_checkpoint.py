@@ -9,7 +9,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig, Qw
 
 from demo import tiny_checkpoint
 from demo.tiny_checkpoint import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, Sizes
-from mm.config.model import load_model
+from mm.config.model import read_model
 
 TEXTS = ["Which digit is this?", "Which two digits are these?", "3 and 7"]
 
@@ -114,7 +114,7 @@ def test_texts_with_too_few_merges_are_refused(tmp_path: Path):
 
 
 def test_model_tiny_json_describes_this_checkpoint(directory: Path):
-    ours = load_model("examples/qwen2.5vl/model_tiny.json")
+    ours = read_model("examples/qwen2.5vl/model_tiny.json").value
     config = json.loads((directory / "config.json").read_text())
     vision, sizes = config["vision_config"], Sizes()
     assert (ours.vision.num_layers, ours.language.num_layers) == (vision["depth"], config["num_hidden_layers"])

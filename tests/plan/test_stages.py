@@ -5,29 +5,31 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.data import DataConfig
 from mm.config.flags import Arguments
-from mm.config.model import DataConfig, load_model
-from mm.config.run import RunConfig
+from mm.config.model import read_model
+from mm.config.run import Run
 from mm.plan.stages import num_model_params, stage_report, stage_size
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 
 
 def run_of(size: str, vision: list[int], language: list[int], world_size: int, *, freeze: str = "",
-           **flags) -> RunConfig:
+           **flags) -> Run:
     """A run on the given lists; ``freeze`` has v, p, l for the frozen parts."""
-    model = load_model(EXAMPLES / f"model_{size}.json")
+    model = read_model(EXAMPLES / f"model_{size}.json").value
     model = dataclasses.replace(
         model,
         vision=dataclasses.replace(model.vision, pipeline_num_layers=(tuple(vision),), freeze="v" in freeze),
         projector=dataclasses.replace(model.projector, freeze="p" in freeze),
         language=dataclasses.replace(model.language, pipeline_num_layers=(tuple(language),), freeze="l" in freeze),
     )
-    args = Arguments(mm_model="m.json", mm_data="d.json", seq_length=1024, **flags)
-    return RunConfig(args, model, DataConfig("hf", ("d.json",)), world_size, ("a note",))
+    args = Arguments(
+        mm_model="m.json", mm_data="d.json", micro_batch_size=1, seq_length=1024, train_iters=1, lr=0.0, **flags)
+    return Run(args, model, DataConfig("hf", ("d.json",)), world_size, ("a note",))
 
 
-def sizes(run: RunConfig):
+def sizes(run: Run):
     placement = run.model.placement()
     return [stage_size(run, placement, spec) for spec in placement.slots]
 

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint.formats.mindspeed_target import mm_targets
 from checkpoint.formats.slots import Kind
-from mm.config.model import ModelConfig, load_model
+from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.placement import layout_problems
 from mm.weights.cut import cut_dim, shard_runs
@@ -44,7 +44,7 @@ def plan_of(model: ModelConfig, tp_size: int) -> tuple[Plan, list[View], list[Vi
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_real_sizes(size: str, tp_size: int):
-    model = load_model(EXAMPLES / f"model_{size}.json")
+    model = read_model(EXAMPLES / f"model_{size}.json").value
     assert not layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
     if model.language.num_query_groups % tp_size:
@@ -82,7 +82,7 @@ def padding(model: ModelConfig, tp_size: int) -> int:
 
 
 def test_runs_of_a_padded_shard():
-    model = load_model(EXAMPLES / "model_7b.json")
+    model = read_model(EXAMPLES / "model_7b.json").value
     fc1 = next(weight for weight in model_weights(model) if weight.name.endswith("layers.0.mlp.linear_fc1.weight"))
     runs = [(run.hf_index, run.start, run.length) for run in shard_runs(fc1, 8, 7)]
     assert fc1.hf_shapes == ((3420, 1280),) * 2

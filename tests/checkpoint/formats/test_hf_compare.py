@@ -7,7 +7,7 @@ import pytest
 from transformers import Qwen2_5_VLConfig
 
 from checkpoint.formats.hf_compare import hf_problems
-from mm.config.model import load_model
+from mm.config.model import read_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "qwen2.5vl"
 FLAT_3B = {
@@ -37,7 +37,7 @@ def config(request, tmp_path) -> dict:
 
 def told(tmp_path, config: object, size: str = "3b") -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return hf_problems(load_model(EXAMPLES / f"model_{size}.json"), tmp_path, f"model_{size}.json")
+    return hf_problems(read_model(EXAMPLES / f"model_{size}.json").value, tmp_path, f"model_{size}.json")
 
 
 def test_the_same_model_is_accepted(tmp_path, config):
@@ -75,7 +75,7 @@ def test_other_model_types_and_broken_files(tmp_path):
     assert "model_type is 'qwen2_vl'; expected 'qwen2_5_vl'" in told(tmp_path, {"model_type": "qwen2_vl"})[0]
     assert "model_type is None" in told(tmp_path, [])[0]
     (tmp_path / "config.json").write_text("{,}")
-    model = load_model(EXAMPLES / "model_3b.json")
+    model = read_model(EXAMPLES / "model_3b.json").value
     assert "config.json:1:2" in hf_problems(model, tmp_path, "m")[0]
     assert hf_problems(model, tmp_path / "none", "m") == []
 

@@ -8,7 +8,7 @@ import pytest
 from checkpoint.formats.known_models import published_model, recognize
 from checkpoint.formats.mindspeed import MMDirectory
 from checkpoint.formats.slots import Kind
-from mm.config.model import ModelConfig, load_model
+from mm.config.model import ModelConfig, read_model
 from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
 
@@ -25,7 +25,7 @@ def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MMDirectory:
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_are_those_of_the_examples(size):
     """In everything that shapes and heads depend on."""
-    example, known = load_model(EXAMPLES / f"model_{size}.json"), published_model(size.upper())
+    example, known = read_model(EXAMPLES / f"model_{size}.json").value, published_model(size.upper())
     assert model_weights(known) == model_weights(example)
     placed = dataclasses.replace(known.language, pipeline_num_layers=example.language.pipeline_num_layers,
                                  max_position_embeddings=example.language.max_position_embeddings,
@@ -36,7 +36,7 @@ def test_sizes_are_those_of_the_examples(size):
 
 @pytest.mark.parametrize(("size", "tp_size"), [("3b", 1), ("7b", 4), ("32b", 8), ("72b", 1)])
 def test_a_published_model_is_recognized(size, tp_size, tmp_path):
-    model = load_model(EXAMPLES / f"model_{size}.json")
+    model = read_model(EXAMPLES / f"model_{size}.json").value
     directory = directory_of(model, tp_size, tmp_path)
     assert recognize(directory) == published_model(size.upper())
     assert directory.layout.vision == model.vision.pipeline_num_layers

@@ -24,7 +24,7 @@ from checkpoint.formats.mindspeed_reader import MMReader
 from checkpoint.formats.slots import Format, Kind
 from checkpoint.formats.structure import Structure
 from checkpoint.formats.training_reader import check_stored_model
-from mm.config.model import ModelConfig, load_model
+from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
@@ -287,7 +287,7 @@ def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_the_shipped_model_files_describe_what_is_converted_from_the_published_models(size):
-    shipped = load_model(ROOT / f"examples/qwen2.5vl/model_{size}.json")
+    shipped = read_model(ROOT / f"examples/qwen2.5vl/model_{size}.json").value
     check_stored_model(Path("converted"), published_model(size.upper()), shipped)
 
 

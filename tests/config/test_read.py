@@ -1,27 +1,12 @@
-"""Strict JSON reading, and tables of keys."""
+"""Strict JSON reading."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.json_file import read_json
-from mm.config.json_schema import (
-    BOOL,
-    COUNT,
-    FLOAT,
-    INT,
-    LAYOUT,
-    PATHS,
-    TEXT,
-    Fixed,
-    Inert,
-    SchemaReader,
-    Takes,
-    optional,
-)
+from mm.config.read import read_json
 from mm.errors import UserError
 
 JSON_VALUES = st.recursive(
@@ -81,7 +66,6 @@ def test_accepts_nothing_that_json_refuses(tmp_path_factory, text):
     ('{"a": "b}', "1:7", "Unterminated string"),
     ('{"a": 1} x', "1:10", "unexpected text after"),
     ("", "1:1", "the file ends"),
-    ("[" * 200, "1:102", "levels of nesting"),
 ])
 def test_wrong_syntax_is_shown_where_it_stands(tmp_path, text, where, what):
     message = refusal(tmp_path, text)
@@ -91,10 +75,33 @@ def test_wrong_syntax_is_shown_where_it_stands(tmp_path, text, where, what):
     assert f"\n    {line}\n    {' ' * (int(where.split(':')[1]) - 1)}^" in message
 
 
+def test_a_number_that_python_alone_reads_is_found_behind_strings_that_hold_it(tmp_path):
+    assert "file.json:3:8: NaN is not JSON" in refusal(tmp_path, '{"NaN": "NaN \\"NaN",\n "b": [1],\n  "c": NaN}')
+
+
+def test_endless_nesting_is_refused(tmp_path):
+    assert "file.json: too many levels of nesting" in refusal(tmp_path, "[" * 100_000)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 5000, "1e999"])
+def test_numbers_beyond_every_float_are_refused(tmp_path, number):
+    assert f"file.json:1:7: the number {number} is too large" in refusal(tmp_path, f'{{"a": {number}}}')
+
+
 def test_every_duplicate_key_is_named(tmp_path):
     message = refusal(tmp_path, '{"a": 1,\n "b": {"c": 1,\n "c": 2},\n "a": 3}')
     assert "file.json:3: b.c appears twice (first on line 2)" in message
     assert "file.json:4: a appears twice (first on line 1)" in message
+    assert "file.json:2: a[1].b appears twice (first on line 2)" in refusal(
+        tmp_path, '{"a": [{"b": 1},\n {"b": 1, "b": 2}]}')
+
+
+def test_a_point_in_a_key_is_no_duplicate(tmp_path):
+    assert read_json(write(tmp_path, '{"a.b": 1, "a": {"b": 2}}')).root == {"a.b": 1, "a": {"b": 2}}
+
+
+def test_wrong_syntax_behind_a_duplicate_key_is_told_first(tmp_path):
+    assert "file.json:1:19: unexpected text" in refusal(tmp_path, '{"a": 1, "a": 2}  ] : "\\x"')
 
 
 def test_byte_order_mark_is_accepted(tmp_path):
@@ -114,89 +121,6 @@ def test_missing_file_and_directory_are_told(tmp_path):
             read_json(path)
 
 
-@dataclass(frozen=True)
-class Tower:
-    num_layers: int
-    rate: float = 0.5
-    name: str | None = "x"
-    frozen: bool = False
-    layout: tuple = ()
-
-
-TABLE = {
-    "num_layers": Takes(COUNT),
-    "learning_rate": Takes(FLOAT, field="rate"),
-    "name": Takes(optional(TEXT)),
-    "frozen": Takes(BOOL),
-    "layout": Takes(LAYOUT),
-    "activation": Fixed(("silu",), "it is built that way"),
-    "dropout": Fixed((0.0,)),
-    "fused": Inert("kernels choose themselves"),
-}
-
-
-def built(tmp_path, tower: str):
-    reader = SchemaReader(read_json(write(tmp_path, '{\n"tower": ' + tower + "\n}")))
-    return reader.build(Tower, "tower", reader.values("tower", TABLE), TABLE), reader
-
-
-def test_object_becomes_dataclass(tmp_path):
-    tower, reader = built(tmp_path, '{"num_layers": 2.0, "learning_rate": 1, "name": null, "layout": [1, 2], '
-                                    '"activation": "silu", "dropout": 0, "fused": true}')
-    assert tower == Tower(2, 1.0, None, False, ((1, 2),))
-    assert type(tower.num_layers) is int
-    assert type(tower.rate) is float
-    assert reader.problems == []
-    assert reader.notes() == [f"{tmp_path}/file.json: kernels choose themselves; no effect: tower.fused"]
-
-
-def test_all_problems_are_collected(tmp_path):
-    tower, reader = built(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n'
-                                    '"activation": "gelu",\n"dropout": 0.1}')
-    assert tower is None
-    told = [problem.removeprefix(f"{tmp_path}/file.json") for problem in reader.problems]
-    assert told == [
-        ":2: tower.num_layer is not a known key (did you mean 'num_layers'?)",
-        ":3: tower.frozen is 1; expected true or false",
-        ":4: tower.name is 3; expected a string or null",
-        ':5: tower.activation is "gelu"; supported: "silu" (it is built that way)',
-        ":6: tower.dropout is 0.1; supported: 0.0 (this is the only way the model is computed here)",
-        ": tower.num_layers is missing; expected an integer of at least 1",
-    ]
-
-
-@pytest.mark.parametrize("value", ["true", '"2"', "2.5", "0", "null", "[2]"])
-def test_count_is_a_positive_integer(tmp_path, value):
-    tower, reader = built(tmp_path, f'{{"num_layers": {value}}}')
-    assert tower is None
-    assert reader.problems == [
-        f"{tmp_path}/file.json:2: tower.num_layers is {value}; expected an integer of at least 1"
-    ]
-
-
-@pytest.mark.parametrize("value", ["null", "[]", "3"])
-def test_section_must_be_an_object(tmp_path, value):
-    tower, reader = built(tmp_path, value)
-    assert tower is None
-    assert len(reader.problems) == 1
-    assert "expected an object" in reader.problems[0]
-
-
-def test_both_layout_forms():
-    assert LAYOUT.read([3, 0]) == ((3, 0),)
-    assert LAYOUT.read([[1, 2], [3, 4.0]]) == ((1, 2), (3, 4))
-    for wrong in (3, [1, [2]], [[1], 2], [1.5], ["1"], [True]):
-        with pytest.raises(TypeError):
-            LAYOUT.read(wrong)
-
-
-def test_paths_and_numbers():
-    assert PATHS.read("a.json, b.json") == ("a.json", "b.json")
-    assert PATHS.read(["a.json"]) == ("a.json",)
-    for wrong in ("", "a,,b", [], 3):
-        with pytest.raises(TypeError):
-            PATHS.read(wrong)
-    with pytest.raises(TypeError):
-        FLOAT.read(True)
-    with pytest.raises(TypeError):
-        INT.read(False)
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    assert "half of a surrogate pair" in refusal(tmp_path, '{"name": "\\ud800"}')
+    assert read_json(write(tmp_path, '{"name": "\\ud83d\\ude00"}')).root == {"name": "\U0001f600"}

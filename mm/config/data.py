@@ -1,0 +1,89 @@
+"""The data JSON as frozen dataclasses, with every rule between its fields.
+
+The keys of the file that are no fields here stand in ``mm.config.foreign``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, MinLen
+from pydantic import BeforeValidator, StringConstraints
+from pydantic.dataclasses import dataclass
+
+from mm.config.foreign import DATA_KEYS
+from mm.config.schema import STRICT, Count, Expected, Int, Key, OrDefault, Read, read_settings
+
+_PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
+
+
+def _paths(value: object) -> object:
+    return tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, str | list) else value
+
+
+Paths = Annotated[
+    tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
+    BeforeValidator(_paths), MinLen(1), Expected("paths separated by commas, or a list of paths"),
+]
+Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Attributes:
+    """Names of the columns and roles in the dataset."""
+
+    messages: str = "conversations"
+    images: str | None = None
+    system: str | None = None
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    system_tag: str | None = "system"
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """The whole of ``--mm-data``, as far as it has an effect."""
+
+    model_name_or_path: Annotated[str, Key(_PREPROCESS + "model_name_or_path")]
+    """Hugging Face directory that holds tokenizer, chat template and preprocessor config."""
+    dataset: Annotated[Paths, Key(_BASIC + "dataset")]
+    """JSON or JSONL files, read in this order."""
+    dataset_dir: Annotated[str, Key(_BASIC + "dataset_dir")] = "data"
+    """Prefix of relative media paths."""
+    attr: Annotated[Attributes, Key("dataset_param.attr.")] = Attributes()
+    image_max_pixels: Annotated[Count, Key(_PREPROCESS + "image_max_pixels")] = 768 * 768
+    image_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
+    train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
+    mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
+    max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None
+    shuffle: Annotated[bool, Key("dataloader_param.shuffle")] = True
+    """Has no effect with the SequentialSampler; ask ``is_shuffled``."""
+    prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
+    sampler_type: Annotated[Sampler, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the samples come in another order than they stand in the files."""
+        return self.shuffle and self.sampler_type != "SequentialSampler"
+
+
+def read_data(path: str | Path) -> Read[DataConfig]:
+    """Read ``--mm-data``; raises UserError with every problem in the file."""
+    return read_settings(path, DataConfig, DATA_KEYS, _problems)
+
+
+def _problems(data: DataConfig) -> Iterator[str]:
+    """Rules between the fields of one data JSON."""
+    names_that_differ = (
+        ("messages", "images", "system"), ("role_tag", "content_tag"), ("user_tag", "assistant_tag", "system_tag"))
+    for tags in names_that_differ:  # one would hide the other
+        names = [name for name in (getattr(data.attr, tag) for tag in tags) if name is not None]
+        if len(set(names)) < len(names):
+            values = ", ".join(f"{tag} = {getattr(data.attr, tag)!r}" for tag in tags)
+            yield f"dataset_param.attr has {values}; expected names that differ"
+    if data.image_min_pixels > data.image_max_pixels:
+        yield f"image_min_pixels is {data.image_min_pixels}, above image_max_pixels = {data.image_max_pixels}"
+    if data.train_on_prompt and data.mask_history:
+        yield "train_on_prompt and mask_history are both true; they exclude each other, so set one to false"

@@ -1,0 +1,180 @@
+"""Strict reading of a JSON file: nothing is accepted that JSON does not have, and every key has its line."""
+
+import codecs
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON file and its value."""
+
+    path: str
+    text: str
+    root: Any
+
+    @cached_property
+    def lines(self) -> Mapping[tuple[str | int, ...], list[int]]:
+        """Where each key stands: the keys and list positions that lead to it -> the lines."""
+        found: dict[tuple[str | int, ...], list[int]] = {}
+        for place, position in _keys(self.text):
+            found.setdefault(place, []).append(_line(self.text, position))
+        return found
+
+    def line(self, key_path: str) -> float:
+        """The line of the key ``key.path``; infinity where it is absent."""
+        return self.lines.get(tuple(key_path.split(".")), [math.inf])[0]
+
+    def at(self, key_path: str) -> str:
+        """``file:line: key.path`` for messages; without the line where the key is absent."""
+        line = self.line(key_path)
+        return f"{self.path}{'' if math.isinf(line) else f':{line}'}: {key_path or 'the file'}"
+
+    def get(self, key_path: str, absent: Any = None) -> Any:
+        """The value at ``key_path``, or ``absent``."""
+        found = self.root
+        for part in key_path.split(".") if key_path else ():
+            if not isinstance(found, dict) or part not in found:
+                return absent
+            found = found[part]
+        return found
+
+
+class _BadWord(ValueError):
+    """A number or word that Python reads and JSON does not have."""
+
+    def __init__(self, word: str, problem: str) -> None:
+        super().__init__(problem)
+        self.word = word
+
+
+def _finite(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(word: str) -> Any:
+        if math.isinf(float(word)):
+            raise _BadWord(word, f"the number {word} is too large")
+        return convert(word)
+
+    return number
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise _BadWord(word, f"{word} is not JSON; expected a finite number or null")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite(float), parse_int=_finite(int), parse_constant=_refuse_constant)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+def read_json(path: str | Path) -> Document:
+    """Read a UTF-8 JSON file (a byte order mark is fine), refusing everything that JSON does not allow.
+
+    Raises UserError with ``file:line:column`` and the offending line for wrong syntax, and with every duplicate key.
+    """
+    text = _decoded(Path(path))
+    try:
+        root = _DECODER.decode(text)
+        json.dumps(root, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}: a string has half of a surrogate pair (\\ud800 to \\udfff)") from error
+    except json.JSONDecodeError as error:
+        raise UserError(_syntax_problem(path, text, *_explained(text, error))) from error
+    except _BadWord as error:
+        position = next(token.start() for token in _TOKEN.finditer(text) if token[0].startswith(error.word))
+        raise UserError(_syntax_problem(path, text, position, str(error))) from error
+    except RecursionError as error:
+        raise UserError(f"{path}: too many levels of nesting") from error
+    document = Document(str(path), text, root)
+    twice = [f"{path}:{line}: {_key_path(place)} appears twice (first on line {found[0]}); remove one of the two"
+             for place, found in document.lines.items() for line in found[1:]]
+    if twice:
+        raise UserError(twice)
+    return document
+
+
+def _decoded(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path}: the encoding is UTF-16; save the file as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        try:
+            data.decode("gb18030")
+            guess = "probably GBK (GB18030)"
+        except UnicodeDecodeError:
+            guess = "unknown"
+        raise UserError(
+            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8 (the encoding is {guess}); save it as UTF-8"
+        ) from error
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _syntax_problem(path: str | Path, text: str, position: int, problem: str) -> str:
+    """``problem`` with its place and the line of the file under it."""
+    start = text.rfind("\n", 0, position) + 1
+    shown = text[start:].split("\n", 1)[0].rstrip("\r")
+    column = position - start
+    return f"{path}:{_line(text, position)}:{column + 1}: {problem}\n    {shown}\n    {' ' * column}^"
+
+
+def _explained(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
+    """Where a syntax error is, and what is wrong there, by the mistakes that people make."""
+    before, found = text[: error.pos].rstrip(), text[error.pos :].lstrip()
+    position = len(text) - len(found)
+    word = match[0] if (match := re.match(r"-?\w+", found)) else found[:1]
+    if error.msg.startswith("Extra data"):
+        what = "unexpected text after the end of the JSON value"
+    elif not error.msg.startswith("Expecting"):
+        return error.pos, error.msg
+    elif before.endswith(",") and word in ("]", "}"):
+        return len(before) - 1, f"trailing comma before {word!r}; remove it"
+    elif not word:
+        what = "the file ends before the JSON value is complete"
+    elif "property name" in error.msg:
+        what = "expected a key in double quotes"
+    elif "delimiter" in error.msg:
+        what = "expected ':' after the key" if "':'" in error.msg else f"expected ',' or '}}' or ']', found {word!r}"
+    elif word == "'":
+        what = 'strings need double quotes (")'
+    elif word in _PYTHON_LITERALS:
+        what = f"{word} is not JSON; write {_PYTHON_LITERALS[word]}"
+    else:
+        what = f"expected a value before {word!r}" if word in ("]", "}", ",") else f"{word!r} is not a JSON value"
+    return position, "JSON has no comments; remove this one" if word in ("#", "/") else what
+
+
+def _key_path(place: tuple[str | int, ...]) -> str:
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place).removeprefix(".")
+
+
+def _keys(text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """Every key of a correct JSON text: what leads to it, and its first character."""
+    tokens = list(_TOKEN.finditer(text))
+    place: list[str | int] = []  # for each open object its current key, for each open list the number of its item
+    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
+        match token[0]:
+            case "{" | "[" as bracket:
+                place.append("" if bracket == "{" else 0)
+            case "}" | "]":
+                place.pop()
+            case "," if isinstance(place[-1], int):
+                place[-1] += 1
+            case _ if following and following[0] == ":":
+                place[-1] = json.loads(token[0])
+                yield tuple(place), token.start()

@@ -1,0 +1,165 @@
+"""From a JSON file to a dataclass: what is converted, and how each mistake is told."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic.dataclasses import dataclass
+
+from mm.config.data import Paths
+from mm.config.foreign import Fixed, Inert, Repeated
+from mm.config.model import Layers
+from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, Read, read_settings
+from mm.errors import UserError
+
+
+@dataclass(frozen=True, config=STRICT)
+class Inner:
+    mode: Literal["fast", "slow"] | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class Tower:
+    num_layers: Annotated[Count, Key("tower.num_layers")]
+    rate: Annotated[Number, Key("tower.learning_rate", alias="lr")] = 0.5
+    name: Annotated[str | None, Key("tower.name")] = "x"
+    frozen: Annotated[bool, Key("tower.frozen")] = False
+    layout: Annotated[Layers, Key("tower.layout")] = ()
+    paths: Annotated[Paths, Key("tower.paths")] = ("p",)
+    width: Annotated[Int, OrDefault, Key("tower.width")] = 3
+    inner: Annotated[Inner, Key("tower.inner_")] = Inner()
+
+
+TABLES = {
+    "": {},
+    "tower": {
+        "activation": Fixed(("silu",), "it is built that way"),
+        "dropout": Fixed((0.0,)),
+        "fused": Inert("kernels choose themselves"),
+        "half": Repeated(((True, ("bf16",)), (False, ("fp32",)))),
+    },
+    "extra": {},
+}
+
+
+def rules(tower: Tower) -> Iterator[str]:
+    if tower.width == 13:
+        yield "tower.width is 13"
+    if tower.rate == 13:
+        yield "tower.learning_rate is 13"
+
+
+def write(tmp_path, text: str) -> Path:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    return path
+
+
+def built(tmp_path, tower: str) -> Read[Tower]:
+    return read_settings(write(tmp_path, '{\n"tower": ' + tower + "\n}"), Tower, TABLES, rules)
+
+
+def told(tmp_path, tower: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        built(tmp_path, tower)
+    return [problem.removeprefix(f"{tmp_path}/file.json") for problem in caught.value.problems]
+
+
+def test_object_becomes_dataclass(tmp_path):
+    read = built(tmp_path, '{"num_layers": 2.0, "learning_rate": 1, "name": null, "layout": [1, 2], "width": null, '
+                           '"activation": "silu", "dropout": 0, "fused": true, "inner_mode": "slow", "half": false}')
+    assert read.value == Tower(2, 1.0, None, False, ((1, 2),), ("p",), 3, Inner("slow"))
+    assert type(read.value.num_layers) is int
+    assert type(read.value.rate) is float
+    assert read.notes == (f"{tmp_path}/file.json: kernels choose themselves; no effect: tower.fused",)
+    assert read.repeated == ((f"{tmp_path}/file.json:2: tower.half is false", ("fp32",)),)
+
+
+def test_all_problems_are_collected(tmp_path):
+    assert told(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n"activation": "gelu",\n"dropout": 0.1,\n'
+                          '"inner_mode": "slov",\n"half": 1}') == [
+        ":2: tower.num_layer is not a known key (did you mean 'num_layers'?)",
+        ":3: tower.frozen is 1; expected true or false",
+        ":4: tower.name is 3; expected a string or null",
+        ':5: tower.activation is "gelu"; supported: "silu" (it is built that way)',
+        ":6: tower.dropout is 0.1; supported: 0.0 (this is the only way the model is computed here)",
+        ":7: tower.inner_mode is \"slov\"; supported: \"fast\" or \"slow\" (did you mean 'slow'?)",
+        ":8: tower.half is 1; supported: true or false",
+        ": tower.num_layers is missing; expected an integer of at least 1",
+    ]
+
+
+def test_rules_are_asked_when_each_value_is_right(tmp_path):
+    assert told(tmp_path, '{"num_layers": 1, "width": 13, "learning_rate": 13}') == [
+        ": tower.width is 13", ": tower.learning_rate is 13"]
+    assert len(told(tmp_path, '{"num_layers": 0, "width": 13}')) == 1
+
+
+def test_two_names_of_one_setting(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text('{"tower": {"num_layers": 1},\n"lr": 2}')
+    assert read_settings(path, Tower, TABLES, rules).value.rate == 2.0
+    path.write_text('{"tower": {"num_layers": 1, "learning_rate": 2},\n"lr": 2}')
+    assert read_settings(path, Tower, TABLES, rules).value.rate == 2.0
+    path.write_text('{"tower": {"num_layers": 1, "learning_rate": 1},\n"lr": 2}')
+    with pytest.raises(UserError, match=r"json:2: lr is another value than tower\.learning_rate"):
+        read_settings(path, Tower, TABLES, rules)
+
+
+@pytest.mark.parametrize("value", ["true", '"2"', "2.5", "0", "null", "[2]"])
+def test_count_is_a_positive_integer(tmp_path, value):
+    assert told(tmp_path, f'{{"num_layers": {value}}}') == [
+        f":2: tower.num_layers is {value}; expected an integer of at least 1"]
+
+
+@pytest.mark.parametrize("value", ["null", "[]", "3"])
+def test_section_must_be_an_object(tmp_path, value):
+    problems = told(tmp_path, value)
+    assert len(problems) == 1
+    assert "expected an object" in problems[0]
+
+
+def test_only_objects_without_settings_may_be_null(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text('{"tower": {"num_layers": 1}, "extra": null}')
+    assert read_settings(path, Tower, TABLES, rules).value == Tower(1)
+    path.write_text('{"tower": {"num_layers": 1}, "extra": 3}')
+    with pytest.raises(UserError, match=r"extra is 3; expected an object \{\.\.\.\} or null"):
+        read_settings(path, Tower, TABLES, rules)
+
+
+@pytest.mark.parametrize("root", ["[]", "3", "null"])
+def test_the_file_must_be_an_object(tmp_path, root):
+    with pytest.raises(UserError) as caught:
+        read_settings(write(tmp_path, root), Tower, TABLES, rules)
+    assert caught.value.problems == (f"{tmp_path}/file.json: the file is {root}; expected an object {{...}}",)
+
+
+def read_key(tmp_path, key: str, value: object) -> object:
+    return getattr(built(tmp_path, json.dumps({"num_layers": 1, key: value})).value, key)
+
+
+def test_both_layout_forms(tmp_path):
+    assert read_key(tmp_path, "layout", [3, 0]) == ((3, 0),)
+    assert read_key(tmp_path, "layout", [[1, 2], [3, 4.0]]) == ((1, 2), (3, 4))
+    for wrong in (3, [1, [2]], [[1], 2], [1.5], ["1"], [True]):
+        assert told(tmp_path, json.dumps({"num_layers": 1, "layout": wrong})) == [
+            f":2: tower.layout is {json.dumps(wrong)}; expected a list of integers [pp], or a list of such lists "
+            f"[vpp][pp]"]
+
+
+def test_paths_and_numbers(tmp_path):
+    assert read_key(tmp_path, "paths", "a.json, b.json") == ("a.json", "b.json")
+    assert read_key(tmp_path, "paths", ["a.json"]) == ("a.json",)
+    for key, wrong in (("paths", ""), ("paths", "a,,b"), ("paths", []), ("paths", 3), ("learning_rate", True),
+                       ("learning_rate", "2"), ("width", False)):
+        assert f"tower.{key} is {json.dumps(wrong)}; expected" in told(
+            tmp_path, json.dumps({"num_layers": 1, key: wrong}))[0]
+
+
+def test_a_value_nested_deeper_than_pydantic_reads_is_refused(tmp_path):
+    problems = told(tmp_path, '{"num_layers": ' + "[" * 300 + "]" * 300 + "}")
+    assert len(problems) == 1
+    assert problems[0].startswith(": Invalid JSON: recursion limit exceeded")
