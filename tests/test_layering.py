@@ -41,7 +41,6 @@ CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.config", "mm.weights"}
 
 MAY_NAME_TORCH_NPU = {"mm.device"}
 MAY_PATCH = {"mm.device.device"}
-MAY_USE_PARALLEL_STATE = {"mm.parallel.mesh"}
 
 
 @dataclass(frozen=True)
@@ -178,13 +177,6 @@ def test_one_file_knows_the_devices(source: Source):
         named = [name for name, _ in source.imports() if _is_under(name, "torch_npu")]
         named += [node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == "torch_npu"]
         assert not named
-
-
-@pytest.mark.parametrize("source", each_source())
-def test_one_file_touches_parallel_state(source: Source):
-    if source.name not in MAY_USE_PARALLEL_STATE:
-        forbidden = ("megatron.core.parallel_state", "megatron.core.mpu")
-        assert not [name for name, _ in source.imports() if any(_is_under(name, module) for module in forbidden)]
 
 
 @pytest.mark.parametrize("source", each_source())
