@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 
-# Tests of pure functions and files, and the pipeline under torchrun: what a change breaks first, in about a minute.
+# Tests of pure functions and files, and the pipeline under torchrun: what a change breaks first.
 QUICK := tests/config tests/weights tests/plan tests/model tests/checkpoint/formats tests/parallel \
 	tests/test_placement.py tests/test_batch.py tests/test_layering.py tests/test_architecture.py
 

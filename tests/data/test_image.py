@@ -30,7 +30,8 @@ def test_smart_resize_equals_transformers(height, width, factor, min_pixels, max
 
 def reference_patches(path, **changes):
     processor = Qwen2VLImageProcessorPil(**{**PREPROCESSOR, **changes})
-    answer = processor([Image.open(path)], return_tensors="pt")
+    with Image.open(path) as image:
+        answer = processor([image], return_tensors="pt")
     return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
 
 
