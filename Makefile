@@ -5,7 +5,11 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+# Tests of pure functions and files, and the pipeline under torchrun: what a change breaks first.
+QUICK := tests/config tests/weights tests/plan tests/model tests/checkpoint/formats tests/parallel \
+	tests/test_placement.py tests/test_batch.py tests/test_layering.py tests/test_architecture.py
+
+.PHONY: demo test quick lint clean
 
 demo: $(READY)
 	$(RUN) -m demo.run
@@ -13,8 +17,12 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest
 
+quick: $(READY)
+	$(RUN) -m pytest $(QUICK)
+
 lint: $(READY)
 	$(RUN) -m ruff check .
+	$(RUN) -m basedpyright
 
 # torch comes first and by exact version, so that setup.py's range is met already and never pulls another build.  Where
 # a CPU build is at hand (a wheel folder or index that pip is set up with) pip takes it.

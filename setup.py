@@ -30,6 +30,6 @@ setup(
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
         "demo": ["scikit-learn", "matplotlib"],
-        "test": ["pytest>=8", "hypothesis>=6", "ruff", "scikit-learn", "matplotlib", "tensorboard"],
+        "test": ["pytest>=8", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib", "tensorboard"],
     },
 )

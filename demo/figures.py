@@ -5,9 +5,9 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from PIL import Image  # noqa: E402
+matplotlib.use("Agg")  # before pyplot is imported
+from matplotlib import pyplot as plt
+from PIL import Image
 
 NUM_COLUMNS = 8
 NUM_SHOWN = 40

@@ -2,8 +2,9 @@
 
 A tiny Qwen2.5-VL with random weights learns to read scanned digits on two CPU processes.  The run is interrupted and
 goes on under another parallel layout, the result is exported, and ``transformers`` alone answers held-out pictures
-with it.  Every training step goes through the shell script that a user would run.  With ``--quick`` all of it happens
-over a few steps, without the bar on accuracy: a test of the path, not of the learning.
+with it.  Every training step goes through the shell script that a user would run.  The losses of the first steps must
+be those of ``golden.json``.  With ``--quick`` only these steps are trained, without the bar on accuracy: a test of the
+path, not of the learning.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
-from demo import digits, evaluate, figures, tiny_checkpoint
+from demo import digits, evaluate, figures, golden, tiny_checkpoint
 from demo.stages import ROOT, DemoError, run_python, run_script
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
@@ -33,6 +34,8 @@ MAXIMUM_LOGITS_DIFFERENCE = 1e-3
 class Plan:
     """How long the demo trains and what it demands."""
 
+    schedule_iters: int
+    """Steps of the learning rate's schedule.  A run that stops before is the beginning of the whole one."""
     train_iters: int
     exit_iteration: int
     """The run is interrupted after this iteration and goes on under the second layout."""
@@ -41,8 +44,13 @@ class Plan:
     minimum_accuracy: float
 
 
-FULL = Plan(train_iters=800, exit_iteration=600, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY)
-QUICK = Plan(train_iters=6, exit_iteration=3, num_held_out=24, minimum_accuracy=0.0)
+FULL = Plan(
+    schedule_iters=800, train_iters=800, exit_iteration=600, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY
+)
+QUICK = Plan(
+    schedule_iters=FULL.schedule_iters, train_iters=golden.NUM_STEPS, exit_iteration=10, num_held_out=24,
+    minimum_accuracy=0.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,17 +102,19 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps and no bar on accuracy")
+    parser.add_argument("--write-golden", action="store_true",
+                        help=f"write the losses of the first {golden.NUM_STEPS} steps to demo/golden.json")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (runs/demo)")
     flags = parser.parse_args()
     transformers_logging.disable_progress_bar()
     try:
-        demo(Run(flags.directory.resolve()), QUICK if flags.quick else FULL)
+        demo(Run(flags.directory.resolve()), QUICK if flags.quick else FULL, write_golden=flags.write_golden)
     except DemoError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def demo(run: Run, plan: Plan) -> None:
+def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
     """All stages in order; the files they leave are described in the README."""
     clock = Clock()
     _clear(run.directory)
@@ -117,6 +127,10 @@ def demo(run: Run, plan: Plan) -> None:
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
     records = read_metrics(run, plan)
+    first_losses = [record["loss"] for record in records[: golden.NUM_STEPS]]
+    if write_golden:
+        golden.write(first_losses)
+    golden_difference = golden.check(first_losses)
 
     clock.stage("answering held-out digits with transformers alone")
     run_python("demo.evaluate", [
@@ -140,6 +154,7 @@ def demo(run: Run, plan: Plan) -> None:
         "held_out_accuracy": accuracy,
         "num_held_out": len(answers),
         "hf_logits_max_abs_diff": difference,
+        "golden_losses_max_rel_diff": golden_difference,
         "final_loss": records[-1]["loss"],
         "train_iters": plan.train_iters,
         "interrupted_after": plan.exit_iteration,
@@ -183,6 +198,7 @@ def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: t
         "LOG_DIR": str(run.logs),
         "TRAIN_ITERS": str(plan.train_iters),
     }
+    flags = ("--lr-decay-iters", str(plan.schedule_iters), *flags)
     run_script(variables, flags, run / f"train_tp{layout.tensor}_pp{layout.pipeline}.log", first, last)
 
 

@@ -134,7 +134,7 @@ def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int
             return Message.HIDDEN_STATES
         return Message.VISUAL_TOKENS if slot >= last_vision else Message.PATCHES
 
-    slots = []
+    slots: list[StageSpec] = []
     for slot in range(len(vision_counts)):
         vision_start, language_start = sum(vision_counts[:slot]), sum(language_counts[:slot])
         slots.append(
@@ -167,7 +167,7 @@ def layout_problems(
     ``vision_key`` and ``language_key`` are how the messages call the lists, so that every front end (model JSON,
     converter flags) can name its own.
     """
-    problems = []
+    problems: list[str] = []
     for key, layout, num_layers in (
         (vision_key, vision, vision_num_layers),
         (language_key, language, language_num_layers),

@@ -8,12 +8,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",
 }
+
+
+# A busy machine is no mistake of the code: no example fails because it took long.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,6 @@ MAY_LIST_DEVICES = {"mm.config.flags"}
 """The choices of --device."""
 
 MAY_PATCH = {"mm.device.shims"}
-MAY_USE_PARALLEL_STATE = {"mm.parallel.mesh"}
 
 
 @dataclass(frozen=True)
@@ -188,13 +187,6 @@ def test_one_folder_knows_the_devices(source: Source):
             case ast.Constant(str(text)) if source.name not in MAY_LIST_DEVICES and re.match("(cuda|npu)(:|$)", text):
                 named.append(f"{node.lineno}: {text!r}")
     assert not named
-
-
-@pytest.mark.parametrize("source", each_source())
-def test_one_file_touches_parallel_state(source: Source):
-    if source.name not in MAY_USE_PARALLEL_STATE:
-        forbidden = ("megatron.core.parallel_state", "megatron.core.mpu")
-        assert not [name for name, _ in source.imports() if any(_is_under(name, module) for module in forbidden)]
 
 
 @pytest.mark.parametrize("source", each_source())

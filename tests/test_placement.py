@@ -2,6 +2,7 @@
 
 import ast
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_every_layer_is_placed_once_and_in_order(layout: tuple) -> None:
 def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
     slots = our_config(*layout).placement().slots
     assert slots[0].receives is Message.NOTHING and slots[-1].sends is Message.NOTHING
-    for before, after in zip(slots, slots[1:], strict=False):
+    for before, after in pairwise(slots):
         assert before.sends is after.receives
         vision_left = any(spec.vision_layers for spec in slots[slots.index(after) :])
         vision_begun = any(spec.vision_layers for spec in slots[: slots.index(after)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import digits
+from demo import digits, golden
 from demo import run as demo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,9 @@ def test_weights_move_as_the_text_says(tmp_path: Path):
     assert there == back
 
 
-@pytest.mark.parametrize(("target", "module"), [("demo", "demo.run"), ("test", "pytest"), ("lint", "ruff")])
+@pytest.mark.parametrize(("target", "module"), [
+    ("demo", "demo.run"), ("test", "pytest"), ("quick", "pytest"), ("lint", "ruff"), ("lint", "basedpyright"),
+])  # fmt: skip
 def test_make_sets_up_its_own_environment_first(target: str, module: str, tmp_path: Path):
     done = run(f"make -n {target} VENV='{tmp_path}/venv'")
     assert done.returncode == 0, done.stderr
@@ -89,6 +91,12 @@ def test_make_sets_up_again_only_when_setup_py_changes(tmp_path: Path):
     assert "pip" in run(f"make -n -C '{tmp_path}' test").stdout
 
 
+def test_make_quick_runs_tests_that_exist():
+    (command,) = [line for line in run("make -n quick").stdout.splitlines() if " -m pytest " in line]
+    paths = re.findall(r"tests/\S+", command)
+    assert paths and all((ROOT / path).exists() for path in paths)
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_link_leads_somewhere(link: str):
     assert (ROOT / link).exists()
@@ -99,4 +107,6 @@ def test_the_numbers_are_the_demo_s():
     assert f"{1797 - digits.NUM_HELD_OUT:,} scanned" in text
     assert f"answers {digits.NUM_HELD_OUT} held-out" in text
     assert f"unless {demo.MINIMUM_ACCURACY:.0%}".replace("%", " %") in text
-    assert f"{demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
+    assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
+    assert f"losses of the first {golden.NUM_STEPS} steps" in text
+    assert f"golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text

@@ -116,7 +116,7 @@ def read_index(path: str | Path) -> TorchFile:
             except _Unusable as why:
                 problems.append(f"{path}: {chunk}/{name} {why}")
                 continue
-            if tensor is None or name.endswith(_EXTRA_STATE) and not tensor.size_bytes:
+            if tensor is None or (name.endswith(_EXTRA_STATE) and not tensor.size_bytes):
                 skipped.append(f"{chunk}/{name}")
             else:
                 tensors.append(tensor)

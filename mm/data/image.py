@@ -134,8 +134,8 @@ class ImageProcessor:
         Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
         """
         path, values = _read_config(Path(directory))
-        size = values.get("size") if isinstance(values.get("size"), dict) else {}
-        bounds = {
+        size: dict[str, Any] = values["size"] if isinstance(values.get("size"), dict) else {}
+        bounds: dict[str, Any] = {
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
             "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
         }
@@ -237,6 +237,7 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
 def _check_numbers(path: Path, values: dict[str, Any]) -> None:
     """Refuse what is no number, and what would make pixels infinite."""
     problems = []
+    numbers: list[Any]
     for key, value in values.items():
         numbers, expected = [value], "an integer of at least 1"
         if key in ("image_mean", "image_std"):

@@ -84,10 +84,11 @@ class DataOwner:
             problems = _all_problems(problems, mesh) if counts[0] else ()
         payload = None
         if mesh.owns_data:
-            contents = _to_numbers(microbatches) if not problems else [_to_bytes(problems)]
+            contents = _to_numbers(microbatches or []) if not problems else [_to_bytes(problems)]
             payload = torch.cat([counts, *contents])
         if mesh.tp_size * mesh.pp_size > 1:
             payload = _share(payload, mesh)
+        assert payload is not None, "a rank without peers owns the data"
         counts, contents = payload[: len(counts)], payload[len(counts) :]
         if counts[0]:
             raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))

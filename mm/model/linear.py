@@ -5,6 +5,8 @@ bias is part of the matrix product, and the weight's gradient is accumulated int
 the product itself where the dtypes allow, instead of being made, kept and added (what apex's fused kernel does).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,11 +19,14 @@ from torch import Tensor
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed."""
+    """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
+
+    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
+    """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -34,7 +39,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x_gradient = weight_gradient = bias_gradient = reduction = None
         if ctx.needs_input_grad[0]:
@@ -60,12 +65,14 @@ def _weight_gradient(weight: Tensor, gradient: Tensor, x: Tensor, accumulates: b
     if not accumulates or buffer is None or buffer.dtype != weight.dtype:
         return gradient.t() @ x
     buffer.addmm_(gradient.t(), x)
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]  (megatron's mark)
     return torch.empty_like(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):
     """A linear layer whose outputs are cut over tensor parallelism; x is whole on every rank."""
+
+    tp_group: dist.ProcessGroup
 
     def forward(self, x: Tensor, shared_weight: Tensor | None = None) -> Tensor:
         """[rows, input] -> [rows, output / TP].
@@ -80,6 +87,8 @@ class ColumnLinear(ColumnParallelLinear):
 
 class RowLinear(RowParallelLinear):
     """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
+
+    tp_group: dist.ProcessGroup
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, input / TP] -> [rows, output]."""

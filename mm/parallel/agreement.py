@@ -4,7 +4,7 @@ Objects are exchanged within the job only.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -22,12 +22,12 @@ def together(mesh: Mesh, action: Callable[[], Result]) -> Result:
     found = tuple(dict.fromkeys(problem for one in gathered for problem in one))
     if found:
         raise AgreedError(found)
-    return result
+    return cast(Result, result)  # without a problem there is a result
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run ``action`` on rank 0 and give every rank its result, or its error."""
-    outcome = [_attempt(mesh, action) if mesh.rank == 0 else None]
+    outcome: list[Any] = [_attempt(mesh, action) if mesh.rank == 0 else None]
     dist.broadcast_object_list(outcome, src=0, group=mesh.control_group)
     result, problems = outcome[0]
     if problems:

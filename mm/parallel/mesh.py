@@ -7,6 +7,7 @@ the set of ranks of one data-parallel index; they share every batch.
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -82,7 +83,7 @@ def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelt
         return tp + tp_size * (dp + dp_size * pp)
 
     def gloo(groups: list[list[int]]) -> dist.ProcessGroup | None:
-        return _my_group(groups, rank, "gloo", timeout)
+        return _my_group(groups, "gloo", timeout)
 
     tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
     pp_rank, dp_rank, tp_rank = rank // (tp_size * dp_size), rank // tp_size % dp_size, rank % tp_size
@@ -99,23 +100,23 @@ def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelt
         dp_rank=dp_rank,
         dp_size=dp_size,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        replica_group=gloo([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps]),
+        replica_group=cast(dist.ProcessGroup, gloo([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps])),
         owners_group=gloo([[at(0, dp, 0) for dp in dps]]),
         pixel_group=gloo(pixel_ranks) if len(pixel_ranks[0]) > 1 else None,
-        control_group=_my_group([list(range(world_size))], rank, "gloo", CONTROL_TIMEOUT),
-        tied_group=_my_group(tied_ranks, rank, None, timeout) if tied and embedding != head else None,
+        control_group=cast(
+            dist.ProcessGroup, _my_group([list(range(world_size))], "gloo", CONTROL_TIMEOUT)
+        ),
+        tied_group=_my_group(tied_ranks, None, timeout) if tied and embedding != head else None,
         replica_owner=at(0, dp_rank, 0),
     )
 
 
-def _my_group(
-    groups: list[list[int]], rank: int, backend: str | None, timeout: timedelta
-) -> dist.ProcessGroup | None:
-    """Create all ``groups`` (every rank must, in the same order) and return the one with ``rank`` in it."""
+def _my_group(groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Create all ``groups`` (every rank must, in the same order) and return the one with this rank in it."""
     mine = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if rank in ranks:
+        if isinstance(group, dist.ProcessGroup):  # torch returns a number to the ranks that are not in it
             mine = group
     return mine
 

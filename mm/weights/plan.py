@@ -5,6 +5,7 @@ Pure: opens no file.  It knows nothing of models either: what a stored tensor ho
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -158,7 +159,7 @@ class _Index:
                     self._pieces.setdefault(run.key, []).append(_Piece(number, position, run))
         for key, pieces in self._pieces.items():
             pieces.sort(key=lambda piece: piece.run.start)
-            for before, after in zip(pieces, pieces[1:], strict=False):
+            for before, after in pairwise(pieces):
                 if after.run.start < before.run.start + before.run.length:
                     one, other = (sources[piece.view].stored for piece in (before, after))
                     self.problems.append(

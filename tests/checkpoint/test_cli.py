@@ -115,7 +115,7 @@ def test_virtual_chunks_and_one_stage():
 
 @pytest.mark.parametrize("value", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", [], [[1], 2], None, True, "[true]"])
 def test_what_is_no_list(value):
-    with pytest.raises(UserError, match="key is .*expected layers per pipeline stage such as"):
+    with pytest.raises(UserError, match=r"key is .*expected layers per pipeline stage such as"):
         read_lists(value, "key")
 
 

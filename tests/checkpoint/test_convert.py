@@ -120,7 +120,7 @@ def test_without_a_manifest(kind, tmp_path):
     small.save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, kind).run(ONE_WORKER)
     (tmp_path / "mm" / "manifest.json").unlink()
-    with pytest.raises(UserError, match="no manifest.*give --cfg.hf_config.hf_dir"):
+    with pytest.raises(UserError, match=r"no manifest.*give --cfg.hf_config.hf_dir"):
         convert.resplit(tmp_path / "mm", tmp_path / "other", layout, layout)
     wrong = Layout(((1, 1),), ((0, 3),), 2)
     with pytest.raises(UserError, match=r"says vit_pp_layers \[\[1, 1.*holds files of vit_pp_layers \[\[2, 0"):

@@ -256,7 +256,7 @@ def test_a_hf_directory_with_a_stale_tied_head(tmp_path):
 
 
 def test_directories_that_cannot_be_opened(hf, tmp_path):
-    with pytest.raises(UserError, match="--cfg.target_dir .*absent does not exist"):
+    with pytest.raises(UserError, match=r"--cfg.target_dir .*absent does not exist"):
         diff(hf, tmp_path / "absent")
     mm = to_mm(hf, tmp_path / "mm", LAYOUT)
     (mm / "manifest.json").unlink()

@@ -110,7 +110,7 @@ def test_missing_and_extra_tensors_and_files(copy):
 def test_damaged_manifest(copy):
     path = copy / "manifest.json"
     path.write_text(path.read_text().replace('"tp_size": 2', '"tp_size": 1'))
-    with pytest.raises(UserError, match="manifest.json is damaged"):
+    with pytest.raises(UserError, match=r"manifest.json is damaged"):
         verify(copy)
 
 

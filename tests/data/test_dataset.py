@@ -145,7 +145,7 @@ def test_a_bad_sample_is_named_with_file_line_and_reason(load, tmp_path, name):
 def test_images_without_a_column_for_them_are_not_dropped(load):
     attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
                       assistant_tag="assistant")  # fmt: skip
-    with pytest.raises(UserError, match="set attr.images"):
+    with pytest.raises(UserError, match=r"set attr.images"):
         load(json.dumps([raw(USER, ANSWER, images=["wide.png"])]), attr=attr)
     assert len(load(json.dumps([raw(USER, ANSWER, images=[])]), attr=attr)) == 1
 
@@ -202,7 +202,7 @@ def test_lines_after_a_bad_one_are_still_checked(load):
 
 
 def test_absent_file(tmp_path, hf_directory):
-    with pytest.raises(UserError, match="absent.json: is no regular file"):
+    with pytest.raises(UserError, match=r"absent.json: is no regular file"):
         Dataset(data_config(hf_directory, tmp_path, tmp_path / "absent.json"))
 
 

@@ -30,7 +30,8 @@ def test_smart_resize_equals_transformers(height, width, factor, min_pixels, max
 
 def reference_patches(path, **changes):
     processor = Qwen2VLImageProcessorPil(**{**PREPROCESSOR, **changes})
-    answer = processor([Image.open(path)], return_tensors="pt")
+    with Image.open(path) as image:
+        answer = processor([image], return_tensors="pt")
     return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
 
 
@@ -133,7 +134,7 @@ def test_unusable_files_are_refused_by_name(tmp_path):
 def test_a_strip_is_refused_by_name(tmp_path, hf_directory):
     photo(1001, 5).save(tmp_path / "strip.png")
     processor = ImageProcessor.from_directory(str(hf_directory))
-    with pytest.raises(UserError, match="strip.png: one side is more than 200 times"):
+    with pytest.raises(UserError, match=r"strip.png: one side is more than 200 times"):
         processor.image_grid(str(tmp_path / "strip.png"))
 
 
@@ -145,7 +146,7 @@ def test_the_tighter_pixel_bound_holds_and_0_is_none(hf_directory):
     assert bounds(0, 0) == (3136, 12845056)
     assert bounds(1024, 262144) == (3136, 262144)
     assert bounds(10_000, 10**9) == (10_000, 12845056)
-    with pytest.raises(UserError, match="image_max_pixels = 1000 .* 3136 is above the upper bound 1000"):
+    with pytest.raises(UserError, match=r"image_max_pixels = 1000 .* 3136 is above the upper bound 1000"):
         bounds(0, 1000)
 
 
@@ -172,7 +173,7 @@ def test_unknown_settings_are_refused(tmp_path, change, message):
 
 
 def test_a_directory_without_settings_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has no preprocessor_config.json"):
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json"):
         ImageProcessor.from_directory(str(tmp_path))
 
 

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def take(loader, num_steps):
 
 def assert_same(found, expected):
     assert [len(step) for step in found] == [len(step) for step in expected]
-    pairs = zip(sum(found, []), sum(expected, []), strict=True)
+    pairs = zip(chain(*found), chain(*expected), strict=True)
     for one, other in pairs:
         for name in ("token_ids", "labels", "positions"):
             assert torch.equal(getattr(one, name), getattr(other, name))

@@ -170,7 +170,7 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
     assert files.find_load_kind(directory / "tp2" / "iter_0000000") == "training"
     with pytest.raises(UserError, match="does not exist"):
         files.find_load_kind(tmp_path / "none")
-    with pytest.raises(UserError, match="neither a Hugging Face directory .* it holds nothing"):
+    with pytest.raises(UserError, match=r"neither a Hugging Face directory .* it holds nothing"):
         files.find_load_kind(tmp_path)
     (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "mindspeed" / files.LATEST_FILE).write_text("release")
@@ -185,7 +185,7 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
         files.find_load_kind(tmp_path / "adapter")
     (tmp_path / "broken" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "broken" / files.LATEST_FILE).write_text("5\n")
-    with pytest.raises(UserError, match="iter_0000005 has no manifest.json"):
+    with pytest.raises(UserError, match=r"iter_0000005 has no manifest.json"):
         files.find_load_kind(tmp_path / "broken")
 
 
@@ -244,7 +244,7 @@ def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None
     one, other = (checkpoint / f"optimizer_tp00_pp00_dp{rank:02d}.safetensors" for rank in (0, 1))
     contents = one.read_bytes(), other.read_bytes()
     one.write_bytes(contents[0][:-1])
-    with pytest.raises(UserError, match="optimizer_tp00_pp00_dp00.safetensors"):
+    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp00.safetensors"):
         read_everything(checkpoint)
     one.write_bytes(contents[1])
     other.write_bytes(contents[0])
@@ -252,7 +252,7 @@ def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None
         read_everything(checkpoint)
     other.unlink()
     one.write_bytes(contents[0])
-    with pytest.raises(UserError, match="optimizer_tp00_pp00_dp01.safetensors"):
+    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp01.safetensors"):
         read_everything(checkpoint)
 
 

@@ -287,5 +287,5 @@ def test_the_spelling_is_recognised():
     names = [name for weight in weights for name in weight.hf_names]
     for spelling in Spelling:
         assert hf_spelling(spell(name, spelling) for name in names) is spelling
-    with pytest.raises(UserError, match="'model.norm.weight' and 'model.visual.a'"):
+    with pytest.raises(UserError, match=r"'model.norm.weight' and 'model.visual.a'"):
         hf_spelling(["model.norm.weight", "model.visual.a"])

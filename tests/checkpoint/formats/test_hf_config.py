@@ -199,5 +199,5 @@ def test_a_scaled_rotary_embedding_is_refused(key, saved):
     """It would be trained as the plain one."""
     config = flat(HFDirectory.open(saved).config)
     config["rope_scaling"] = {**config["rope_scaling"], key: "yarn", "factor": 4.0}
-    with pytest.raises(UserError, match="asks for the rotary embedding .*yarn"):
+    with pytest.raises(UserError, match=r"asks for the rotary embedding .*yarn"):
         model_from_hf(config)

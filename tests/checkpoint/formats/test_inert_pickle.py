@@ -82,7 +82,7 @@ def test_code_is_refused_in_protocol_4_with_dotted_names():
 
 def test_a_module_is_not_even_imported(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
-    source = f"open({str(marker)!r}, 'w')\ndef run(argument):\n    pass\n"
+    source = f"open({str(marker)!r}, 'w').close()\ndef run(argument):\n    pass\n"
     (tmp_path / "innocent_looking.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = load(written("innocent_looking run", "argument"))

@@ -6,6 +6,8 @@ too; what it can do and mm does not use raises NotImplementedError.  Nothing of 
 ``torch.npu`` known, as importing the real package does.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,7 @@ def _varlen(query, key, value, head_num, q_ends, kv_ends, mask, sparse_mode, sca
             raise TypeError(f"{name} must be a list of Python ints, not {type(ends).__name__}")
         if not 1 <= len(ends) <= _MAX_VARLEN_SEGMENTS:
             raise RuntimeError(f"{name} must hold 1 to {_MAX_VARLEN_SEGMENTS} numbers, not {len(ends)}")
-        if ends[0] == 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)) or ends[-1] != tensor.shape[0]:
+        if ends[0] == 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] != tensor.shape[0]:
             raise RuntimeError(f"{name} must be running sums without the leading 0, up to {tensor.shape[0]}: {ends}")
     if len(q_ends) != len(kv_ends):
         raise RuntimeError(f"{len(q_ends)} query segments but {len(kv_ends)} key segments")

@@ -23,7 +23,7 @@ def current_device():
 
 def set_device(device):
     """``device``: index, string or torch.device."""
-    global _chosen
+    global _chosen  # noqa: PLW0603  (which device is chosen is the state of the library)
     index = device if isinstance(device, int) else torch.device(device).index
     if not 0 <= index < _NUM_DEVICES:
         raise RuntimeError(f"invalid device index {index}; this machine has {_NUM_DEVICES}")

@@ -1,0 +1,56 @@
+"""docs/architecture.md shows the folders that exist, on the floors that the layering test enforces."""
+
+import re
+
+import pytest
+
+from tests.test_layering import FLOORS, ROOT
+
+PAGE = ROOT / "docs/architecture.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PATH = re.compile(r"\b(?:mm|checkpoint|demo)/[\w./]*")
+
+
+def as_path(room: str) -> str:
+    """``mm.weights`` -> ``mm/weights/``, ``mm.batch`` -> ``mm/batch.py``."""
+    path = room.replace(".", "/")
+    return f"{path}/" if (ROOT / path).is_dir() else f"{path}.py"
+
+
+def folders() -> set[str]:
+    """Every folder of the two packages that holds code; ``mm/`` itself is the house."""
+    files = [path for package in ("mm", "checkpoint") for path in (ROOT / package).rglob("*.py")]
+    return {f"{path.parent.relative_to(ROOT)}/" for path in files} - {"mm/"}
+
+
+def rooms() -> list[str]:
+    return re.findall(r"^\| `([^`]+)` \|", TEXT, flags=re.MULTILINE)
+
+
+def test_the_picture_has_the_floors_of_the_layering_test():
+    drawn = {}
+    for floor, names in re.findall(r"^floor (\d+) +(.+)$", TEXT, flags=re.MULTILINE):
+        drawn |= {name: int(floor) for name in names.split()}
+    assert drawn == {as_path(room): floor for room, floor in FLOORS.items()}
+
+
+def test_every_folder_has_one_sentence():
+    named = rooms()
+    assert len(named) == len(set(named))
+    assert set(named) == folders() | {as_path(room) for room in FLOORS}
+
+
+def test_rooms_stand_in_the_order_of_the_floors():
+    floors = {as_path(room): floor for room, floor in FLOORS.items()}
+    order = [floors[room] for room in rooms() if room in floors]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("path", sorted(set(PATH.findall(TEXT))))
+def test_what_is_named_exists(path: str):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))
+def test_link_leads_somewhere(link: str):
+    assert (PAGE.parent / link).exists()
