@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.formats.hf_files import read_header
-from checkpoint.formats.torch_file import read_index
+from checkpoint.formats.torch_file import read_torch_file
 from checkpoint.formats.training import DTYPES
 from mm.weights.views import Stored
 
@@ -29,17 +29,10 @@ def read_file(path: Path, name: str) -> StoredFile:
         UserError: the file is truncated, damaged, a Git-LFS pointer, or a pickle with code in it.
     """
     if path.suffix == ".pt":
-        index = read_index(path)
-        keys, found = index.chunks, [
-            Stored(name, f"{tensor.chunk}/{tensor.name}", tensor.dtype, tensor.shape, tensor.offset_bytes)
-            for tensor in index.tensors
-        ]
-    else:
-        keys, found = (path.stem,), [
-            Stored(name, tensor.name, tensor.dtype, tensor.shape, tensor.offset)
-            for tensor in read_header(path, DTYPES).values()
-        ]
-    return StoredFile(keys, {stored.name: stored for stored in found})
+        return StoredFile(*read_torch_file(path, name))
+    tensors = read_header(path, DTYPES).values()
+    found = [Stored(name, tensor.name, tensor.dtype, tensor.shape, tensor.offset) for tensor in tensors]
+    return StoredFile((path.stem,), {stored.name: stored for stored in found})
 
 
 def read_stored(path: Path, name: str) -> Mapping[str, Stored]:

@@ -1,48 +1,16 @@
 """A directory in MindSpeed-MM's layout as the target of a byte plan: its files, and the views of their tensors."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 
 import torch
 
-from checkpoint.formats import torch_file_writer as torch_zip_writer
 from checkpoint.formats.safetensors_file import SafetensorsFile
 from checkpoint.formats.slots import RELEASE, Format, Kind, Shard, shards
-from checkpoint.formats.torch_file import TorchFile
-from checkpoint.formats.torch_file_writer import Tensors
+from checkpoint.formats.torch_file_writer import Tensors, TorchFile
 from mm.config.model import ModelConfig
 from mm.weights.plan import TargetFile
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Stored, View, shard_view
-
-
-@dataclass(frozen=True)
-class TorchTarget:
-    """A ``model_optim_rng.pt`` to write: a ``mm.weights.plan.TargetFile``."""
-
-    name: str
-    chunks: Mapping[str, Tensors]
-    """dtype and shape by name, by chunk key."""
-
-    @cached_property
-    def _planned(self) -> TorchFile:
-        return torch_zip_writer.plan_file(self.chunks)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._planned.size_bytes
-
-    @cached_property
-    def tensors(self) -> tuple[Stored, ...]:
-        return tuple(
-            Stored(self.name, f"{tensor.chunk}/{tensor.name}", tensor.dtype, tensor.shape, tensor.offset_bytes)
-            for tensor in self._planned.tensors
-        )
-
-    def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
-        by_chunk = {(chunk, name): crc32s[f"{chunk}/{name}"] for chunk, names in self.chunks.items() for name in names}
-        return torch_zip_writer.frame(self.chunks, crc32s=by_chunk)
 
 
 def mm_targets(
@@ -65,8 +33,8 @@ def mm_targets(
     return views, files
 
 
-def _torch_file(name: str, parts: list[Shard], described: Tensors) -> TorchTarget:
-    return TorchTarget(name, {
+def _torch_file(name: str, parts: list[Shard], described: Tensors) -> TorchFile:
+    return TorchFile.new(name, {
         shard.chunk_key: {key.removeprefix(f"{shard.chunk_key}/"): described[key] for key in shard.weights}
         for shard in parts
     })
