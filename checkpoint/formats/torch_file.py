@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from checkpoint.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
+from checkpoint.formats.safetensors import refuse_lfs_pointer
 from mm.errors import UserError
 from mm.weights.views import Stored
 
@@ -28,7 +29,6 @@ _MAX_PICKLE_BYTES = 1 << 28
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
 
-_LFS_MAGIC = b"version https://git-lfs"
 _LEGACY_TORCH_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """``torch.serialization.MAGIC_NUMBER`` pickled: how torch.save's files began before torch 1.6."""
 
@@ -63,8 +63,8 @@ class _Unusable(Exception):
     """Why one tensor is no byte range of the file; the rest of a sentence that starts with its name."""
 
 
-def read_torch_file(path: Path, name: str) -> tuple[tuple[str, ...], dict[str, Stored]]:
-    """The chunks of a file (``model``, or ``model0``, ``model1``...) and their tensors by ``CHUNK/NAME``.
+def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
     ``name`` is what the result calls the file.  Tensors are row-major and little-endian; those that share a storage
     (tied weights) have overlapping ranges.  A chunk may have no tensors.
@@ -99,7 +99,7 @@ def read_torch_file(path: Path, name: str) -> tuple[tuple[str, ...], dict[str, S
                 tensors[stored.name] = stored
     if problems:
         raise UserError(problems)
-    return tuple(chunks), tensors
+    return tensors, tuple(chunks)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -112,8 +112,7 @@ def _open(path: Path) -> BinaryIO:
     if start.startswith(b"PK\x03\x04"):
         return file
     file.close()
-    if start.startswith(_LFS_MAGIC):
-        raise UserError(f"{path} is a Git-LFS pointer, not the file itself; run 'git lfs pull' in {path.parent}.")
+    refuse_lfs_pointer(path, start)
     if start.startswith(_LEGACY_TORCH_MAGIC):
         raise UserError(
             f"{path} is in torch's format from before version 1.6; load it with torch.load(..., weights_only=True) and "

@@ -36,7 +36,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 def read(path: Path) -> list[Stored]:
     """The tensors of a file that has the one chunk ``model``."""
-    chunks, tensors = read_torch_file(path, "the file")
+    tensors, chunks = read_torch_file(path, "the file")
     assert chunks == ("model",)
     assert [(stored.file, stored.name) for stored in tensors.values()] == [("the file", name) for name in tensors]
     return list(tensors.values())
@@ -73,7 +73,7 @@ def test_every_dtype_and_shape_is_found(path):
 def test_virtual_chunks(path):
     chunks = {f"model{i}": OrderedDict(weight=torch.full((3,), float(i))) for i in range(12)} | {"model12": {}}
     torch.save(chunks, path)
-    found, tensors = read_torch_file(path, "file")
+    tensors, found = read_torch_file(path, "file")
     assert found == tuple(chunks)
     assert {name: bytes_at(path, tensor) for name, tensor in tensors.items()} == {
         f"{chunk}/weight": as_bytes(entries["weight"]) for chunk, entries in chunks.items() if entries
@@ -307,7 +307,7 @@ def test_damage_leads_to_a_refusal_or_to_ranges_within_the_file(tmp_path_factory
     else:
         path.write_bytes(damaged(whole))
     try:
-        _, tensors = read_torch_file(path, path.name)
+        tensors, _ = read_torch_file(path, path.name)
     except UserError:
         return
     for tensor in tensors.values():
@@ -328,7 +328,7 @@ def test_no_tensor_is_read(path):
         "    for offset, content in file.frame({tensor.name: 0 for tensor in file.tensors}):\n"
         "        opened.seek(offset)\n"
         "        opened.write(content)\n"
-        "assert tuple(read_torch_file(path, path.name)[1].values()) == file.tensors\n"
+        "assert tuple(read_torch_file(path, path.name)[0].values()) == file.tensors\n"
         "assert file.tensors[-1].offset > 2**40 - 2**35\n"
     )
     subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)

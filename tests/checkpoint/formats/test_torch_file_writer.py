@@ -90,7 +90,7 @@ def test_torch_loads_what_was_copied_in(path, mmap, calculate_offsets):
 def test_the_reader_agrees_with_the_plan(path):
     file = write(path, EXAMPLE)
     assert file == TorchFile.new(path.name, specs(EXAMPLE))
-    chunks, tensors = read_torch_file(path, path.name)
+    tensors, chunks = read_torch_file(path, path.name)
     assert (chunks, tuple(tensors.values())) == (tuple(EXAMPLE), file.tensors)
     assert file.num_bytes == path.stat().st_size
     assert all(tensor.offset % 64 == 0 for tensor in file.tensors)
@@ -201,7 +201,7 @@ def test_more_than_4_gib(path, tmp_path):
             opened.write(b"\x42" * tensor.num_bytes)
         opened.seek(big.offset + big.num_bytes)
         assert opened.read(8) == b"PK\7\x08" + (0x01234567).to_bytes(4, "little")
-    assert tuple(read_torch_file(path, path.name)[1].values()) == file.tensors
+    assert tuple(read_torch_file(path, path.name)[0].values()) == file.tensors
     found = torch.load(path, weights_only=True, mmap=True)["model"]
     assert as_bytes(found["small"]) == b"\x42" * 12 and as_bytes(found["end"]) == b"\x42" * 14
     with zipfile.ZipFile(path) as archive:
