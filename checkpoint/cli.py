@@ -18,8 +18,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.options import (
     DiffConfig,
     HFToMMConfig,
@@ -38,8 +37,8 @@ def hf_to_mm(cfg: HFToMMConfig) -> None:
     """Hugging Face -> MindSpeed-MM's directories on a layout."""
     layout, common, hf_dir = cfg.parallel_config.layout(convert.LAYOUT), cfg.common_model_config, cfg.hf_config.hf_dir
     common.check(hf_dir)
-    kind = Kind(Format(cfg.save_format), common.structure or Structure.FUSED, cfg.save_vit_only)
-    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, kind, cfg.language_dir()).run(_options(cfg))
+    storage = Storage(Format(cfg.save_format), common.structure or Structure.FUSED, cfg.save_vit_only)
+    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, cfg.language_dir()).run(_options(cfg))
 
 
 def mm_to_hf(cfg: MMToHFConfig) -> None:

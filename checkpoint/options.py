@@ -11,7 +11,7 @@ from typing import Literal
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.spelling import Spelling, hf_spelling
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Structure
 from mm.errors import UserError
 from mm.placement import PipelineLayout
 
@@ -29,7 +29,7 @@ _FACTS: dict[str, Callable[[HFDirectory], object]] = {
     "llm_num_layers": lambda hf: hf.model_config().language.num_layers,
     "vit_num_layers": lambda hf: hf.model_config().vision.num_layers,
     "new_transformers_weight_key":
-        lambda hf: hf_spelling(tensor.name for tensor in hf.tensors.values()) is Spelling.MODULE,
+        lambda hf: hf_spelling(stored.name for stored in hf.tensors.values()) is Spelling.MODULE,
 }  # fmt: skip
 """What a Hugging Face directory says of a field of ``CommonModelConfig``."""
 _COMMON = "--cfg.common_model_config"
