@@ -18,8 +18,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.lists import read_lists
 from checkpoint.options import (
     CommonModelConfig,
@@ -42,8 +41,8 @@ def hf_to_mm(cfg: HFToMMConfig) -> None:
     layout = _layout(cfg.parallel_config, convert.LAYOUT)
     common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
     check_common(common, hf_dir)
-    kind = Kind(Format(cfg.save_format), _structure(common) or Structure.FUSED, cfg.save_vit_only)
-    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, kind, language_dir(cfg)).run(_options(cfg))
+    storage = Storage(Format(cfg.save_format), _structure(common) or Structure.FUSED, cfg.save_vit_only)
+    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, language_dir(cfg)).run(_options(cfg))
 
 
 def mm_to_hf(cfg: MMToHFConfig) -> None:

@@ -4,7 +4,6 @@ The byte plan cannot serve here, because it needs two complete sets of weights; 
 whatever both directories hold of it, once.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ from tqdm import tqdm
 from checkpoint.diff_compare import Finding, Unequal, compare_weight
 from checkpoint.diff_guess import guess, misfit_cause, missing_head_cause
 from checkpoint.diff_sides import Misfit, Side, open_sides
-from checkpoint.formats.files import DTYPE_NAMES
+from checkpoint.formats.hf_config import differences
 from checkpoint.formats.layout import Layout
+from checkpoint.formats.safetensors import DTYPE_NAMES
+from checkpoint.formats.source import Kind
 from mm.config.model import ModelConfig
 from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 
 NUM_SHOWN = 10
-_FREE_FIELDS = ("pipeline_num_layers", "freeze", "recompute", "init_method_std", "max_position_embeddings")
-"""Two directories of one model may have other values: they do not change what a weight means."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +71,15 @@ def diff_directories(
 
 
 def _description(side: Side) -> str:
-    kind = {"hf": "Hugging Face directory", "mm": "MindSpeed-MM's layout", "training": "training checkpoint"}[side.kind]
-    return f"{side.path}: {kind}" + (f", {Layout.of(side.model, side.tp_size)}" if side.kind != "hf" else "")
+    layout = "" if side.kind is Kind.HUGGING_FACE else f", {Layout.of(side.model, side.tp_size)}"
+    return f"{side.path}: {side.kind.value}{layout}"
 
 
 def _model_lines(source: Side, target: Side) -> Iterator[str]:
     """In what the two say of the model they differ."""
     if source.is_stated and target.is_stated:
-        one, other = _fields(source.model), _fields(target.model)
-        for name in one:
-            if one[name] != other[name]:
-                yield f"the model: {name} is {one[name]} in {source.path}, but {other[name]} in {target.path}"
-
-
-def _fields(model: ModelConfig) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for name, value in dataclasses.asdict(model).items():
-        parts = value.items() if isinstance(value, dict) else [(None, value)]
-        fields |= {f"{name}.{key}" if key else name: item for key, item in parts if key not in _FREE_FIELDS}
-    return fields
+        for one in differences(source.model, target.model):
+            yield f"the model: {one.field} is {one.one} in {source.path}, but {one.other} in {target.path}"
 
 
 def _all_weights(model: ModelConfig, other: ModelConfig) -> list[Weight]:

@@ -13,9 +13,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from mm.weights.cut import cut_dim
+from mm.weights.cut import Run, cut_dim, shard_runs
 from mm.weights.table import Fusion, Weight, local_shape
-from mm.weights.views import ModelRun, model_runs
 
 PADDING = -1
 _JOINED_TP_SIZES = (2, 4, 8)
@@ -200,10 +199,10 @@ def wrong_cuts(weight: Weight, tp_size: int, tp_rank: int, shape: tuple[int, ...
 
 def numbers(weight: Weight, tp_size: int, tp_rank: int) -> Tensor:
     """The order of one rank's shard."""
-    return run_numbers(weight, model_runs(weight, tp_size, tp_rank))
+    return run_numbers(weight, shard_runs(weight, tp_size, tp_rank))
 
 
-def run_numbers(weight: Weight, runs: Iterable[ModelRun]) -> Tensor:
+def run_numbers(weight: Weight, runs: Iterable[Run]) -> Tensor:
     """The order that ``runs`` say."""
     first, firsts = 0, {}
     for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):

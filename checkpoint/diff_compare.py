@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoint.diff_causes import bits, precision_order
 from checkpoint.diff_sides import Held, Side, blocks
 from checkpoint.formats.copy import Files, Progress
-from mm.weights.plan import padding_parts
+from mm.weights.plan import Index
 from mm.weights.table import Weight
 from mm.weights.views import Stored, View
 
@@ -73,7 +73,7 @@ def compare_weight(weight: Weight, source: Side, target: Side, progress: Progres
             copies += [(side, one.stored, other.stored) for one, other in side.twins_of(weight)
                        if not _are_equal(files, one, other)]
             padding += [(side, view.stored) for view in side.views_of(weight)
-                        if not all(files.is_zero(part) for part in padding_parts([view]))]
+                        if not all(files.is_zero(part) for part in Index([view]).padding)]
     return Finding(weight, tuple(unequal), tuple(copies), tuple(padding))
 
 

@@ -26,7 +26,7 @@ from checkpoint.diff_causes import (
 )
 from checkpoint.diff_compare import Finding, Unequal
 from checkpoint.diff_sides import Held, Misfit, Side, sample
-from checkpoint.formats.structure import Structure, stored_weights
+from checkpoint.formats.storage import Structure, stored_weights
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight
 from mm.weights.views import Stored
 

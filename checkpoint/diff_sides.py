@@ -5,7 +5,7 @@ Knows nothing of what makes two tensors differ.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,14 @@ from torch import Tensor
 from checkpoint.formats.copy import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.known_models import recognize
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.slots import shards
-from checkpoint.formats.source import open_source
-from checkpoint.formats.training import find_load_kind
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.source import Kind, find_kind
+from checkpoint.formats.source import open as open_source
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight, local_shape, model_weights
-from mm.weights.views import ModelRun, Stored, View, shard_view, whole_view
+from mm.weights.cut import Run
+from mm.weights.table import Weight
+from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 20
 """Of one tensor in one directory, at a time and for each worker."""
@@ -57,7 +57,7 @@ class Part:
 
     view: View
     position: int
-    run: ModelRun
+    run: Run
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ class Side:
 
     path: Path
     """What files are relative to."""
-    kind: str
-    """"hf", "mm" or "training"."""
+    kind: Kind
     model: ModelConfig
     is_stated: bool
     """Whether the directory itself says that ``model`` is what it holds."""
@@ -172,7 +171,7 @@ class Side:
     @cached_property
     def twins(self) -> tuple[tuple[View, View], ...]:
         """What must be equal, because it holds the same of the model; the first is the one that is compared."""
-        first: dict[tuple[ModelRun, ...], View] = {}
+        first: dict[tuple[Run, ...], View] = {}
         held = [one.view for one in self.placed if any(run.key is not None for run in one.view.runs)]
         return tuple((kept, view) for view in held if (kept := first.setdefault(view.runs, view)) is not view)
 
@@ -249,10 +248,11 @@ def open_sides(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Pat
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = ((Path(source_dir), "--cfg.source_dir"), (Path(target_dir), "--cfg.target_dir"))
-    kinds = [find_load_kind(path, flag) for path, flag in paths]
+    kinds = [find_kind(path, flag) for path, flag in paths]
+    converted = [number for number, kind in enumerate(kinds) if kind is Kind.MINDSPEED]
     stating = {number: _stating_side(path, kind, flag)
-               for number, ((path, flag), kind) in enumerate(zip(paths, kinds, strict=True)) if kind != "mm"}
-    opened = {number: MMDirectory.open(paths[number][0]) for number, kind in enumerate(kinds) if kind == "mm"}
+               for number, ((path, flag), kind) in enumerate(zip(paths, kinds, strict=True)) if number not in converted}
+    opened = {number: MindSpeedDirectory.open(paths[number][0]) for number in converted}
     models = [side.model for side in stating.values()]
     models += [directory.manifest.model for directory in opened.values() if directory.manifest]
     assumed = given or next(iter(models), None)
@@ -260,42 +260,17 @@ def open_sides(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Pat
     return source, target
 
 
-def _stating_side(path: Path, kind: str, flag: str) -> Side:
-    if kind == "training":
-        source = open_source(path, flag, None, "")
-        weights = {weight.name: weight for weight in model_weights(source.model)}
-        placed = tuple(Placed(weights[view.stored.name], view) for view in source.views)
-        return Side(source.path, kind, source.model, True, source.tp_size, placed)
-    directory = HFDirectory.open(path)
-    model, placed, misfits = directory.model_config(), [], []
-    for weight in model_weights(model):
-        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-            tensor = directory.tensors.get(name)
-            if tensor is None:
-                misfits.append(Misfit(weight, 0, f"{path} lacks {name} of shape {list(shape)}."))
-                continue
-            stored = Stored(tensor.file.name, tensor.name, tensor.dtype, tensor.shape, tensor.offset)
-            if tensor.shape == shape:
-                placed.append(Placed(weight, whole_view(stored, name, weight)))
-            else:
-                misfits.append(Misfit(weight, 0, _shape_text(tensor.file, stored, shape), stored))
-    problems = [_left_over(directory, name) for name in directory.unclaimed(model)]
-    return Side(directory.path, kind, model, True, 1, tuple(placed), tuple(misfits), tuple(problems))
+def _stating_side(path: Path, kind: Kind, flag: str) -> Side:
+    source = open_source(path, flag, lenient=True)
+    placed = tuple(Placed(view.weight, view) for view in source.views)
+    misfits = tuple(Misfit(one.weight, one.tp_rank, one.text, one.stored) for one in source.problems if one.weight)
+    problems = tuple(one.text for one in source.problems if one.weight is None)
+    return Side(source.path, kind, source.model, True, source.tp_size, placed, misfits, problems)
 
 
-def _left_over(directory: HFDirectory, name: str) -> str:
-    stale = directory.tensors.get(HF_OUTPUT_LAYER_NAME)
-    if stale is not None and stale.name == name:
-        return (
-            f"{stale.file} holds {name}, which differs from {HF_EMBEDDING_NAME} although config.json says that they "
-            f"are one tensor. Likely cause: tied head: a stale copy of the embedding, or tie_word_embeddings is wrong."
-        )
-    return f"{directory.path} holds {name}, which is no weight of the model."
-
-
-def _mm_side(directory: MMDirectory, assumed: ModelConfig | None) -> Side:
+def _mm_side(directory: MindSpeedDirectory, assumed: ModelConfig | None) -> Side:
     model = assumed or recognize(directory)
-    is_stated, is_vit_only = directory.manifest is not None, directory.kind.vit_only
+    is_stated, is_vit_only = directory.manifest is not None, directory.storage.vit_only
     try:
         on_layout, tp_size = directory.placed_model(None, "", model)
     except UserError as error:
@@ -303,31 +278,11 @@ def _mm_side(directory: MMDirectory, assumed: ModelConfig | None) -> Side:
         if known is None and assumed is None:
             raise
         if known is None:  # it holds another model than the other directory
-            return Side(directory.path, "mm", assumed, False, 1, (), (), error.problems, is_vit_only)
+            return Side(directory.path, Kind.MINDSPEED, assumed, False, 1, (), (), error.problems, is_vit_only)
         on_layout, tp_size = directory.placed_model(None, "", known)
-    placed, misfits, known_names = [], [], {}
-    for shard in shards(on_layout, tp_size, directory.kind):
-        known_names.setdefault(shard.file, set()).update(shard.weights)
-        for name, weight in shard.weights.items():
-            path = directory.path / directory.folder / shard.file
-            stored, shape = directory.contents.get(shard.file, {}).get(name), local_shape(weight, tp_size)
-            if stored is None:
-                text = f"{path} lacks {name} of shape {list(shape)}."
-                misfits.append(Misfit(weight, shard.tp_rank, text))
-            elif stored.shape != shape:
-                misfits.append(Misfit(weight, shard.tp_rank, _shape_text(path, stored, shape), stored))
-            else:
-                placed.append(Placed(weight, shard_view(stored, weight, tp_size, shard.tp_rank)))
-    problems = list(_strays(directory, known_names))
-    return Side(directory.path, "mm", on_layout, is_stated, tp_size, tuple(placed), tuple(misfits), tuple(problems),
-                is_vit_only)
-
-
-def _strays(directory: MMDirectory, known_names: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    for file, contents in directory.contents.items():
-        for name in sorted(contents.keys() - set(known_names.get(file, ()))):
-            yield f"{directory.path / directory.folder / file} holds {name}, which has no place on this rank."
-
-
-def _shape_text(path: Path, stored: Stored, shape: tuple[int, ...]) -> str:
-    return f"{path}: {stored.name} has shape {list(stored.shape)}; expected {list(shape)}."
+    views, found = directory.views(on_layout, tp_size)
+    placed = [Placed(view.weight, view) for view in views]
+    misfits = [Misfit(one.weight, one.tp_rank, one.text, one.stored) for one in found if one.weight]
+    problems = [one.text for one in found if one.weight is None]
+    return Side(directory.path, Kind.MINDSPEED, on_layout, is_stated, tp_size, tuple(placed), tuple(misfits),
+                tuple(problems), is_vit_only)

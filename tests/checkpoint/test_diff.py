@@ -22,25 +22,24 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import Difference, diff_directories
 from checkpoint.formats import training as checkpoint_files
-from checkpoint.formats.files import read_stored
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.spelling import spell
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from mm.errors import UserError
 from mm.weights.table import fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_hf
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
 SMALL = SmallModel(2)
-KINDS = [Kind(format, structure) for format in Format for structure in Structure]
+KINDS = [Storage(format, structure) for format in Format for structure in Structure]
 
 
 def diff(source: Path, target: Path, hf: Path | None = None) -> Difference:
     return diff_directories(source, target, hf, 1)
 
 
-def to_mm(hf: Path, target: Path, layout: Layout, kind: Kind | None = None) -> Path:
+def to_mm(hf: Path, target: Path, layout: Layout, kind: Storage | None = None) -> Path:
     convert.hf_to_mm(hf, target, layout, kind).run(Options(num_workers=1))
     return target
 
@@ -73,7 +72,7 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
 
 
 @st.composite
-def cases(draw) -> tuple[SmallModel, Layout, Layout, Kind, Kind, int]:
+def cases(draw) -> tuple[SmallModel, Layout, Layout, Storage, Storage, int]:
     small = draw(small_models())
     kinds = st.sampled_from(KINDS)
     return small, draw(layouts(small)), draw(layouts(small)), draw(kinds), draw(kinds), draw(st.integers(0, 2**30))
@@ -236,7 +235,7 @@ def test_other_settings_of_the_same_weights(hf, tmp_path):
 
 
 def test_a_directory_without_llm(hf, tmp_path):
-    mm = to_mm(hf, tmp_path / "mm", LAYOUT, Kind(vit_only=True))
+    mm = to_mm(hf, tmp_path / "mm", LAYOUT, Storage(vit_only=True))
     found = diff(hf, mm)
     assert found.lines[3:] == (f"{mm} holds no LLM (save_vit_only); only the rest is compared.",)
     assert found.lines[2] == "30 of 30 tensors of the model are equal to the last bit." and not found.is_equal
@@ -274,7 +273,7 @@ def test_every_flipped_bit_is_one_entry(hf, tmp_path):
     chances = random.Random(0)
     for _ in range(20):
         path = chances.choice(sorted(mm.rglob("*.safetensors")))
-        tensor = chances.choice(list(read_stored(path, path.name).values()))
+        tensor = chances.choice(list(read_header(path).values()))
         place = tensor.offset + chances.randrange(tensor.num_bytes)
         content = path.read_bytes()
         damaged = bytearray(content)
@@ -302,7 +301,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     for name in ("one", "other"):
         write_sparse_hf(config, tmp_path / name)
     path = tmp_path / "other" / "model.safetensors"
-    tensor = read_stored(path, path.name)["model.embed_tokens.weight"]
+    tensor = read_header(path)["model.embed_tokens.weight"]
     with path.open("r+b") as file:
         file.seek(tensor.offset + tensor.num_bytes - 2)
         file.write(b"\x03\x03")

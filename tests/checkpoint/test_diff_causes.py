@@ -12,7 +12,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.storage import Format, Storage
 from tests.checkpoint.models import SmallModel
 
 SMALL = SmallModel(2, vision_ffn=5, language_ffn=6)
@@ -34,7 +34,7 @@ def mm(hf) -> Path:
     return to_mm(hf)
 
 
-def to_mm(hf: Path, layout: Layout = LAYOUT, kind: Kind | None = None) -> Path:
+def to_mm(hf: Path, layout: Layout = LAYOUT, kind: Storage | None = None) -> Path:
     convert.hf_to_mm(hf, hf.with_name("mm"), layout, kind).run(Options(num_workers=1))
     return hf.with_name("mm")
 
@@ -150,7 +150,7 @@ def test_k_and_v_swapped_in_hf(hf, mm):
 # gate/up order
 
 
-@pytest.mark.parametrize("kind", [Kind(), Kind(Format.TORCH)])
+@pytest.mark.parametrize("kind", [Storage(), Storage(Format.TORCH)])
 def test_up_before_gate(hf, kind):
     mm = to_mm(hf, kind=kind)
     parts = [part.chunk(2) for part in gate_up(read_hf(hf))]
