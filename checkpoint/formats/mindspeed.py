@@ -116,6 +116,8 @@ class MindSpeedDirectory:
     """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file, relative to ``path``, and name."""
+    notes: tuple[str, ...] = ()
+    """For the user: none."""
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":

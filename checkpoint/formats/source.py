@@ -83,6 +83,11 @@ class Source:
         return all(view.stored.crc32 is not None for view in self.views)
 
     @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By published name; where one tensor is held in two dtypes, a plan refuses it."""
+        return {run.key: view.stored.dtype for view in self.views for run in view.runs if run.key is not None}
+
+    @property
     def layout(self) -> Layout:
         return Layout.of(self.model, self.tp_size)
 
@@ -246,13 +251,32 @@ def open(
         case MindSpeedDirectory():
             source = _open_mindspeed(directory, layout, layout_flag, model, lenient)
         case TrainingDirectory():
-            source = _source(directory, Kind.TRAINING, directory.model, directory.manifest.tp_size, directory.views(),
-                             lenient, is_trained=True, notes=directory.notes)
+            source = open_training(directory, lenient=lenient)
             if layout is not None and layout != source.layout:
                 raise UserError(
                     f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
                     f"{source.layout}; leave {layout_flag} out, or give the right directory."
                 )
+    return source
+
+
+def open_to_train(path: str | Path, model: ModelConfig, finetune: bool) -> Source:
+    """What ``--load`` gives, found to be a whole ``model``.
+
+    Raises:
+        UserError: it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and ``finetune`` does
+            not say to begin anew.
+    """
+    source = open(path, "--load", model=model)
+    if source.is_trained and source.kind is Kind.MINDSPEED and not finetune:
+        folder = Path(source.views[0].stored.file).parts[0]
+        raise UserError(
+            f"--load {path} is a training checkpoint of MindSpeed-MM ({folder}), whose optimizer state and random "
+            f"states cannot be continued here; add --finetune to start at step 0 from its weights."
+        )
+    if source.is_vit_only:
+        raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
+    source.check_model(model)
     return source
 
 
@@ -266,6 +290,12 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
     language, files = language_views(language_path, directory.config, model)
     kept = [view for view in views if view.weight.part != "language"]
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
+
+
+def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source:
+    """The weights of a training checkpoint, as they were trained with; optimizer state is no part of a source."""
+    return _source(directory, Kind.TRAINING, directory.model, directory.manifest.tp_size, directory.views(), lenient,
+                   is_trained=True, notes=directory.notes)
 
 
 def _open_mindspeed(

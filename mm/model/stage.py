@@ -19,7 +19,7 @@ from mm.model.layers import AttentionInputs, Build
 from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
 from mm.placement import Placement, StageSpec
-from mm.weights.table import stage_weights
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, stage_weights
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def _mark_tied(parameters: dict[str, nn.Parameter]) -> None:
     ``shared_embedding`` gives both the same cut of the distributed optimizer; ``shared`` on the copy keeps the
     gradient norm from counting it twice.
     """
-    embedding = parameters.get("text_decoder.embedding.word_embeddings.weight")
-    head = parameters.get("text_decoder.output_layer.weight")
+    embedding = parameters.get(EMBEDDING_NAME)
+    head = parameters.get(OUTPUT_LAYER_NAME)
     for parameter in (embedding, head):
         if parameter is not None:
             parameter.shared_embedding = True

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from checkpoint import convert
+from checkpoint.formats.source import Kind, open_to_train
+from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import RunConfig, resolved
 from mm.data.dataset import Dataset
@@ -19,11 +22,11 @@ from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
 from mm.device.device import Device
 from mm.errors import AgreedError
-from mm.model import flops
+from mm.model import flops, load
 from mm.model.stage import build_stage
 from mm.parallel import mesh as parallel
 from mm.parallel.agreement import on_first, together
-from mm.parallel.megatron import DTYPES, ddp_config, optimizer_config, parallel_config
+from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
 from mm.parallel.pipeline import MessageShapes, PipelineCommunicator, bind_schedule, run_schedule
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
@@ -50,20 +53,20 @@ class Trainer:
         stage = build_stage(
             run.model, self.placement, self.mesh.pp_rank, settings, device, run.loss == "per_sample"
         )
-        kind = None if args.load is None else state.find_load_kind(args.load)
-        if kind is None:
-            state.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
-        elif kind == "hf":
-            state.load_hf(stage, self.weights, self.mesh, args.load, DTYPES[run.precision])
-        elif kind == "mm":
-            state.load_mm(stage, self.weights, self.mesh, args.load, DTYPES[run.precision], args.finetune)
+        source = None if args.load is None else together(
+            self.mesh, lambda: open_to_train(args.load, run.model, args.finetune))
+        is_resumed = source is not None and source.kind is Kind.TRAINING
+        if source is None:
+            load.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
+        elif not is_resumed:
+            load.fill(stage, self.weights, source, self.mesh)
         self.model = DistributedDataParallel(settings, ddp_config(args), stage)
         self.optimizer = build_optimizer(optimizer_config(args, run.precision), self.model, self.mesh)
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        if kind == "training":
-            self.checkpoint, _ = state.find_checkpoint(args.load)
+        if is_resumed:
+            self.checkpoint = source.path
             self.progress = state.load(
                 args.load,
                 self.model,
@@ -74,9 +77,9 @@ class Trainer:
                 load_rng=not args.no_load_rng,
                 finetune=args.finetune,
             )
-        if kind is not None:
-            named = {"hf": "a Hugging Face", "mm": "a converted", "training": "a training"}[kind]
-            self._say(f"loaded {named} checkpoint from {args.load}, iteration {self.progress.iteration}")
+        if source is not None:
+            named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
+            self._say(f"loaded a {named[source.kind]} checkpoint from {args.load}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
         bind_schedule(self.model, self.mesh)
@@ -122,10 +125,9 @@ class Trainer:
         self._say(f"exporting {self.checkpoint} to {target}")
 
         def write() -> None:
-            base = self.run.data.model_name_or_path
-            state.export_hf(self.checkpoint, base, target, self.run.model, overwrite=False)
+            convert.mm_to_hf(self.checkpoint, self.run.data.model_name_or_path, target).run(convert.Options())
             if passing is not None:
-                state.remove(passing)
+                remove(passing)
 
         on_first(self.mesh, write)
 
