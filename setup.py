@@ -22,7 +22,6 @@ setup(
         "psutil",
         "tqdm",
         "jsonargparse>=4.40,<5",
-        "pyyaml",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},
     extras_require={

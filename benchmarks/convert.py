@@ -66,7 +66,7 @@ def make_checkpoint(directory: Path, size: str) -> None:
     import torch
 
     from checkpoint.formats.hf_config import model_from_hf
-    from checkpoint.formats.safetensors_file import SafetensorsFile
+    from checkpoint.formats.safetensors import SafetensorsFile
     from mm.weights.table import model_weights
 
     directory.mkdir(parents=True)

@@ -18,11 +18,8 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
-from checkpoint.lists import read_lists
+from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.options import (
-    CommonModelConfig,
     DiffConfig,
     HFToMMConfig,
     MMToHFConfig,
@@ -32,43 +29,39 @@ from checkpoint.options import (
     ShowConfig,
     VerifyConfig,
 )
-from checkpoint.stated import check_common, language_dir, parallel_problems
 from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
 
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:
     """Hugging Face -> MindSpeed-MM's directories on a layout."""
-    layout = _layout(cfg.parallel_config, convert.LAYOUT)
-    common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
-    check_common(common, hf_dir)
-    kind = Kind(Format(cfg.save_format), _structure(common) or Structure.FUSED, cfg.save_vit_only)
-    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, kind, language_dir(cfg)).run(_options(cfg))
+    layout, common, hf_dir = cfg.parallel_config.layout(convert.LAYOUT), cfg.common_model_config, cfg.hf_config.hf_dir
+    common.check(hf_dir)
+    storage = Storage(Format(cfg.save_format), common.structure or Structure.FUSED, cfg.save_vit_only)
+    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, cfg.language_dir()).run(_options(cfg))
 
 
 def mm_to_hf(cfg: MMToHFConfig) -> None:
     """MindSpeed-MM's directories, on any layout, or a training checkpoint -> Hugging Face."""
-    layout = _optional_layout(cfg.parallel_config, convert.LAYOUT)
+    layout = _layout(cfg.parallel_config, convert.LAYOUT)
     common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
-    check_common(common, hf_dir)
-    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, _structure(common)).run(_options(cfg))
+    common.check(hf_dir)
+    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, common.structure).run(_options(cfg))
 
 
 def resplit(cfg: ResplitConfig) -> None:
     """MindSpeed-MM's directories, or a training checkpoint, from one layout to another."""
-    source = _optional_layout(cfg.source_parallel_config, convert.SOURCE_LAYOUT)
-    target = _layout(cfg.target_parallel_config, convert.TARGET_LAYOUT)
-    common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir if cfg.hf_config else None
-    check_common(common, hf_dir)
-    format = None if cfg.save_format is None else Format(cfg.save_format)
-    structure = _structure(common)
-    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, structure).run(_options(cfg))
+    source = _layout(cfg.source_parallel_config, convert.SOURCE_LAYOUT)
+    target = cfg.target_parallel_config.layout(convert.TARGET_LAYOUT)
+    common, hf_dir = cfg.common_model_config, cfg.hf_config and cfg.hf_config.hf_dir
+    common.check(hf_dir)
+    format = cfg.save_format and Format(cfg.save_format)
+    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, common.structure).run(_options(cfg))
 
 
 def verify(cfg: VerifyConfig) -> None:
     """Compare a directory with its manifest, and with a Hugging Face directory if one is given."""
-    given = _optional_layout(cfg.parallel_config, convert.LAYOUT)
-    hf_dir = cfg.hf_config.hf_dir if cfg.hf_config else None
+    given, hf_dir = _layout(cfg.parallel_config, convert.LAYOUT), cfg.hf_config and cfg.hf_config.hf_dir
     print("\n".join(verify_directory(Path(cfg.mm_dir), hf_dir, given, convert.LAYOUT, _num_workers(cfg.num_workers))))
 
 
@@ -77,7 +70,7 @@ def diff(cfg: DiffConfig) -> int:
 
     Exit status 0: equal; 1: different.
     """
-    hf_dir = cfg.hf_config.hf_dir if cfg.hf_config else None
+    hf_dir = cfg.hf_config and cfg.hf_config.hf_dir
     found = diff_directories(cfg.source_dir, cfg.target_dir, hf_dir, _num_workers(cfg.num_workers))
     print("\n".join(found.lines))
     return 0 if found.is_equal else 1
@@ -118,27 +111,8 @@ def _num_workers(given: int) -> int:
     return given
 
 
-def _structure(common: CommonModelConfig) -> Structure | None:
-    if common.enable_canonical_hf_struct is None:
-        return None
-    return Structure.CANONICAL if common.enable_canonical_hf_struct else Structure.FUSED
-
-
-def _optional_layout(given: ParallelConfig | None, flag: str) -> Layout | None:
-    return None if given is None else _layout(given, flag)
-
-
-def _layout(given: ParallelConfig, flag: str) -> Layout:
-    problems, lists = [], []
-    for name in ("vit_pp_layers", "llm_pp_layers"):
-        try:
-            lists.append(read_lists(getattr(given, name), f"{flag}.{name}"))
-        except UserError as error:
-            problems += error.problems
-    problems += parallel_problems(given, flag)
-    if problems:
-        raise UserError(problems)
-    return Layout(lists[0], lists[1], given.tp_size)
+def _layout(given: ParallelConfig | None, flag: str) -> Layout | None:
+    return None if given is None else given.layout(flag)
 
 
 if __name__ == "__main__":

@@ -9,27 +9,23 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from checkpoint.formats.atomic import MEGATRON_MODES, PLAIN_MODES, Crc32s, Modes, Output, is_complete, left_bytes, tidy
-from checkpoint.formats.copy import check_source, execute
-from checkpoint.formats.files import DTYPE_NAMES
-from checkpoint.formats.hf import HFDirectory, copy_other_files, write_index
-from checkpoint.formats.hf_files import dtype_name
-from checkpoint.formats.hf_views import hf_targets
-from checkpoint.formats.language_source import only
+from checkpoint.formats.copy import execute
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf_target import hf_targets, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
-from checkpoint.formats.manifest import TOOL, Entry, Manifest, manifest_text
-from checkpoint.formats.mindspeed_target import mm_targets
-from checkpoint.formats.slots import RELEASE, Format, Kind
-from checkpoint.formats.source import Source, open_hf, open_source
-from checkpoint.formats.structure import Structure
-from checkpoint.formats.training import LATEST_FILE, MANIFEST_FILE
+from checkpoint.formats.manifest import MANIFEST_FILE
+from checkpoint.formats.mindspeed import TOOL, Manifest
+from checkpoint.formats.mindspeed_target import mindspeed_targets
+from checkpoint.formats.source import Source, open_hf
+from checkpoint.formats.source import open as open_source
+from checkpoint.formats.storage import RELEASE, Format, Storage, Structure
+from checkpoint.formats.training import LATEST_FILE
 from mm.errors import UserError
 from mm.weights.plan import Plan, TargetFile, make_plan
-from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
@@ -50,7 +46,7 @@ class Options:
 class Conversion:
     """A conversion that was found possible; nothing is written yet."""
 
-    source: Path
+    source: Source
     target: Path
     plan: Plan
     fingerprint: str
@@ -68,6 +64,8 @@ class Conversion:
         Raises:
             UserError: the target must not or cannot be written, or the source is damaged.
         """
+        for note in self.source.notes:
+            print(f"note: {note}")
         if options.dry_run:
             print("\n".join(self.describe()))
             return
@@ -76,10 +74,21 @@ class Conversion:
         if is_complete(target, self.fingerprint, self.plan.files):
             tidy(target)
         else:
-            check_target(self, target, options.overwrite)
-            check_source(self.plan, self.source)
+            self._check_target(target, options.overwrite)
+            self.source.check()
             self._write(target, num_workers)
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
+
+    def _check_target(self, target: Path, overwrite: bool) -> None:
+        source = self.source.path.resolve()
+        if source.is_relative_to(target) or target.is_relative_to(source):
+            raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
+        if overwrite and not self.is_ours(target) and target.is_dir() and any(target.iterdir()):
+            raise UserError(
+                f"The target {target} is not empty and holds something else than this command writes, so it is not "
+                f"overwritten; give another one."
+            )
+        check_target(target, self.plan.num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
 
     def _write(self, target: Path, num_workers: int) -> None:
         output = Output.begin(target, self.fingerprint, self.modes)
@@ -104,18 +113,19 @@ class Conversion:
                    for tensor in file.tensors)
         total = sum(tensor.num_bytes for file in self.plan.files for tensor in file.tensors)
         with tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
-            execute(self.plan, self.source, output, num_workers, bar.update)
+            execute(self.plan, self.source.path, output, num_workers, bar.update)
 
     def describe(self) -> list[str]:
         """What would be written, a line for every file."""
-        lines = [f"{self.source} -> {self.target}"]
+        lines = [f"{self.source.path} -> {self.target}"]
         for file in self.plan.files:
             lines.append(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes")
         num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
+        num_copies = len(self.source.index.copies)
         lines.append(
             f"{len(self.plan.files)} files, {sum(len(file.tensors) for file in self.plan.files)} tensors, "
-            f"{self.plan.num_bytes:,} bytes in {num_moves:,} ranges; {len(self.plan.twins)} copies in the source are "
-            f"compared, not read twice. Nothing was written."
+            f"{self.plan.num_bytes:,} bytes in {num_moves:,} ranges; {num_copies} copies in the source are compared, "
+            f"not read twice. Nothing was written."
         )
         return lines
 
@@ -124,7 +134,7 @@ def hf_to_mm(
     hf_dir: str | Path,
     mm_dir: str | Path,
     layout: Layout,
-    kind: Kind | None = None,
+    storage: Storage | None = None,
     language_dir: str | Path | None = None,
 ) -> Conversion:
     """Hugging Face directory -> MindSpeed-MM's layout; the LLM is taken from ``language_dir`` if that is given.
@@ -132,9 +142,9 @@ def hf_to_mm(
     Raises:
         UserError: the source is not complete, or the layout is not legal.
     """
-    source = open_hf(hf_dir, language_dir)
+    source = open_hf(HFDirectory.open(hf_dir), language_dir)
     check_layout(layout, source.model, LAYOUT)
-    return _to_mm(source, Path(mm_dir), layout, kind or Kind())
+    return _to_mindspeed(source, Path(mm_dir), layout, storage or Storage())
 
 
 def resplit(
@@ -155,11 +165,11 @@ def resplit(
         UserError: the source is not complete, or a layout is not legal.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
-    source = open_source(source_dir, "--cfg.source_dir", source_layout, SOURCE_LAYOUT, given)
+    source = open_source(source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given)
     check_layout(target_layout, source.model, TARGET_LAYOUT)
-    kept = source.kept or Kind()
-    kind = replace(kept, format=format or kept.format, structure=structure or kept.structure)
-    return _to_mm(source, Path(target_dir), target_layout, kind)
+    kept = source.storage or Storage()
+    storage = replace(kept, format=format or kept.format, structure=structure or kept.structure)
+    return _to_mindspeed(source, Path(target_dir), target_layout, storage)
 
 
 def mm_to_hf(
@@ -171,68 +181,56 @@ def mm_to_hf(
 ) -> Conversion:
     """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
 
+    The weights keep the dtype of the source, which config.json states, whatever the dtype of those in ``hf_dir``.
+
     Raises:
         UserError: the source is not complete or not of the stated ``structure``, or ``hf_dir`` is of another model.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
-    source = open_source(mm_dir, "--cfg.mm_dir", layout, LAYOUT, base.model_config())
-    if None not in (structure, source.kept) and source.kept.structure is not structure:
+    source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config())
+    if None not in (structure, source.storage) and source.storage.structure is not structure:
         raise UserError(
             f"{STRUCTURE} says that {source.path} has the {structure.value} structure, but its tensors are named as in "
-            f"the {source.kept.structure.value} one; leave the flag out, or give the right directory."
+            f"the {source.storage.structure.value} one; leave the flag out, or give the right directory."
         )
     if source.is_vit_only:
         raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), which are no Hugging Face model.")
     base.check(source.model)
-    dtypes = _dtypes(source.views)
-    target_views, files = hf_targets(base, source.model, dtypes)
-    plan = make_plan(source.views, target_views, files)
+    target_views, files = hf_targets(base, source.model, source.dtypes)
 
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
-        copy_other_files(base, folder, None if base.tensors else _dtype_to_state(base.config, dtypes))
-        if base.index is not None:
-            shutil.copyfile(base.path / "model.safetensors.index.json", folder / "model.safetensors.index.json")
-        elif len(files) > 1:
-            write_index(folder, {file.name: {t.name: t.num_bytes for t in file.tensors} for file in files}, None)
+        write_other_files(base, folder, files)
 
-    mark = _conversion_mark(source, files)
     return Conversion(
-        source.path, Path(save_hf_dir), plan, mark, write_others, lambda path: _has(path, "config.json"), PLAIN_MODES
-    )
+        source, Path(save_hf_dir), make_plan(source.index, target_views, files), _conversion_mark(source, files),
+        write_others, is_hf_directory, PLAIN_MODES,
+    )  # fmt: skip
 
 
-def _to_mm(source: Source, target: Path, layout: Layout, kind: Kind) -> Conversion:
+def is_hf_directory(path: Path) -> bool:
+    """Whether ``path`` is like what ``mm_to_hf`` writes."""
+    return (path / "config.json").is_file()
+
+
+def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
     model = layout.place(source.model)
-    views = only(source.views, model, "vision", "projector") if kind.vit_only else source.views
-    target_views, files = mm_targets(model, layout.tp_size, kind, _dtypes(views))
-    plan = make_plan(views, target_views, files)
+    if storage.vit_only:
+        source = replace(source, views=tuple(view for view in source.views if view.weight.part != "language"))
+    target_views, files = mindspeed_targets(model, layout.tp_size, storage, source.dtypes)
 
     def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
-        entries = tuple(
-            Entry(file.name, tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, crc32s[file.name][tensor.name])
-            for file in files
-            for tensor in file.tensors
+        tensors = tuple(
+            replace(tensor, crc32=crc32s[file.name][tensor.name]) for file in files for tensor in file.tensors
         )
-        origin = {"kind": source.kind, "fingerprint": source.fingerprint}
-        manifest = Manifest(TOOL, model, layout.tp_size, kind, origin, entries)
-        (folder / MANIFEST_FILE).write_text(manifest_text(manifest), encoding="utf-8")
+        origin = {"kind": source.kind.name.lower(), "fingerprint": source.fingerprint}
+        manifest = Manifest(TOOL, model, layout.tp_size, storage, origin, tensors)
+        (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
-    mark = _conversion_mark(source, files)
     return Conversion(
-        source.path, target, plan, mark, write_others, lambda path: _has(path, LATEST_FILE), MEGATRON_MODES
-    )
-
-
-def _dtypes(views: Sequence[View]) -> dict[str, Any]:
-    """Of every tensor of the model in the source; where one is held in two, the plan says so."""
-    return {run.key: view.stored.dtype for view in views for run in view.runs if run.key is not None}
-
-
-def _dtype_to_state(config: Mapping[str, Any], dtypes: Mapping[str, Any]) -> Any:
-    """What a config.json must say of weights in the source's ``dtypes``; None when what it says is among them."""
-    found = list(dtypes.values())
-    return None if f"torch.{dtype_name(config)}" in map(str, found) else found[0]
+        source, target, make_plan(source.index, target_views, files), _conversion_mark(source, files),
+        write_others, lambda path: (path / LATEST_FILE).is_file(), MEGATRON_MODES,
+    )  # fmt: skip
 
 
 def _conversion_mark(source: Source, files: Sequence[TargetFile]) -> str:
@@ -242,33 +240,21 @@ def _conversion_mark(source: Source, files: Sequence[TargetFile]) -> str:
     return digest.hexdigest()
 
 
-def _has(directory: Path, name: str) -> bool:
-    return (directory / name).is_file()
+def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
+    """Refuse, before any work, a target (a resolved path) that must not or cannot be written.
 
-
-def check_target(conversion: Conversion, target: Path, overwrite: bool) -> None:
-    """Refuse, before any work, a target that must not or cannot be written.  ``target`` is resolved."""
-    source = conversion.source.resolve()
-    if source.is_relative_to(target) or target.is_relative_to(source):
-        raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
+    ``hint`` says what else can be done about a target that is not empty; with None it is replaced.
+    """
     if target.exists() and not target.is_dir():
         raise UserError(f"The target {target} is a file; give a directory that does not exist yet.")
-    if target.is_dir() and any(target.iterdir()):
-        if not overwrite:
-            raise UserError(
-                f"The target {target} is not empty; give another one, or --cfg.overwrite true to replace it."
-            )
-        if not conversion.is_ours(target):
-            raise UserError(
-                f"The target {target} is not empty and holds something else than this command writes, so it is not "
-                f"overwritten; give another one."
-            )
+    if hint is not None and target.is_dir() and any(target.iterdir()):
+        raise UserError(f"The target {target} is not empty; give another one{hint}.")
     existing = next(folder for folder in target.parents if folder.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"The target {target} cannot be written: no permission for {existing}.")
     free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
-    if conversion.plan.num_bytes > free_bytes:
+    if num_bytes > free_bytes:
         raise UserError(
-            f"The target {target} needs {conversion.plan.num_bytes:,} bytes, but only {free_bytes:,} are free; make "
-            f"room or give another disk."
+            f"The target {target} needs {num_bytes:,} bytes, but only {free_bytes:,} are free; make room or give "
+            f"another disk."
         )

@@ -1,31 +1,30 @@
 """``diff``: two directories of any kind and layout compared to the last bit, and a guess at what went wrong.
 
-The byte plan cannot serve here, because it needs two complete sets of weights; this reads tensor by tensor of the model
-whatever both directories hold of it, once.
+Both are opened leniently: what does not fit the model is reported instead of refused.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
-from checkpoint.diff_compare import Finding, Unequal, compare_weight
-from checkpoint.diff_guess import guess, misfit_cause, missing_head_cause
-from checkpoint.diff_sides import Misfit, Side, open_sides
-from checkpoint.formats.files import DTYPE_NAMES
-from checkpoint.formats.layout import Layout
+from checkpoint.causes import guess, misfit_cause, missing_head_cause
+from checkpoint.compare import Finding, Unequal, compare, tensors
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf_config import differences
+from checkpoint.formats.manifest import MANIFEST_FILE
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.safetensors import dtype_name
+from checkpoint.formats.source import Kind, Source, find_kind
+from checkpoint.formats.source import open as open_source
 from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.weights.cut import Run
 from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
+from mm.weights.views import Misfit, Stored
 
 NUM_SHOWN = 10
-_FREE_FIELDS = ("pipeline_num_layers", "freeze", "recompute", "init_method_std", "max_position_embeddings")
-"""Two directories of one model may have other values: they do not change what a weight means."""
 
 
 @dataclass(frozen=True)
@@ -47,105 +46,92 @@ def diff_directories(
     one for each core.
 
     Raises:
-        UserError: a directory cannot be opened: it is of no kind, damaged, or nobody says what model it holds.
+        UserError: a directory cannot be opened: it is of no kind, damaged, or nothing says what model it holds.
     """
-    source, target = open_sides(source_dir, target_dir, hf_dir)
-    sides = (source, target)
-    general = [*_model_lines(source, target), *(problem for side in sides for problem in side.problems)]
-    can_compare = all(side.placed or side.misfits for side in sides)
+    source, target = sides = _open_both(source_dir, target_dir, hf_dir)
+    general = [*_model_lines(source, target),
+               *(misfit.text for side in sides for misfit in side.problems if misfit.weight is None)]
+    can_compare = all(side.views or any(misfit.weight for misfit in side.problems) for side in sides)
     weights = _all_weights(source.model, target.model) if can_compare else []
-    without = [side for side in sides if side.is_vit_only and can_compare]
-    if len(without) == 1:
-        general.append(f"{without[0].path} holds no LLM (save_vit_only); only the rest is compared.")
-    if without:
+    without_llm = [side for side in sides if side.is_vit_only and can_compare]
+    if len(without_llm) == 1:
+        general.append(f"{without_llm[0].path} holds no LLM (save_vit_only); only the rest is compared.")
+    if without_llm:
         weights = [weight for weight in weights if weight.part != "language"]
-    findings = _compared(weights, source, target, num_workers or len(os.sched_getaffinity(0)))
-    entries = [_Entry(finding, _lacking(finding.weight, source, target), _misfits(finding.weight, source, target))
-               for finding in findings]
-    wrong = [entry for entry in entries if not entry.is_empty]
-    shown = [line for entry in wrong[:NUM_SHOWN] for line in _entry_lines(entry, source, target, weights)]
+    findings = compare(weights, source, target, num_workers or len(os.sched_getaffinity(0)))
+    wrong = [finding for finding in findings if not finding.is_empty]
+    shown = [line for finding in wrong[:NUM_SHOWN] for line in _finding_lines(finding, source, target, weights)]
     if len(wrong) > NUM_SHOWN:
         shown.append(f"{len(wrong) - NUM_SHOWN} more weights differ in the model after these.")
     some = general[:NUM_SHOWN] + [f"{len(general) - NUM_SHOWN} more of this kind."] * (len(general) > NUM_SHOWN)
-    lines = (*map(_description, sides), _count(entries), *some, *shown)
+    lines = (*map(_description, sides), _count(findings), *some, *shown)
     return Difference(lines, not (general or wrong))
 
 
-def _description(side: Side) -> str:
-    kind = {"hf": "Hugging Face directory", "mm": "MindSpeed-MM's layout", "training": "training checkpoint"}[side.kind]
-    return f"{side.path}: {kind}" + (f", {Layout.of(side.model, side.tp_size)}" if side.kind != "hf" else "")
+# Opening
 
 
-def _model_lines(source: Side, target: Side) -> Iterator[str]:
-    """In what the two say of the model they differ."""
-    if source.is_stated and target.is_stated:
-        one, other = _fields(source.model), _fields(target.model)
-        for name in one:
-            if one[name] != other[name]:
-                yield f"the model: {name} is {one[name]} in {source.path}, but {other[name]} in {target.path}"
+def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None) -> tuple[Source, Source]:
+    """Both directories.
+
+    What model a directory without a manifest holds is said by ``hf_dir``, else by the other directory, else by its
+    shapes.
+    """
+    model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
+    paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
+    unstated = {flag: find_kind(path, flag) is Kind.MINDSPEED and not (path / MANIFEST_FILE).is_file()
+                for flag, path in paths.items()}
+    found = {}
+    for flag in sorted(paths, key=unstated.get):
+        if unstated[flag]:
+            found[flag] = _open_unstated(paths[flag], flag, model)
+        else:
+            found[flag] = open_source(paths[flag], flag, lenient=True)
+            model = model or found[flag].model
+    return found["--cfg.source_dir"], found["--cfg.target_dir"]
 
 
-def _fields(model: ModelConfig) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for name, value in dataclasses.asdict(model).items():
-        parts = value.items() if isinstance(value, dict) else [(None, value)]
-        fields |= {f"{name}.{key}" if key else name: item for key, item in parts if key not in _FREE_FIELDS}
-    return fields
+def _open_unstated(path: Path, flag: str, model: ModelConfig | None) -> Source:
+    """A directory that should hold ``model``, or one of the published sizes; else a source that holds nothing."""
+    directory = MindSpeedDirectory.open(path)
+    try:
+        return open_source(path, flag, model=model, lenient=True)
+    except UserError as error:
+        if model is None:
+            raise
+        problems = tuple(Misfit("left over", text) for text in error.problems)
+    try:
+        return open_source(path, flag, lenient=True)
+    except UserError:  # it is none of the published sizes
+        return Source(path, Kind.MINDSPEED, model, 1, (), (), directory.storage, problems, is_stated=False)
+
+
+def _description(side: Source) -> str:
+    return f"{side.path}: {side.kind.value}" + (f", {side.layout}" if side.kind is not Kind.HUGGING_FACE else "")
+
+
+def _model_lines(source: Source, target: Source) -> Iterator[str]:
+    """What the two state differently about the model."""
+    for one in differences(source.model, target.model) if source.is_stated and target.is_stated else ():
+        yield f"the model: {one.field} is {one.one} in {source.path}, but {one.other} in {target.path}"
 
 
 def _all_weights(model: ModelConfig, other: ModelConfig) -> list[Weight]:
-    """Of both models, those of both once."""
+    """The weights of both models; those of both once."""
     weights = {weight.hf_names: weight for weight in model_weights(model)}
     for weight in model_weights(other):
         weights.setdefault(weight.hf_names, weight)
     return list(weights.values())
 
 
-def _compared(weights: Sequence[Weight], source: Side, target: Side, num_workers: int) -> list[Finding]:
-    keys = {key: shape for weight in weights for key, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
-    held = [source.held(key, shape) for key, shape in keys.items() if target.held(key, shape) is not None]
-    total = sum(one.num_bytes for one in held if one is not None)
-    with (tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
-          ThreadPoolExecutor(num_workers) as pool):
-        futures = [pool.submit(compare_weight, weight, source, target, bar.update) for weight in weights]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+# What is reported
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """All that is to be told of one weight."""
-
-    finding: Finding
-    lacking: tuple[str, ...]
-    """Tensors that cannot be compared."""
-    misfits: tuple[tuple[Side, Side, Misfit], ...]
-    """Each with its own directory and the other one."""
-
-    @property
-    def is_empty(self) -> bool:
-        return self.finding.is_empty and not self.lacking and not self.misfits
-
-
-def _lacking(weight: Weight, source: Side, target: Side) -> tuple[str, ...]:
-    return tuple(key for key, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)
-                 if source.held(key, shape) is None or target.held(key, shape) is None)
-
-
-def _misfits(weight: Weight, source: Side, target: Side) -> tuple[tuple[Side, Side, Misfit], ...]:
-    keys = set(weight.hf_names)
-    return tuple((side, other, misfit) for side, other in ((source, target), (target, source))
-                 for misfit in side.misfits if keys & set(misfit.weight.hf_names))
-
-
-def _count(entries: Sequence[_Entry]) -> str:
-    findings = [entry.finding for entry in entries]
+def _count(findings: Sequence[Finding]) -> str:
     num_all = sum(len(finding.weight.hf_names) for finding in findings)
-    num_unequal, num_copies, num_padded = (sum(len(getattr(finding, name)) for finding in findings)
-                                           for name in ("unequal", "unlike_copies", "padding"))
-    num_lacking = sum(len(entry.lacking) for entry in entries)
+    num_unequal, num_lacking, num_copies, num_padded = (
+        sum(len(getattr(finding, name)) for finding in findings) for name in ("unequal", "lacking", "copies", "padding")
+    )
     counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are equal to the last bit"]
     counts += [f"{number} {what}" for number, what in (
         (num_unequal, "differ"),
@@ -156,68 +142,62 @@ def _count(entries: Sequence[_Entry]) -> str:
     return "; ".join(counts) + "."
 
 
-# What is told of one weight
-
-
-def _entry_lines(entry: _Entry, source: Side, target: Side, weights: Sequence[Weight]) -> Iterator[str]:
-    finding = entry.finding
+def _finding_lines(finding: Finding, source: Source, target: Source, weights: Sequence[Weight]) -> Iterator[str]:
     names = ", ".join(finding.weight.hf_names)
-    if entry.lacking or entry.misfits:
-        yield f"{', '.join(entry.lacking) or names}: not complete in both directories"
-        yield from _lacking_lines(entry, source, target)
+    if finding.lacking or finding.misfits:
+        yield f"{', '.join(finding.lacking) or names}: not complete in both directories"
+        yield from _lacking_lines(finding, source, target)
     if finding.unequal:
         yield ", ".join(one.key for one in finding.unequal)
         for one in finding.unequal:
-            yield from _unequal_lines(one, source, target, len(finding.unequal) > 1)
-        yield f"    likely cause: {guess(finding, source, target, weights)}"
-    for side, one, other in finding.unlike_copies:
-        is_head = HF_EMBEDDING_NAME in finding.weight.hf_names
+            yield from _unequal_lines(one, source, target, f"{one.key}: " * (len(finding.unequal) > 1))
+        yield f"    likely cause: {guess(finding.weight, finding.unequal, source, target, weights)}"
+    for side, *copies in finding.copies:
         yield f"{names}: copies within {side.path} that should be equal"
-        yield f"    {side.where(one)}"
-        yield f"    {side.where(other)}"
-        yield "    likely cause: " + ("tied head: the output layer is a stale copy of the embedding" if is_head else
-                                      "one of the files is damaged or of another model")
+        yield from (f"    {_where(side, stored)}" for stored in copies)
+        yield "    likely cause: " + (
+            "tied head: the output layer is a stale copy of the embedding" if HF_EMBEDDING_NAME in names
+            else "one of the files is damaged or of another model"
+        ) + ", or tie_word_embeddings is wrong" * (side.kind is Kind.HUGGING_FACE)
     for side, stored in finding.padding:
         yield f"{names}: padding that is not zero"
-        yield f"    {side.where(stored)}"
+        yield f"    {_where(side, stored)}"
         if not finding.unequal:
             yield "    likely cause: padding: it was trained, is damaged, or stands in the wrong place"
 
 
-def _lacking_lines(entry: _Entry, source: Side, target: Side) -> Iterator[str]:
+def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:
     causes = []
-    for side, other, misfit in entry.misfits:
+    for side, other, misfit in finding.misfits:
         yield f"    {misfit.text}"
         causes.append(misfit_cause(misfit, side, other))
-    weight = entry.finding.weight
-    shapes = dict(zip(weight.hf_names, weight.hf_shapes, strict=True))
-    for key in entry.lacking:
-        for side, other in ((source, target), (target, source)):
-            dtypes, held = side.dtypes(key), side.held(key, shapes[key])
-            if held is not None:
-                yield f"    {side.where(held.parts[0].view.stored)}"
-                causes.append(None if other.dtypes(key) else missing_head_cause(side, weight))
-            elif len(dtypes) > 1:
-                yield f"    {side.path} holds {key} as {' and '.join(sorted(DTYPE_NAMES[one] for one in dtypes))}"
-            elif not any(side is other for other, _, _ in entry.misfits):
-                yield f"    {side.path} has no {key}" + (f" of shape {list(shapes[key])}" if dtypes else "")
+    for key, shape, dtypes in tensors(finding.weight, source, target):
+        if None not in dtypes:
+            continue
+        for side, other, dtype in ((source, target, dtypes[0]), (target, source, dtypes[1])):
+            parts = side.index.parts(key)
+            names = sorted({dtype_name(part.view.stored.dtype) for part in parts})
+            if dtype is not None:
+                yield f"    {_where(side, parts[0].view.stored)}"
+                causes.append(None if other.index.parts(key) else missing_head_cause(side, finding.weight))
+            elif len(names) > 1:
+                yield f"    {side.path} holds {key} as {' and '.join(names)}"
+            elif not any(side is one for one, _, _ in finding.misfits):
+                yield f"    {side.path} has no {key}" + (f" of shape {list(shape)}" if parts else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
 
-def _unequal_lines(unequal: Unequal, source: Side, target: Side, is_one_of_several: bool) -> Iterator[str]:
-    name = f"{unequal.key}: " if is_one_of_several else ""
-    dtypes = [DTYPE_NAMES[held.dtype] for held in (unequal.source, unequal.target)]
-    if unequal.source.dtype != unequal.target.dtype:
-        yield f"    {name}{dtypes[0]} and {dtypes[1]}"
-    index = 0
-    if unequal.first is not None:
-        first, index = unequal.first, unequal.first.index
-        held = unequal.source
-        rest = held.parts[0].view.stored.shape[held.dim + 1 :]
-        place = (first.row, first.index) if held.dim else (first.index, *np.unravel_index(first.place, rest))
-        at = ", ".join(str(int(number)) for number in place)
-        amount = f"by at most {unequal.largest:.6g}" if math.isfinite(unequal.largest) else "some infinite or NaN"
-        yield (f"    {name}{unequal.num_different:,} of {unequal.num_elements:,} elements differ, {amount}; the first "
-               f"is [{at}]")
-    for side, held in ((source, unequal.source), (target, unequal.target)):
-        yield f"    {side.where(held.part_of(index).view.stored)}"
+def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> Iterator[str]:
+    if one.dtypes[0] != one.dtypes[1]:
+        yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
+    if one.first is not None:
+        amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
+        yield (f"    {name}{one.num_different:,} of {math.prod(one.shape):,} elements differ, {amount}; the first is "
+               f"{list(one.index)}")
+    index = 0 if one.first is None else one.index[one.dim]
+    for side in (source, target):
+        yield f"    {_where(side, next(side.index.find(Run(one.key, index, 1))).view.stored)}"
+
+
+def _where(side: Source, stored: Stored) -> str:
+    return f"{side.path / stored.file}: {stored.name}"

@@ -1,10 +1,38 @@
-"""What ``--cfg`` of every command consists of: MindSpeed-MM's fields, and ours.
+"""Every ``--cfg`` field of every command, MindSpeed-MM's and ours; what is stated of the model must be true of it.
 
 Fields that MindSpeed-MM has and this model has no use for are accepted at the values that change nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
+
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.spelling import Spelling, hf_spelling
+from checkpoint.formats.storage import Structure
+from mm.errors import UserError
+from mm.placement import PipelineLayout
+
+Layers = int | list[int] | list[list[int]] | str
+"""Layers per stage: 28, [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
+
+_ABSENT = {
+    "num_experts": (0, "experts"), "ep_size": (1, "experts"),
+    "audio_num_layers": (0, "audio encoder"), "audio_pp_layers": (0, "audio encoder"),
+}  # fmt: skip
+"""The only value of a field, and what the model has none of."""
+_FACTS: dict[str, Callable[[HFDirectory], object]] = {
+    "num_key_value_heads": lambda hf: hf.model_config().language.num_query_groups,
+    "tie_word_embeddings": lambda hf: hf.model_config().language.tied,
+    "llm_num_layers": lambda hf: hf.model_config().language.num_layers,
+    "vit_num_layers": lambda hf: hf.model_config().vision.num_layers,
+    "new_transformers_weight_key":
+        lambda hf: hf_spelling(stored.name for stored in hf.tensors.values()) is Spelling.MODULE,
+}  # fmt: skip
+"""What a Hugging Face directory says of a field of ``CommonModelConfig``."""
+_COMMON = "--cfg.common_model_config"
 
 
 @dataclass
@@ -19,32 +47,53 @@ class HFConfig:
 class ParallelConfig:
     """Where the layers live."""
 
-    llm_pp_layers: Any
+    llm_pp_layers: Layers
     """LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
-    vit_pp_layers: Any
+    vit_pp_layers: Layers
     """ViT layers per stage, likewise."""
     tp_size: int = 1
     """Tensor parallel size."""
     vit_tp_size: int = 0
-    """0 or tp_size: both towers are cut alike."""
+    """0 or tp_size: both towers are cut the same way."""
     ep_size: int = 1
     """1: the model has no experts."""
-    audio_pp_layers: Any = None
+    audio_pp_layers: Layers | None = None
     """Without effect; zeros only: the model has no audio encoder."""
     audio_tp_size: int = 0
     """Without effect: the model has no audio encoder."""
 
+    def layout(self, flag: str) -> Layout:
+        """The layout; ``flag`` is what messages call this.
+
+        Raises:
+            UserError: naming every field that is no list of layers, or not possible for this model.
+        """
+        problems, lists = _absent_problems(self, flag), []
+        for name in ("vit_pp_layers", "llm_pp_layers"):
+            try:
+                lists.append(read_lists(getattr(self, name), f"{flag}.{name}"))
+            except UserError as error:
+                problems += error.problems
+        if self.vit_tp_size not in (0, self.tp_size):
+            problems.append(
+                f"{flag}.vit_tp_size is {self.vit_tp_size}; expected 0 or tp_size = {self.tp_size}, because both "
+                f"towers are cut the same way."
+            )
+        if problems:
+            raise UserError(problems)
+        return Layout(lists[0], lists[1], self.tp_size)
+
 
 @dataclass
 class CommonModelConfig:
-    """The model, and how its weights are kept.  What is given of the model must agree with config.json."""
+    """The model, and how its weights are kept.  What is stated of the model must agree with config.json."""
 
     enable_canonical_hf_struct: bool | None = None
     """true: q, k, v and gate, up apart in the target; false: fused.  Default: fused, or for resplit as the source."""
     new_transformers_weight_key: bool | None = None
     """true: names are model.language_model.* and model.visual.*.  Default: as the files have them."""
     model_prefix: str | None = None
-    """Of adapters only, which are not converted; leave it out."""
+    """Only adapters have one, and they are not converted; leave it out."""
     num_experts: int | None = None
     num_key_value_heads: int | None = None
     tie_word_embeddings: bool | None = None
@@ -54,9 +103,47 @@ class CommonModelConfig:
     vit_num_layers: int | None = None
     audio_num_layers: int | None = None
 
+    @property
+    def structure(self) -> Structure | None:
+        """The structure that is asked for; None: the default."""
+        if self.enable_canonical_hf_struct is None:
+            return None
+        return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
+
+    def check(self, hf_dir: str | None) -> None:
+        """Refuse statements that are not true of the model in ``hf_dir``, or concern another kind of model.
+
+        Raises:
+            UserError: naming each.
+        """
+        problems = _absent_problems(self, _COMMON)
+        if self.model_prefix:
+            problems.append(
+                f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, and they "
+                f"are not converted: merge the adapter into its model, and leave the flag out."
+            )
+        stated = {name: value for name in _FACTS if (value := getattr(self, name)) is not None}
+        if stated and hf_dir is not None:
+            directory = HFDirectory.open(hf_dir, weights_required=False)
+            found = {name: _FACTS[name](directory) for name in stated}
+            problems += [
+                f"{_COMMON}.{name} is {value}, but {hf_dir} has {found[name]}; leave the flag out, or give the right "
+                f"directory."
+                for name, value in stated.items()
+                if value != found[name]
+            ]
+        if problems:
+            raise UserError(problems)
+
 
 @dataclass(kw_only=True)
-class RunConfig:
+class _Parallel:
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
+
+
+@dataclass(kw_only=True)
+class RunConfig(_Parallel):
     """What every conversion understands."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
@@ -64,8 +151,6 @@ class RunConfig:
     """Print the plan with sizes, and write nothing."""
     overwrite: bool = False
     """Replace a target that is not empty."""
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
     trust_remote_code: bool = False
     """Without effect: no code of a model directory is ever run."""
 
@@ -85,7 +170,20 @@ class HFToMMConfig(RunConfig):
     save_vit_only: bool = False
     """Write ViT and projector only."""
     save_format: Literal["safetensors", "torch"] = "safetensors"
-    """Of the target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+
+    def language_dir(self) -> str | None:
+        """The directory of the LLM where it is not that of the whole model.
+
+        Raises:
+            UserError: two are given.
+        """
+        one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
+        if one and other and Path(one).resolve() != Path(other).resolve():
+            raise UserError(
+                f"--cfg.llm_hf_config.hf_dir is {one}, but {_COMMON}.llm_hf_dir is {other}; give one of them."
+            )
+        return one or other
 
 
 @dataclass(kw_only=True)
@@ -116,11 +214,11 @@ class ResplitConfig(RunConfig):
     hf_config: HFConfig | None = None
     """Says what model it is where the source has no manifest and is none of the published sizes."""
     save_format: Literal["safetensors", "torch"] | None = None
-    """Of the target's files.  Default: as the source."""
+    """The target's files.  Default: as the source."""
 
 
 @dataclass(kw_only=True)
-class VerifyConfig:
+class VerifyConfig(_Parallel):
     """verify."""
 
     mm_dir: str
@@ -129,12 +227,10 @@ class VerifyConfig:
     """Compare with this Hugging Face directory too."""
     parallel_config: ParallelConfig | None = None
     """Layout of mm_dir; may be left out."""
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
-class DiffConfig:
+class DiffConfig(_Parallel):
     """diff."""
 
     source_dir: str
@@ -143,8 +239,6 @@ class DiffConfig:
     """What is compared with it: any of these, on any layout."""
     hf_config: HFConfig | None = None
     """Says what model it is where there is no manifest and it is none of the published sizes."""
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
@@ -153,3 +247,34 @@ class ShowConfig:
 
     dir: str
     """A Hugging Face directory, one of MindSpeed-MM's layout, or a training checkpoint."""
+
+
+def read_lists(given: Layers, key: str) -> PipelineLayout:
+    """Layers per ``[chunk][stage]``; ``key`` is what messages call them.
+
+    Raises:
+        UserError: they are not as ``Layers`` says.
+    """
+    try:
+        # jsonargparse has parsed lists; what is still text is 12,16 or a mistake.
+        counts = [int(part) for part in given.split(",")] if isinstance(given, str) else given
+        counts = [counts] if isinstance(counts, int) else counts
+        chunks = counts if all(isinstance(part, list) for part in counts) else [counts]
+        if counts and all(type(count) is int for chunk in chunks for count in chunk):
+            return tuple(tuple(chunk) for chunk in chunks)
+    except ValueError:
+        pass
+    raise UserError(
+        f"{key} is {given!r}; expected layers per pipeline stage such as [12,16], 12,16 or, with one list for every "
+        f"virtual chunk, [[6,8],[6,8]]. A missing bracket, or a space that the shell split at, is the usual cause."
+    )
+
+
+def _absent_problems(given: ParallelConfig | CommonModelConfig, flag: str) -> list[str]:
+    """What ``given``, which messages call ``flag``, asks for and this model has none of."""
+    problems = []
+    for name, (expected, what) in _ABSENT.items():
+        value = getattr(given, name, None)
+        if value is not None and any(n != expected for chunk in read_lists(value, f"{flag}.{name}") for n in chunk):
+            problems.append(f"{flag}.{name} is {value}; expected {expected}: the model has no {what}.")
+    return problems

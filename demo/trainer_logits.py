@@ -17,12 +17,13 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from checkpoint.formats.hf import HFDirectory  # noqa: E402
+from checkpoint.formats.source import open_to_train  # noqa: E402
 from mm.batch import Microbatch  # noqa: E402
 from mm.config.data import DataConfig, read_data  # noqa: E402
 from mm.config.model import ModelConfig, read_model  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
 from mm.data.encode import SampleEncoder  # noqa: E402
+from mm.model.load import fill  # noqa: E402
 from mm.model.stage import Stage, build_stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.megatron import parallel_config  # noqa: E402
@@ -37,15 +38,11 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
     placement = model.placement()
     mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
     stage = build_stage(model, placement, 0, parallel_config(model, mesh, "fp32"), DEVICE)
-    checkpoint = HFDirectory.open(directory)
-    checkpoint.check(model)
-    parameters = dict(stage.named_parameters())
+    fill(stage, stage_weights(model, placement[0], placement), open_to_train(directory, model, finetune=False), mesh)
     encoder = SampleEncoder.from_config(data, model, seq_length=model.language.max_position_embeddings)
     dataset = Dataset(data)
     found = {}
     with torch.no_grad():
-        for weight in stage_weights(model, placement[0], placement):
-            parameters[weight.name].copy_(checkpoint.load_weight(weight))
         for index in range(min(num_samples, len(dataset))):
             microbatch = encoder.encode(dataset[index])
             found[f"token_ids.{index}"] = microbatch.token_ids

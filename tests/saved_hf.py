@@ -1,5 +1,6 @@
 """A small random model as transformers saves it, to be read, copied and damaged."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -28,6 +29,15 @@ def as_single_file(directory: Path, spelling: Spelling = Spelling.PUBLISHED) -> 
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return tensors
+
+
+def cast(directory: Path, target: Path, dtype: torch.dtype) -> Path:
+    """A copy of ``directory`` whose weights have another dtype, of which its config.json says nothing."""
+    shutil.copytree(directory, target)
+    for file in target.glob("*.safetensors"):
+        tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
 
 
 def weight_files(directory: Path) -> dict[str, bytes]:

@@ -9,19 +9,18 @@ import pytest
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from tests import tiny
 from tests.launch import torchrun
 
 VIRTUAL = (((2, 1, 0), (1, 0, 0)), ((0, 0, 0), (0, 2, 2)))
 DIRECTORIES = {
-    "mm-same-layout": (Layout(((3, 1),), ((0, 4),), 2), Kind()),
-    "mm-one-file-torch": (Layout(((4,),), ((4,),), 1), Kind(Format.TORCH)),
-    "mm-virtual-chunks-canonical": (Layout(*VIRTUAL, 2), Kind(structure=Structure.CANONICAL)),
+    "mm-same-layout": (Layout(((3, 1),), ((0, 4),), 2), Storage()),
+    "mm-one-file-torch": (Layout(((4,),), ((4,),), 1), Storage(Format.TORCH)),
+    "mm-virtual-chunks-canonical": (Layout(*VIRTUAL, 2), Storage(structure=Structure.CANONICAL)),
     "mm-virtual-chunks-torch-canonical": (Layout(((4,), (0,)), ((0,), (4,)), 1),
-                                          Kind(Format.TORCH, Structure.CANONICAL)),
-    "mm-without-manifest": (Layout(((1, 3, 0),), ((0, 1, 3),), 2), Kind(Format.TORCH)),
+                                          Storage(Format.TORCH, Structure.CANONICAL)),
+    "mm-without-manifest": (Layout(((1, 3, 0),), ((0, 1, 3),), 2), Storage(Format.TORCH)),
 }
 
 

@@ -14,8 +14,7 @@ from PIL import Image
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from demo.tiny_checkpoint import build
 from mm import train
 from tests.launch import ROOT, free_port
@@ -132,7 +131,7 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
 
 def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path) -> None:
     """Runs after the first test: its first two steps, from other files of the same weights."""
-    kind, layout = Kind(Format.TORCH, Structure.CANONICAL), Layout(((5, 3), (0, 0)), ((0, 1), (1, 2)), 2)
+    kind, layout = Storage(Format.TORCH, Structure.CANONICAL), Layout(((5, 3), (0, 0)), ((0, 1), (1, 2)), 2)
     convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, kind).run(Options(num_workers=1))
     said = run(inputs, "converted", 1, "--load", str(inputs / "mm"), "--exit-interval", "2")
     assert f"loaded a converted checkpoint from {inputs / 'mm'}, iteration 0" in said

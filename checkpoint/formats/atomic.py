@@ -1,8 +1,8 @@
-"""A directory that appears complete or not at all, and remembers what was finished when its writer was killed.
+"""A directory that appears complete or not at all, for conversions and training checkpoints.
 
-Everything is written under a temporary sibling, ``.NAME.mm-convert``; a journal beside it says which files are on the
-disk, with the checksums of their tensors.  The same conversion goes on from there; another one starts anew.  Knows
-nothing of models or of how files are filled.
+Everything is written under a temporary sibling and renamed at the end.  A conversion also remembers what it finished:
+a journal beside its temporary directory ``.NAME.mm-convert`` says which files are on the disk, with the checksums of
+their tensors.  The same conversion goes on from there; another one starts anew.
 """
 
 import fcntl
@@ -11,12 +11,12 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from checkpoint.formats.hf import sync
 from mm.errors import UserError
 from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
@@ -35,9 +35,41 @@ class Modes:
 
 
 MEGATRON_MODES = Modes(0o750, 0o640)
-"""Of Megatron's and MindSpeed-MM's checkpoints."""
+"""Megatron's and MindSpeed-MM's for checkpoints."""
 PLAIN_MODES = Modes(0o777, 0o666)
-"""Of any program's files: only the umask decides."""
+"""Any program's for its files: only the umask decides."""
+
+
+def sync(path: Path) -> None:
+    """Put a file or directory on the disk for good."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """A file that must not exist yet, to be written; it is on the disk when the block is left."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+        yield opened
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def put_in_place(finished: Path, target: Path, aside: Path) -> None:
+    """Rename a directory, whose content is on the disk, to ``target``; what stood there is left ``aside``."""
+    replaces = target.exists()
+    if replaces:
+        target.rename(aside)
+    try:
+        finished.rename(target)
+    except OSError:
+        if replaces:
+            aside.rename(target)
+        raise
+    sync(target.parent)
 
 
 class Output:
@@ -131,12 +163,9 @@ class Output:
         write_others(self.folder, self.finished)
         for path in (*self.folder.rglob("*"), self.folder):
             sync(path)
-        if self.target.exists():
-            if _old(self.target).exists():
-                shutil.rmtree(_old(self.target))
-            self.target.rename(_old(self.target))
-        self.folder.rename(self.target)
-        sync(self.target.parent)
+        if self.target.exists() and _old(self.target).exists():
+            shutil.rmtree(_old(self.target))
+        put_in_place(self.folder, self.target, _old(self.target))
         tidy(self.target)
 
     def close(self) -> None:

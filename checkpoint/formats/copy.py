@@ -11,45 +11,45 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from checkpoint.formats.atomic import Output
+from checkpoint.formats.hf import output_layer_hint
 from mm.errors import UserError
-from mm.weights.plan import Job, Padding, Plan
-from mm.weights.views import Stored
+from mm.weights.plan import Index, Job, Padding, Plan
+from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
 """Of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
 Progress = Callable[[int], None]
 
 
-def check_source(plan: Plan, source: Path) -> None:
-    """Make sure that source tensors that should be equal are, and that padding, which is left out, is zero.
+def check_copies_and_padding(index: Index, root: Path) -> None:
+    """Make sure that stored tensors that should be equal are, and that padding, which nobody reads, is zero.
 
     Raises:
         UserError: naming each pair that differs, and each tensor whose padding is not zero.
     """
-    reader, problems = Files(source), []
-    try:
-        for one, other in plan.twins:
-            same = (one.dtype, one.shape) == (other.dtype, other.shape) and reader.are_equal(one, other)
-            if not same:
+    problems = []
+    with Files(root) as files:
+        for one, other in ((one.stored, other.stored) for one, other in index.copies):
+            if not files.are_equal(one, other):
+                like = "the one" if one.name == other.name else one.name
                 problems.append(
-                    f"{source / other.file}: {other.name} differs from {one.name} in {source / one.file}, of which it "
-                    f"should be a copy; one of the files is damaged or of another model."
+                    f"{root / other.file}: {other.name} differs from {like} in {root / one.file}, of which it should "
+                    f"be a copy; one of the files is damaged or of another model{output_layer_hint(other.name)}."
                 )
-        for padding in plan.padding:
-            if not reader.is_zero(padding):
-                stored = padding.stored
+        for padding in index.padding:
+            stored = padding.view.stored
+            if not files.is_zero(padding):
                 problems.append(
-                    f"{source / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
+                    f"{root / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
                     f"is damaged or was cut for another TP size."
                 )
-    finally:
-        reader.close()
     if problems:
-        raise UserError(problems)
+        raise UserError(dict.fromkeys(problems))
 
 
 def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Progress) -> None:
@@ -183,7 +183,20 @@ class Files:
         while done < len(data):
             done += os.pwrite(self._descriptor(stored.file), data[done:], stored.offset + start + done)
 
+    def read_columns(self, view: View, rows: range, indices: range, into: memoryview) -> None:
+        """Fill ``into`` with some indices of some rows of a stored tensor; only these are read."""
+        width, first = view.num_indices * view.unit_bytes, indices.start * view.unit_bytes
+        if len(rows) == 1 or len(indices) == view.num_indices:
+            self.read(view.stored, rows.start * width + first, into)
+            return
+        size = len(into) // len(rows)
+        for number, row in enumerate(rows):
+            self.read(view.stored, row * width + first, into[number * size : (number + 1) * size])
+
     def are_equal(self, one: Stored, other: Stored) -> bool:
+        """Whether dtype, shape and every bit are the same."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
         left, right = (memoryview(bytearray(BUFFER_BYTES)) for _ in range(2))
         for start in range(0, one.num_bytes, BUFFER_BYTES):
             num_bytes = min(BUFFER_BYTES, one.num_bytes - start)
@@ -194,9 +207,9 @@ class Files:
         return True
 
     def is_zero(self, padding: Padding) -> bool:
-        stored, width = padding.stored, padding.stored.num_bytes // padding.num_rows
+        stored, width = padding.view.stored, padding.view.num_indices * padding.view.unit_bytes
         found = memoryview(bytearray(min(BUFFER_BYTES, padding.num_bytes)))
-        for row in range(padding.num_rows):
+        for row in range(padding.view.num_rows):
             for at in range(0, padding.num_bytes, BUFFER_BYTES):
                 part = found[: min(BUFFER_BYTES, padding.num_bytes - at)]
                 self.read(stored, row * width + padding.start + at, part)
@@ -207,6 +220,12 @@ class Files:
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Compared(Files):

@@ -1,54 +1,34 @@
-"""Reads and writes Hugging Face model directories, through the weight table.
+"""Hugging Face directories as a source of weights: their files found, checked and described as views.
 
-Knows nothing of devices or processes; every name, shape and fusion comes from ``mm.weights.table``.
+Only headers are read.  Every name and shape comes from ``mm.weights.table``; the two spellings are ``spelling.py``'s.
 """
 
+import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from checkpoint.formats.hf_compare import hf_problems
-from checkpoint.formats.hf_config import for_both_versions, model_from_hf
-from checkpoint.formats.hf_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    HFTensor,
-    dtype_name,
-    find_shards,
-    is_model_weights,
-    read_config,
-    read_tensors,
-    with_dtype,
-)
+from checkpoint.formats.hf_config import MODEL_TYPE, hf_problems, model_from_hf
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
 from checkpoint.formats.spelling import published_name
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.placement import PipelineLayout
-from mm.weights.table import (
-    HF_EMBEDDING_NAME,
-    HF_OUTPUT_LAYER_NAME,
-    Weight,
-    fuse_parts,
-    hf_ranges,
-    model_weights,
-    unfuse,
-)
+from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight, model_weights
+from mm.weights.views import Misfit, Stored, View, whole_view
 
-_COMPARED_ROWS = 8192
-"""Rows of a vocabulary matrix compared at once: bounds the memory."""
-_SHARD_BYTES = 5_000_000_000
-"""Size of a shard file where the base has none to follow; transformers 4 wrote 5 GB too."""
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LANGUAGE_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "rms_norm_eps",
+)  # fmt: skip
+"""What must be equal for the LLM of another directory to take the place of a model's own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +37,7 @@ class HFDirectory:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, HFTensor]
+    tensors: Mapping[str, Stored]
     """By published name, in the order of the files."""
     index: Mapping[str, Any] | None
     """The parsed index; None for a single file."""
@@ -81,11 +61,27 @@ class HFDirectory:
                 f"{directory} holds a LoRA adapter ({', '.join(n for n in files if n.startswith('adapter_'))}), not a "
                 f"model; give the directory of its base model (adapter_config.json: base_model_name_or_path)."
             )
-        config = read_config(directory)
+        config = _read_config(directory)
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
             return cls(directory, config, {}, None)
-        index, shards = find_shards(directory, files)
-        return cls(directory, config, read_tensors(directory, index, shards), index)
+        return cls(directory, config, *_read_tensors(directory, files))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """config.json and all weight files."""
+        return self.path / "config.json", *(self.path / file for file in self.contents)
+
+    @cached_property
+    def contents(self) -> Mapping[str, Mapping[str, Stored]]:
+        """Tensors by file and name."""
+        found: dict[str, dict[str, Stored]] = {}
+        for stored in self.tensors.values():
+            found.setdefault(stored.file, {})[stored.name] = stored
+        return {file: found[file] for file in sorted(found)}
+
+    def describe(self) -> list[str]:
+        """What it is, for ``show``."""
+        return [f"{self.path}: Hugging Face directory", f"layers: {Layout.of(self.model_config(), 1)}"]
 
     def model_config(
         self, vision_layout: PipelineLayout | None = None, language_layout: PipelineLayout | None = None
@@ -94,7 +90,7 @@ class HFDirectory:
         return model_from_hf(self.config, vision_layout, language_layout)
 
     def check(self, model: ModelConfig) -> None:
-        """Make sure that the directory holds exactly the weights of ``model``.
+        """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.
 
         Raises:
             UserError: naming each setting that differs from config.json, else each tensor that is missing, has
@@ -102,74 +98,49 @@ class HFDirectory:
         """
         problems = hf_problems(model, self.path, "The model JSON")
         if not problems and self.tensors:
-            for weight in model_weights(model):
-                for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-                    problems += self._tensor_problems(hf_name, shape)
-            problems += [
-                f"{self.tensors[published_name(name)].file} holds {name}, which is no weight of the model"
-                f"{_hint(name)}."
-                for name in self.unclaimed(model)
-            ]
+            problems = [misfit.text for misfit in self.views(model)[1]]
         if problems:
             raise UserError(problems)
 
-    def unclaimed(self, model: ModelConfig) -> tuple[str, ...]:
-        """Names, as in the files, of tensors that no weight of ``model`` reads.
+    def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights of ``model``, and what does not fit.
 
-        A tied model may come with an ``lm_head.weight`` when it equals the embedding.
+        A tied model may come with an ``lm_head.weight``, which is then a copy of the embedding.
         """
-        claimed = {name for weight in model_weights(model) for name in weight.hf_names}
-        left = [name for name in self.tensors if name not in claimed]
-        if model.language.tied and HF_OUTPUT_LAYER_NAME in left and self._output_layer_is_embedding():
-            left.remove(HF_OUTPUT_LAYER_NAME)
-        return tuple(self.tensors[name].name for name in left)
+        views, misfits, claimed = [], [], set()
+        for weight in model_weights(model):
+            for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+                claimed.add(name)
+                stored = self.tensors.get(name)
+                if stored is not None and stored.shape == shape:
+                    views.append(whole_view(stored, name, weight))
+                else:
+                    misfits.append(self._misfit(weight, name, shape))
+        for name in self.tensors.keys() - claimed:
+            stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
+            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME and embedding is not None
+            if is_copy and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
+                weight = next(view.weight for view in views if view.weight.hf_names == (HF_EMBEDDING_NAME,))
+                views.append(whole_view(stored, HF_EMBEDDING_NAME, weight))
+            else:
+                text = (f"{self.path / stored.file} holds {stored.name}, which is no weight of the model"
+                        f"{output_layer_hint(name)}.")
+                misfits.append(Misfit("left over", text, hf_name=name, stored=stored))
+        return views, misfits
 
-    def load_weight(
-        self, weight: Weight, tp_size: int = 1, tp_rank: int = 0, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """One TP rank's shard of ``weight``, padded; only the rows or columns that it needs are read.
-
-        ``dtype`` converts; None keeps the dtype on disk.
-
-        Raises:
-            UserError: a tensor is missing or has another shape.
-        """
-        problems = [
-            problem
-            for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)
-            for problem in self._tensor_problems(hf_name, shape)
-        ]
-        if problems:
-            raise UserError(problems)
-        if weight.tp_dim is None:
-            dim, ranges = 0, tuple((range(shape[0]),) for shape in weight.hf_shapes)
-        else:
-            dim, ranges = weight.tp_dim, hf_ranges(weight, tp_size, tp_rank)
-        parts = [self.tensors[name].read(dim, kept) for name, kept in zip(weight.hf_names, ranges, strict=True)]
-        shard = fuse_parts(weight, parts, tp_size)
-        return shard if dtype is None else shard.to(dtype)
-
-    def _tensor_problems(self, hf_name: str, shape: tuple[int, ...]) -> list[str]:
-        tensor = self.tensors.get(hf_name)
-        if tensor is None:
-            return [f"{self.path} lacks the tensor {hf_name} of shape {list(shape)}{_hint(hf_name)}."]
-        if tensor.shape != shape:
-            return [
-                f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}; the model needs {list(shape)}. "
-                f"Give the weights that belong to the model JSON."
-            ]
-        return []
-
-    def _output_layer_is_embedding(self) -> bool:
-        head, embedding = self.tensors[HF_OUTPUT_LAYER_NAME], self.tensors.get(HF_EMBEDDING_NAME)
-        if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-            return False
-        num_rows = head.shape[0]
-        chunks = (range(row, min(row + _COMPARED_ROWS, num_rows)) for row in range(0, num_rows, _COMPARED_ROWS))
-        return all(torch.equal(head.read(0, [rows]), embedding.read(0, [rows])) for rows in chunks)
+    def _misfit(self, weight: Weight, name: str, shape: tuple[int, ...]) -> Misfit:
+        stored = self.tensors.get(name)
+        if stored is None:
+            text = f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}."
+            return Misfit("missing", text, weight, hf_name=name)
+        text = (
+            f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs {list(shape)}. "
+            f"Give the weights that belong to the model JSON."
+        )
+        return Misfit("shape", text, weight, hf_name=name, stored=stored)
 
 
-def _hint(name: str) -> str:
+def output_layer_hint(name: str) -> str:
     """Why an output layer may be missing or left over."""
     if published_name(name) != HF_OUTPUT_LAYER_NAME:
         return ""
@@ -179,203 +150,168 @@ def _hint(name: str) -> str:
     )
 
 
-# Writing
+def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
+    """Views and files of the LLM in ``path``, a text-only Qwen2.5 or a Qwen2.5-VL; paths are absolute.
 
-
-@dataclass(frozen=True)
-class HFOutput:
-    """One tensor to write: its key in the file, the published name that it comes from, its final dtype and size."""
-
-    key: str
-    source: str
-    dtype: torch.dtype
-    num_bytes: int
-
-
-def write_hf(
-    target_dir: str | Path,
-    base_dir: str | Path,
-    model: ModelConfig,
-    tensors: Callable[[Weight], Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write ``model`` as a Hugging Face directory like ``base_dir``, complete or not at all.
-
-    ``tensors`` gives the whole fused tensor of a weight and is asked once for each; one shard file is in memory at a
-    time.  Shard names, key spelling and dtypes are the base's where it has weights, else published names in shards of
-    5 GB in the config's dtype.  ``dtype`` overrides them all, in config.json too.  Every other file at the top of
-    the base is copied, except hidden ones and pickles (see ``copy_other_files``).
+    ``config`` is the config.json of the whole ``model``.
 
     Raises:
-        UserError: the base does not fit the model, the target is the base, or is not empty (with ``overwrite``, a
-            Hugging Face directory is replaced), or lacks space.
+        UserError: naming each setting in which the two differ, and each tensor that is missing or has another shape.
     """
-    base = HFDirectory.open(base_dir, weights_required=False)
-    base.check(model)
-    target = Path(target_dir).resolve()
-    shards = planned_shards(base, model, dtype)
-    check_target(target, base.path.resolve(), overwrite, sum(o.num_bytes for part in shards.values() for o in part))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        copy_other_files(base, temporary, dtype)
-        _write_shards(temporary, shards, model, tensors)
-        if base.index is not None or len(shards) > 1:
-            sizes_bytes = {file: {output.key: output.num_bytes for output in part} for file, part in shards.items()}
-            write_index(temporary, sizes_bytes, base.index)
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        _replace(target, temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    directory = Path(path).resolve()
+    if not (directory / "config.json").is_file():
+        raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
+    found = _parsed(directory / "config.json", (directory / "config.json").read_bytes())
+    ours, theirs = (one.get("text_config") or one for one in (config, found))
+    problems = [
+        f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give the "
+        f"LLM of the same size."
+        for key in _LANGUAGE_KEYS
+        if theirs.get(key) != ours.get(key)
+    ]
+    if problems:
+        raise UserError(problems)
+    tensors, index = _read_tensors(directory, sorted(file.name for file in directory.iterdir()))
+    located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
+    language = HFDirectory(directory, found, located, index)
+    views, misfits = language.views(model)
+    problems = [misfit.text for misfit in misfits if misfit.weight is not None and misfit.weight.part == "language"]
+    if problems:
+        raise UserError(problems)
+    return [view for view in views if view.weight.part == "language"], [directory / file for file in language.contents]
 
 
-def planned_shards(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
-    """What each shard file of a new directory like ``base`` holds, in order; see ``write_hf``."""
-    return _shards_of_base(base, model, dtype) if base.tensors else _new_shards(base, model, dtype)
+def fingerprint(directory: Path, files: Iterable[Path]) -> str:
+    """Tells two versions of the same files apart without reading their weights: sizes, headers, times of change."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        state = path.stat()
+        digest.update(f"{os.path.relpath(path, directory)} {state.st_size} {state.st_mtime_ns}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(65536))
+    return digest.hexdigest()
 
 
-def _shards_of_base(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
-    shards: dict[str, list[HFOutput]] = {}
-    for name, tensor in base.tensors.items():
-        # A tied model's spare lm_head.weight stays, as what it is: the embedding.
-        source = HF_EMBEDDING_NAME if model.language.tied and name == HF_OUTPUT_LAYER_NAME else name
-        output = _output(tensor.name, source, dtype or tensor.dtype, tensor.shape)
-        shards.setdefault(tensor.file.name, []).append(output)
-    return shards
+# Finding files
 
 
-def _new_shards(base: HFDirectory, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, list[HFOutput]]:
-    dtype = dtype or _stated_dtype(base)
-    parts, free_bytes = [[]], _SHARD_BYTES
-    for weight in model_weights(model):
-        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-            output = _output(name, name, dtype, shape)
-            if parts[-1] and output.num_bytes > free_bytes:
-                parts.append([])
-                free_bytes = _SHARD_BYTES
-            parts[-1].append(output)
-            free_bytes -= output.num_bytes
-    if len(parts) == 1:
-        return {SINGLE_FILE: parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
-
-
-def _stated_dtype(base: HFDirectory) -> torch.dtype:
-    name = dtype_name(base.config)
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+def _read_config(directory: Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a Qwen2.5-VL directory; a ``UserError`` when it is absent, broken or another's."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
+    raw = path.read_bytes()
+    refuse_lfs_pointer(path, raw)
+    config = _parsed(path, raw)
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type != MODEL_TYPE:
         raise UserError(
-            f"{base.path / 'config.json'} says dtype {name!r} and the directory has no weights to follow; expected "
-            f"for example 'bfloat16'. Give the dtype to write."
+            f"{path} has model_type {model_type!r}; expected {MODEL_TYPE!r}. Give the directory of a Qwen2.5-VL model."
         )
-    return dtype
-
-
-def _output(key: str, source: str, dtype: torch.dtype, shape: tuple[int, ...]) -> HFOutput:
-    return HFOutput(key, source, dtype, torch.Size(shape).numel() * dtype.itemsize)
-
-
-def check_target(target: Path, base: Path, overwrite: bool, num_bytes: int) -> None:
-    """Refuse, before any work, a target that must not or cannot be written.  Both paths are resolved."""
-    if base.is_relative_to(target):
-        raise UserError(f"The target {target} is or contains the base directory {base}; give another target.")
-    if target.exists() and not target.is_dir():
-        raise UserError(f"The target {target} is a file; give a directory that does not exist yet.")
-    if target.is_dir() and any(target.iterdir()):
-        if not overwrite:
-            raise UserError(f"The target {target} is not empty; give another one, or allow it to be overwritten.")
-        if not (target / "config.json").is_file():
-            raise UserError(
-                f"The target {target} is not empty and no Hugging Face directory (it has no config.json), "
-                f"so it is not overwritten; give another one."
-            )
-    existing = next(folder for folder in (target, *target.parents) if folder.exists())
-    if not os.access(existing if existing != target else target.parent, os.W_OK):
-        raise UserError(f"The target {target} cannot be written: no permission for {existing}.")
-    free_bytes = shutil.disk_usage(existing).free
-    if num_bytes > free_bytes:
+    if "quantization_config" in config:
         raise UserError(
-            f"The target {target} needs {num_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB are "
-            f"free; make room or give another disk."
+            f"{path} has a quantization_config: quantized weights can be neither trained nor converted; give the "
+            f"directory of the unquantized model."
         )
+    return config
 
 
-def copy_other_files(base: HFDirectory, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy what is neither weights, pickle nor hidden.
-
-    config.json says ``dtype`` unless that is None, and gets what one of transformers 4.57 and 5 would miss in it; where
-    neither changes anything, it is the base's to the byte.
-    """
-    for file in sorted(base.path.iterdir()):
-        is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
-        if file.is_file() and not is_weights and not file.name.startswith("."):
-            shutil.copyfile(file, folder / file.name)
-    config = base.config if dtype is None else with_dtype(base.config, str(dtype).removeprefix("torch."))
-    patched = for_both_versions(config)
-    if patched != base.config:
-        (folder / "config.json").write_text(json.dumps(patched, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def is_model_weights(name: str) -> bool:
+    """Whether a file of this name holds, or lists, weights of a model (and not of an adapter)."""
+    is_safetensors = name.endswith((".safetensors", ".safetensors.index.json"))
+    return is_safetensors and not name.startswith("adapter_")
 
 
-def _write_shards(
-    folder: Path, shards: Mapping[str, list[HFOutput]], model: ModelConfig, tensors: Callable[[Weight], Tensor]
-) -> None:
-    weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
-    uses = Counter(output.source for outputs in shards.values() for output in outputs)
-    pending: dict[str, Tensor] = {}  # what a fused weight gave beyond the tensor asked for, perhaps for a later shard
-    for file, outputs in shards.items():
-        content = {}
-        for output in outputs:
-            if output.source not in pending:
-                weight = weights[output.source]
-                pending.update(zip(weight.hf_names, unfuse(weight, tensors(weight)), strict=True))
-            uses[output.source] -= 1
-            used_again = uses[output.source] > 0
-            piece = pending[output.source] if used_again else pending.pop(output.source)
-            content[output.key] = piece.detach().to("cpu", output.dtype, copy=used_again)
-        path = folder / file
-        path.touch()
-        mode = path.stat().st_mode  # as the umask has it; safetensors makes files of mode 600
-        save_file(content, path, metadata={"format": "pt"})
-        path.chmod(mode)
+def _find_shards(directory: Path, files: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The parsed index (None for a single file) and the names of the shard files, all of which exist."""
+    has_index, has_single = INDEX_FILE in files, SINGLE_FILE in files
+    if has_index and has_single:
+        raise UserError(f"{directory} holds both {INDEX_FILE} and {SINGLE_FILE}; remove the one that is out of date.")
+    if has_single:
+        return None, [SINGLE_FILE]
+    if not has_index:
+        raise UserError(_no_weights(directory, files))
+    index = _read_index(directory / INDEX_FILE)
+    shards = list(dict.fromkeys(index["weight_map"].values()))
+    outside = [name for name in shards if Path(name).name != name]
+    if outside:
+        raise UserError(f"{directory / INDEX_FILE} names {outside[0]!r}; expected plain file names beside it.")
+    missing = [name for name in shards if name not in files]
+    if missing:
+        raise UserError(
+            f"{directory} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} lists: "
+            f"{', '.join(missing)}. The download was probably interrupted; finish it."
+        )
+    return index, shards
 
 
-def write_index(
-    folder: Path, sizes_bytes: Mapping[str, Mapping[str, int]], base_index: Mapping[str, Any] | None
-) -> None:
-    """Write the index of tensors, given their sizes by file and key; further metadata of ``base_index`` is kept."""
-    total_bytes = sum(num_bytes for tensors in sizes_bytes.values() for num_bytes in tensors.values())
-    metadata = {**(base_index or {}).get("metadata", {}), "total_size": total_bytes}
-    weight_map = {key: file for file, tensors in sizes_bytes.items() for key in tensors}
-    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+def _no_weights(directory: Path, files: list[str]) -> str:
+    pickled = [name for name in files if name.endswith(".bin")]
+    shards = [name for name in files if is_model_weights(name)]
+    if shards:
+        return (
+            f"{directory} holds {', '.join(shards)} but no {INDEX_FILE}; the download was probably interrupted. "
+            f"Finish it, or rename a single complete file to {SINGLE_FILE}."
+        )
+    if pickled:
+        return (
+            f"{directory} holds its weights only as {pickled[0]}, a pickle, which is not read because it can run "
+            f"code; convert it with transformers: from_pretrained, then save_pretrained, which writes "
+            f"{SINGLE_FILE}."
+        )
+    return f"{directory} holds no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards."
 
 
-def sync(path: Path) -> None:
-    """Put a file or directory on the disk for good."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _read_index(path: Path) -> dict[str, Any]:
+    raw = path.read_bytes()
+    refuse_lfs_pointer(path, raw)
+    index = _parsed(path, raw)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} has no 'weight_map' from tensor names to shard files; download it again.")
+    return index
+
+
+def _read_tensors(directory: Path, files: list[str]) -> tuple[dict[str, Stored], Mapping[str, Any] | None]:
+    """All tensors of the shards by published name, in the order of the files, and the index, which must agree."""
+    index, shards = _find_shards(directory, files)
+    tensors: dict[str, Stored] = {}
+    for shard in shards:
+        found = read_header(directory / shard, dtypes=FLOAT_DTYPES)
+        if index is not None:
+            listed = {name for name, file in index["weight_map"].items() if file == shard}
+            _match_index(directory, shard, listed, found.keys())
+        for tensor in found.values():
+            twin = tensors.setdefault(published_name(tensor.name), tensor)
+            if twin is not tensor:
+                raise UserError(
+                    f"{directory / tensor.file} holds {tensor.name} and {directory / twin.file} holds {twin.name}: the "
+                    f"same weight twice. Remove one of them."
+                )
+    return tensors, index
+
+
+def _match_index(directory: Path, shard: str, listed: Iterable[str], found: Iterable[str]) -> None:
+    absent, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
+    problems = []
+    if absent:
+        problems.append(
+            f"{directory / INDEX_FILE} says that {shard} holds {_some(absent)}, which it does not; download both again."
+        )
+    if extra:
+        problems.append(
+            f"{directory / shard} holds {_some(extra)}, not listed for it in {INDEX_FILE}; download both again."
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _some(names: list[str], shown: int = 5) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _parsed(path: Path, raw: bytes) -> Any:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(target: Path, temporary: Path) -> None:
-    """Put the finished directory in place; what stood there is removed only afterwards."""
-    old = temporary.with_suffix(".old")
-    if target.exists():
-        target.rename(old)
-    try:
-        temporary.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    sync(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
+        return json.loads(raw)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download it again.") from error

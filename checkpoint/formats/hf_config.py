@@ -1,46 +1,226 @@
-"""The model that a Hugging Face ``config.json`` describes, flat (transformers 4) or nested (5), as our ModelConfig.
+"""Hugging Face's ``config.json``, flat (transformers 4) or nested (5), as our ModelConfig, and models compared.
 
-Also what a config must say for either version to read that model from it.  Knows nothing of files, weights or devices.
-Whether a model JSON agrees with the file is asked elsewhere.
+Also what a config must say for either version to read that model from it.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.config.read import read_json
 from mm.errors import UserError
 from mm.placement import PipelineLayout
 
 Section = Mapping[str, Any]
 
+MODEL_TYPE = "qwen2_5_vl"
+FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "recompute", "init_method_std")
+"""Fields of a model that may differ between save and load: they do not change what a stored tensor means."""
+FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
+"""The same for a model from a config.json, whose length of positions changes nothing here."""
+_TOLERANCE = 1e-6
+"""Relative, for epsilons and rope bases."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A field of ours in config.json."""
+
+    ours: str
+    """"language.num_layers", or "image_token_id" at the top."""
+    section: str
+    """The section that holds it, see ``_sections``."""
+    theirs: tuple[str, ...]
+    """Its names; the first one that is there counts."""
+    default: Any = None
+    """Of ``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``; None for what a config must state."""
+
+
+_KEYS = (
+    _Key("language.num_layers", "text", ("num_hidden_layers",)),
+    _Key("language.hidden_size", "text", ("hidden_size",)),
+    _Key("language.ffn_hidden_size", "text", ("intermediate_size",)),
+    _Key("language.num_attention_heads", "text", ("num_attention_heads",)),
+    _Key("language.num_query_groups", "text", ("num_key_value_heads",)),
+    _Key("language.vocab_size", "text", ("vocab_size",)),
+    _Key("language.max_position_embeddings", "text", ("max_position_embeddings",)),
+    _Key("language.layernorm_epsilon", "text", ("rms_norm_eps",), 1e-5),
+    _Key("language.rope_theta", "rope", ("rope_theta",), 1_000_000.0),
+    _Key("language.mrope_section", "rope", ("mrope_section",)),
+    _Key("vision.num_layers", "vision", ("depth",)),
+    _Key("vision.hidden_size", "vision", ("hidden_size",)),
+    _Key("vision.ffn_hidden_size", "vision", ("intermediate_size",)),
+    _Key("vision.num_attention_heads", "vision", ("num_heads",)),
+    _Key("vision.in_channels", "vision", ("in_channels", "in_chans"), 3),
+    _Key("vision.patch_size", "vision", ("patch_size",), 14),
+    _Key("vision.temporal_patch_size", "vision", ("temporal_patch_size",), 2),
+    _Key("vision.spatial_merge_size", "vision", ("spatial_merge_size",), 2),
+    _Key("vision.window_attn_size", "vision", ("window_size",), 112),
+    _Key("vision.fullatt_block_indexes", "vision", ("fullatt_block_indexes",), (7, 15, 23, 31)),
+    _Key("vision.tokens_per_second", "vision", ("tokens_per_second",), 4),
+    _Key("projector.hidden_size", "vision", ("out_hidden_size",)),
+    _Key("image_token_id", "top", ("image_token_id",), 151655),
+    _Key("video_token_id", "top", ("video_token_id",), 151656),
+    _Key("vision_start_token_id", "top", ("vision_start_token_id",), 151652),
+)
+_JSON_NAMES = {
+    "vision": "image_encoder.vision_encoder",
+    "projector": "image_encoder.vision_projector",
+    "language": "text_decoder",
+    "image_token_id": "img_context_token_id",
+}
+"""Sections and keys of model JSON files, where they have other names than our fields."""
+
 
 def model_from_hf(
-    config: Section, vision_layout: PipelineLayout | None = None, language_layout: PipelineLayout | None = None
+    config: Section,
+    vision_layout: PipelineLayout | None = None,
+    language_layout: PipelineLayout | None = None,
+    otherwise: ModelConfig | None = None,
 ) -> ModelConfig:
     """The model of a parsed ``config.json`` on the given ``[chunk][stage]`` lists (default: all on one stage).
 
-    Absent keys take transformers' defaults (``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``).  The lists are
-    not checked against the layer counts: that is ``placement.layout_problems``.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  The lists are not checked
+    against the layer counts: that is ``placement.layout_problems``.
 
     Raises:
-        UserError: the config lacks a size.
+        UserError: the config lacks a size, or asks for a rotary embedding that is not computed here.
     """
-    try:
-        text, vit = config.get("text_config") or config, config["vision_config"]
-        return ModelConfig(
-            vision=_vision(vit, vision_layout),
-            projector=ProjectorConfig(
-                input_size=vit["hidden_size"],
-                ffn_hidden_size=vit["hidden_size"] * vit.get("spatial_merge_size", 2) ** 2,
-                hidden_size=vit["out_hidden_size"],
-            ),
-            language=_language(text, language_layout, bool(is_tied(config))),
-            image_token_id=config.get("image_token_id", 151655),
-            video_token_id=config.get("video_token_id", 151656),
-            vision_start_token_id=config.get("vision_start_token_id", 151652),
+    sections, found = _sections(config), {"vision": {}, "projector": {}, "language": {}, "": {}}
+    if otherwise is not None:
+        found = {part: _values(getattr(otherwise, part)) for part in ("vision", "projector", "language")}
+        found[""] = {key: value for key, value in _values(otherwise).items() if key not in found}
+    elif not sections["vision"]:
+        raise UserError("config.json lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
+    for key in _KEYS:
+        part, _, name = key.ours.rpartition(".")
+        value = next((sections[key.section][one] for one in key.theirs if sections[key.section].get(one) is not None),
+                     found[part].get(name, key.default))
+        if value is None:
+            raise UserError(f"config.json lacks {key.theirs[0]!r}; expected a complete config of Qwen2.5-VL.")
+        found[part][name] = tuple(value) if isinstance(value, list) else value
+    vision, language, tied = found["vision"], found["language"], is_tied(config)
+    vision.setdefault("pipeline_num_layers", vision_layout or ((vision["num_layers"],),))
+    language.setdefault("pipeline_num_layers", language_layout or ((language["num_layers"],),))
+    if tied is not None or otherwise is None:
+        language["untie_embeddings_and_output_weights"] = not tied
+    language["kv_channels"] = language["hidden_size"] // language["num_attention_heads"]
+    merged_size = vision["hidden_size"] * vision["spatial_merge_size"] ** 2
+    projector = found["projector"] | {"input_size": vision["hidden_size"], "ffn_hidden_size": merged_size}
+    return ModelConfig(VisionConfig(**vision), ProjectorConfig(**projector), LanguageConfig(**language), **found[""])
+
+
+def _sections(config: Section) -> dict[str, Section]:
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
+    if not types <= {"default", "mrope"}:
+        raise UserError(
+            f"config.json asks for the rotary embedding {sorted(types)}; expected 'mrope' or 'default': "
+            f"scaled ones (yarn, linear, ...) are not computed here. Give the config.json of the published model."
         )
-    except KeyError as error:
-        raise UserError(f"config.json lacks {error.args[0]!r}; expected a complete config of Qwen2.5-VL.") from error
+    theta = {"rope_theta": text.get("rope_theta")}
+    return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
+
+
+def _values(section: Any) -> dict[str, Any]:
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+# Comparing models
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field in which two models differ; lists, as JSON has them, in the place of tuples."""
+
+    field: str
+    """"language.num_layers", or "image_token_id" at the top."""
+    one: Any
+    other: Any
+
+    @property
+    def json_name(self) -> str:
+        """The key in a model JSON file."""
+        section, dot, name = self.field.partition(".")
+        return f"{_JSON_NAMES.get(section, section)}{dot}{name}"
+
+
+def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[Difference]:
+    """Every field in which two models differ, except those named in ``but``."""
+    return list(_differences(one, other, but, ""))
+
+
+def _differences(one: Any, other: Any, but: tuple[str, ...], prefix: str) -> Iterator[Difference]:
+    for field in dataclasses.fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if field.name in but:
+            continue
+        if dataclasses.is_dataclass(a):
+            yield from _differences(a, b, but, f"{field.name}.")
+        elif not _equal(a, b):
+            yield Difference(f"{prefix}{field.name}", *(list(v) if isinstance(v, tuple) else v for v in (a, b)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=_TOLERANCE)
+    return one == other
+
+
+def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> list[str]:
+    """Say how ``model``, read from ``model_path``, differs from the model in ``directory``.
+
+    One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
+    A field that the Hugging Face file leaves out is not compared.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return []
+    try:
+        config = read_json(path).root
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        if model_type != MODEL_TYPE:
+            return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
+        broken = _broken_sections(config)
+        if broken:
+            return [f"{path}: {key} is {value!r}; expected an object {{...}}" for key, value in broken]
+        found = differences(model, model_from_hf(config, otherwise=model))
+    except UserError as error:
+        return list(error.problems)
+    if not found:
+        return []
+    width = max(len(one.json_name) for one in found)
+    table = "\n".join(f"    {one.json_name:<{width}}  {one.one}  |  {one.other}" for one in found)
+    return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
+            f"(model JSON | config.json):\n{table}"]
+
+
+def _broken_sections(config: Section) -> list[tuple[str, Any]]:
+    """Where a value stands in the place of the sections that are read above."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) and text else config
+    sections = [("text_config", text), ("vision_config", config.get("vision_config"))]
+    sections += [(key, inner.get(key)) for key in ("rope_parameters", "rope_scaling")]
+    return [(key, value) for key, value in sections if not isinstance(value, dict | None)]
+
+
+def stored_problems(
+    where: Path, stored: ModelConfig, model: ModelConfig, but: tuple[str, ...] = FREE_FIELDS
+) -> list[str]:
+    """Say every field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
+    return [
+        f"{where}: the checkpoint was saved with {one.json_name} = {one.one!r}, but the model JSON says {one.other!r}; "
+        f"give the model JSON that it was trained with."
+        for one in sorted(differences(stored, model, but), key=lambda one: one.json_name)
+    ]
+
+
+# What config.json says besides
 
 
 def is_tied(config: Section) -> bool | None:
@@ -55,10 +235,10 @@ def is_tied(config: Section) -> bool | None:
 def for_both_versions(config: Section) -> dict[str, Any]:
     """The config with what transformers 4.57 or 5 would miss in it; equal to ``config`` when both read it as it is.
 
-    The published flat form is such a one.  What 5 saves says rope in ``rope_parameters``, which 4.57 does not know: it
-    takes its own ``rope_theta`` and fails for want of ``rope_scaling``.  Either version saves a tied model with the
-    one ``tie_word_embeddings`` that it asks itself, where others then draw a random output layer (see ``is_tied``).
-    Both read ``dtype`` as well as ``torch_dtype``.
+    Both read the published flat form.  Version 5 saves the rotary embedding as ``rope_parameters``, which 4.57 does not
+    know: it takes its own ``rope_theta`` and fails without ``rope_scaling``.  Each version saves
+    ``tie_word_embeddings`` only where it reads it itself; another version then draws a random output layer for a tied
+    model (see ``is_tied``).  Both read ``dtype`` as well as ``torch_dtype``.
     """
     nested = config.get("text_config")
     text = _with_rope_scaling(nested or config)
@@ -77,43 +257,19 @@ def _with_rope_scaling(text: Section) -> dict[str, Any]:
     return {**text, **{key: value for key, value in added.items() if text.get(key) is None and value is not None}}
 
 
-def _vision(vit: Section, layout: PipelineLayout | None) -> VisionConfig:
-    return VisionConfig(
-        num_layers=vit["depth"],
-        pipeline_num_layers=layout or ((vit["depth"],),),
-        hidden_size=vit["hidden_size"],
-        ffn_hidden_size=vit["intermediate_size"],
-        num_attention_heads=vit["num_heads"],
-        window_attn_size=vit.get("window_size", 112),
-        fullatt_block_indexes=tuple(vit.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        in_channels=vit.get("in_channels", vit.get("in_chans", 3)),
-        patch_size=vit.get("patch_size", 14),
-        temporal_patch_size=vit.get("temporal_patch_size", 2),
-        spatial_merge_size=vit.get("spatial_merge_size", 2),
-        tokens_per_second=vit.get("tokens_per_second", 4),
-    )
+def stated_dtype(config: Section) -> str | None:
+    """The dtype of the weights that the config states, such as "bfloat16": ``dtype``, or ``torch_dtype`` before v5."""
+    return config.get("dtype") or config.get("torch_dtype")
 
 
-def _language(text: Section, layout: PipelineLayout | None, tied: bool) -> LanguageConfig:
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope_types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
-    if not rope_types <= {"default", "mrope"}:
-        raise UserError(
-            f"config.json asks for the rotary embedding {sorted(rope_types)}; expected 'mrope' or 'default': "
-            f"scaled ones (yarn, linear, ...) are not computed here. Give the config.json of the published model."
-        )
-    return LanguageConfig(
-        num_layers=text["num_hidden_layers"],
-        pipeline_num_layers=layout or ((text["num_hidden_layers"],),),
-        hidden_size=text["hidden_size"],
-        ffn_hidden_size=text["intermediate_size"],
-        num_attention_heads=text["num_attention_heads"],
-        num_query_groups=text["num_key_value_heads"],
-        vocab_size=text["vocab_size"],
-        max_position_embeddings=text["max_position_embeddings"],
-        mrope_section=tuple(rope["mrope_section"]),
-        kv_channels=text["hidden_size"] // text["num_attention_heads"],
-        rope_theta=rope.get("rope_theta", text.get("rope_theta", 1_000_000.0)),
-        untie_embeddings_and_output_weights=not tied,
-        layernorm_epsilon=text.get("rms_norm_eps", 1e-5),
-    )
+def with_dtype(config: Section, name: str) -> dict[str, Any]:
+    """The config with every statement of the weights' dtype replaced; one is added when there is none."""
+
+    def replaced(section: Section) -> dict[str, Any]:
+        return {
+            key: name if key in ("dtype", "torch_dtype") else replaced(value) if isinstance(value, dict) else value
+            for key, value in section.items()
+        }
+
+    patched = replaced(config)
+    return patched if stated_dtype(patched) else {**patched, "torch_dtype": name}

@@ -1,7 +1,6 @@
 """Reads a pickle as data: numbers, strings, containers, and placeholders for everything else.
 
-**No global of the pickle is imported or called**, so there is nothing to allow or forbid for safety's sake; what a
-placeholder was meant to be can be read from its name and arguments.  Knows nothing of files, zip or tensors.
+**No global of the pickle is imported or called.**  A placeholder has the name of the global and its arguments.
 """
 
 import pickle
@@ -45,7 +44,7 @@ class Opaque:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Items of a foreign mapping or list are of no use to us; nor is what ``append`` and ``extend`` get."""
+        """Items of a foreign mapping or list are dropped, also those of ``append`` and ``extend``."""
 
     def append(self, item: Any) -> None:
         """See ``__setitem__``."""

@@ -5,9 +5,8 @@ Heads cannot be read off the shapes of fused weights, so only these models are k
 
 from typing import Any
 
-from checkpoint.formats.hf_compare import MODEL_TYPE
-from checkpoint.formats.hf_config import model_from_hf
-from checkpoint.formats.mindspeed import MMDirectory
+from checkpoint.formats.hf_config import MODEL_TYPE, model_from_hf
+from checkpoint.formats.mindspeed import MindSpeedDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 
@@ -18,7 +17,7 @@ _SIZES = {
     "32B": (5120, 64, 27648, 40, 8, 152064, False, 3456),
     "72B": (8192, 80, 29568, 64, 8, 152064, False, 3456),
 }
-"""Of the config.json files of huggingface.co/Qwen/Qwen2.5-VL-*-Instruct."""
+"""From the config.json files of huggingface.co/Qwen/Qwen2.5-VL-*-Instruct."""
 
 
 def published_config(size: str) -> dict[str, Any]:
@@ -43,13 +42,14 @@ def published_model(size: str) -> ModelConfig:
     return model_from_hf(published_config(size))
 
 
-def recognize(directory: MMDirectory) -> ModelConfig | None:
+def recognize(directory: MindSpeedDirectory) -> ModelConfig | None:
     """The published model whose every tensor is in ``directory``; None when there is none."""
     for size in _SIZES:
         model = published_model(size)
         try:
-            directory.views(*directory.placed_model(None, "", model))
+            _, misfits = directory.views(*directory.placed_model(None, "", model))
         except UserError:
             continue
-        return model
+        if not misfits:
+            return model
     return None

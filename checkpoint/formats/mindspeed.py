@@ -4,23 +4,40 @@ Reads what this project converts and what MindSpeed-MM converts or trains.  With
 layout; what model it is must be given.
 """
 
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from checkpoint.formats.files import read_file
 from checkpoint.formats.layout import Layout, check_layout
-from checkpoint.formats.manifest import Manifest, read_manifest
-from checkpoint.formats.slots import RELEASE, TORCH_FILE, Format, Kind, Shard, num_layers, rank_of, shards
-from checkpoint.formats.structure import Structure, is_canonical_name
+from checkpoint.formats.manifest import MANIFEST_FILE, manifest_text, model_from_json, read_manifest
+from checkpoint.formats.safetensors import DTYPE_NAMES, DTYPES, dtype_name, read_header
+from checkpoint.formats.storage import (
+    RELEASE,
+    TORCH_FILE,
+    Format,
+    RankFile,
+    Storage,
+    Structure,
+    is_canonical_name,
+    num_layers,
+    rank_files,
+    rank_of,
+)
+from checkpoint.formats.torch_file import read_torch_file
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.model import ModelConfig
 from mm.errors import UserError, nearest
 from mm.placement import layout_problems
-from mm.weights.table import local_shape
-from mm.weights.views import Stored, View, shard_view
+from mm.weights.table import Weight, local_shape
+from mm.weights.views import Misfit, Stored, View, shard_view
 
+FORMAT, VERSION = "mm weights", 2
+TOOL = "mm-convert 0.1.0"
+_CONVERT_AGAIN = "convert the source again"
 _SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
 _CHUNK = re.compile(r"model(\d*)[./]")
 _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
@@ -28,21 +45,82 @@ _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.
 
 
 @dataclass(frozen=True)
-class MMDirectory:
+class Manifest:
+    """What a converted directory states about itself."""
+
+    tool: str
+    model: ModelConfig
+    """With the pipeline lists of the directory."""
+    tp_size: int
+    storage: Storage
+    source: Mapping[str, Any]
+    """"kind" and "fingerprint" of what was converted; for people and for telling two sources apart."""
+    tensors: tuple[Stored, ...]
+    """Each with its checksum; files are relative to the directory of the manifest."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.model, self.tp_size)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest | None":
+        """The manifest of ``directory``; None when it has none.
+
+        Raises:
+            UserError: it is damaged or of another format or version.
+        """
+        if not (directory / MANIFEST_FILE).is_file():
+            return None
+        content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
+        layout, model = content["layout"], content["model"]
+        for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
+            model[tower]["pipeline_num_layers"] = layout[key]
+        tensors = tuple(
+            Stored(one["file"], one["name"], DTYPES[one["dtype"]], tuple(one["shape"]), 0, one["crc32"])
+            for one in content["tensors"]
+        )
+        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"])
+        return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
+
+    def text(self) -> str:
+        """The file."""
+        model = dataclasses.asdict(self.model)
+        layout = {
+            "vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
+            "llm_pp_layers": model["language"].pop("pipeline_num_layers"),
+            "tp_size": self.tp_size,
+        }
+        content = {
+            "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
+            "save_format": self.storage.format.value, "structure": self.storage.structure.value,
+            "vit_only": self.storage.vit_only, "layout": layout, "model": model,
+        }  # fmt: skip
+        tensors = [
+            {"file": one.file, "name": one.name, "dtype": DTYPE_NAMES[one.dtype], "shape": one.shape,
+             "crc32": one.crc32}
+            for one in self.tensors
+        ]
+        return manifest_text(content, "tensors", tensors)
+
+
+@dataclass(frozen=True)
+class MindSpeedDirectory:
     """A directory whose files were found whole; only headers were read."""
 
     path: Path
     folder: str
     """Holds the ranks, relative to ``path``: ``release`` or ``iter_0000010``."""
     manifest: Manifest | None
-    kind: Kind
+    storage: Storage
     num_chunks: int
     """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
-    """Tensors by file, relative to ``folder``, and name."""
+    """Tensors by file, relative to ``path``, and name."""
+    notes: tuple[str, ...] = ()
+    """For the user: none."""
 
     @classmethod
-    def open(cls, path: str | Path) -> "MMDirectory":
+    def open(cls, path: str | Path) -> "MindSpeedDirectory":
         """Find the ranks, the manifest and every tensor's place; no weights are read.
 
         Raises:
@@ -51,20 +129,19 @@ class MMDirectory:
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
-        folder, manifest = _folder(path), read_manifest(path)
+        folder, manifest = _folder(path), Manifest.read(path)
         files = _weight_files(path / folder)
         contents, chunk_keys, problems = {}, set(), []
         for file in files:
             try:
-                found = read_file(path / folder / file, f"{folder}/{file}")
-                contents[file] = found.tensors
-                chunk_keys.update(found.chunk_keys)
+                contents[f"{folder}/{file}"], keys = _read_file(path, f"{folder}/{file}")
+                chunk_keys.update(keys)
             except UserError as error:
                 problems += error.problems
         if problems:
             raise UserError(problems)
         num_chunks = 1 + max(_chunk(f"{key}/") for key in chunk_keys)
-        return cls(path, folder, manifest, _kind(path / folder, contents), num_chunks, contents)
+        return cls(path, folder, manifest, _storage(path, contents), num_chunks, contents)
 
     @property
     def is_trained(self) -> bool:
@@ -80,7 +157,7 @@ class MMDirectory:
             tp_rank, stage = rank_of(Path(file).parent.name)
             last_tp_rank, last_stage = max(last_tp_rank, tp_rank), max(last_stage, stage)
             for name in stored if tp_rank == 0 else ():
-                chunk = _chunk(name if self.kind.format is Format.TORCH else Path(file).name)
+                chunk = _chunk(name if self.storage.format is Format.TORCH else Path(file).name)
                 names.setdefault((chunk, stage), []).append(name)
         counts = [[num_layers(names.get((chunk, stage), ())) for stage in range(last_stage + 1)]
                   for chunk in range(self.num_chunks)]
@@ -111,7 +188,7 @@ class MMDirectory:
             )
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
-        if self.kind.vit_only:
+        if self.storage.vit_only:
             raise UserError(
                 f"{self.path} holds no LLM and no manifest that says on how many stages one would be; convert from the "
                 f"Hugging Face directory instead."
@@ -125,64 +202,106 @@ class MMDirectory:
         check_layout(found, model, where.rstrip(": "))
         return found.place(model), found.tp_size
 
-    def views(self, model: ModelConfig, tp_size: int) -> list[View]:
-        """Views of all weights; ``model`` is on the layout of this directory.
+    def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights, and what does not fit; ``model`` is on the layout of this directory.
+
+        Views have the checksums of the manifest.
 
         Raises:
-            UserError: naming each file or tensor that is missing, of another shape, or belongs to nothing.
+            UserError: the manifest describes other files.
         """
-        if self.manifest is not None and self.manifest.kind != self.kind:
-            raise UserError(f"{self.path} was written with {self.manifest.kind}, but holds {self.kind}; convert again.")
-        expected: dict[str, list[Shard]] = {}
-        for shard in shards(model, tp_size, self.kind):
-            expected.setdefault(shard.file, []).append(shard)
-        problems = self._file_problems(expected)
-        if problems:
-            raise UserError(problems)
-        views = []
-        for file, parts in expected.items():
-            stored = self.contents[file]
-            weights = {name: (weight, shard.tp_rank) for shard in parts for name, weight in shard.weights.items()}
-            for name, (weight, tp_rank) in weights.items():
-                problem = self._tensor_problem(file, name, local_shape(weight, tp_size))
-                if problem is None:
-                    views.append((stored[name], weight, tp_rank))
-                else:
-                    problems.append(problem)
-            problems += [
-                f"{self.path / self.folder / file} holds {name}, which has no place on this rank"
-                f"{nearest(name, weights)}."
-                for name in stored.keys() - weights.keys()
-            ]
-        if problems:
-            raise UserError(problems)
-        return [shard_view(found, weight, tp_size, tp_rank) for found, weight, tp_rank in views]
-
-    def files(self) -> list[Path]:
-        """All weight files."""
-        return [self.path / self.folder / file for file in sorted(self.contents)]
-
-    def _file_problems(self, expected: Iterable[str]) -> list[str]:
-        folder = self.path / self.folder
-        missing = [name for name in expected if name not in self.contents]
-        extra = sorted(self.contents.keys() - set(expected))
-        problems = [f"{folder / name} is missing; copy the directory again, or correct the layout." for name in missing]
-        return problems + [f"{folder / name} belongs to no rank of the layout; remove it." for name in extra]
-
-    def _tensor_problem(self, file: str, name: str, shape: tuple[int, ...]) -> str | None:
-        path, stored = self.path / self.folder / file, self.contents[file].get(name)
-        if stored is None:
-            return f"{path} lacks the tensor {name} of shape {list(shape)}."
-        if stored.shape != shape:
-            return (
-                f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
-                f"size?"
+        if self.manifest is not None and self.manifest.storage != self.storage:
+            raise UserError(
+                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again."
             )
-        return None
+        views, misfits, known = [], [], {}
+        for part in rank_files(model, tp_size, self.storage):
+            file = f"{self.folder}/{part.file}"
+            known.setdefault(file, set()).update(part.weights)
+            for name, weight in part.weights.items():
+                misfit = self._misfit(file, name, weight, tp_size, part)
+                if misfit is not None:
+                    misfits.append(misfit)
+                else:
+                    stored = self._with_crc32(self.contents[file][name])
+                    views.append(shard_view(stored, weight, tp_size, part.tp_rank))
+        return views, misfits + self._left_over(known)
+
+    def _misfit(self, file: str, name: str, weight: Weight, tp_size: int, part: RankFile) -> Misfit | None:
+        path, shape = self.path / file, local_shape(weight, tp_size)
+        if file not in self.contents:
+            text = f"{path} is missing; copy the directory again, or correct the layout."
+            return Misfit("missing", text, weight, part.tp_rank)
+        stored = self.contents[file].get(name)
+        if stored is None:
+            return Misfit("missing", f"{path} lacks the tensor {name} of shape {list(shape)}.", weight, part.tp_rank)
+        if stored.shape != shape:
+            text = (f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
+                    f"size?")
+            return Misfit("shape", text, weight, part.tp_rank, stored=stored)
+        where, stated = f"{path}: {name} is {dtype_name(stored.dtype)}", self._stated.get((file, name))
+        if not stored.dtype.is_floating_point:
+            text = f"{where}; expected floating-point numbers."
+        elif self.manifest is not None and stated is None:
+            text = f"{where}, but {MANIFEST_FILE} does not name it; convert again."
+        elif stated is not None and stated.dtype != stored.dtype:
+            text = f"{where}, but {MANIFEST_FILE} says {dtype_name(stated.dtype)}; convert again."
+        else:
+            return None
+        return Misfit("dtype", text, weight, part.tp_rank, stored=stored)
+
+    def _left_over(self, known: Mapping[str, set[str]]) -> list[Misfit]:
+        misfits = []
+        for file, contents in sorted(self.contents.items()):
+            path = self.path / file
+            if file not in known:
+                misfits.append(Misfit("left over", f"{path} belongs to no rank of the layout; remove it."))
+                continue
+            for name in sorted(contents.keys() - known[file]):
+                text = f"{path} holds {name}, which has no place on this rank{nearest(name, known[file])}."
+                misfits.append(Misfit("left over", text, stored=contents[name]))
+        return misfits
+
+    @cached_property
+    def _stated(self) -> Mapping[tuple[str, str], Stored]:
+        return {(one.file, one.name): one for one in self.stated or ()}
+
+    def _with_crc32(self, stored: Stored) -> Stored:
+        stated = self._stated.get((stored.file, stored.name))
+        return stored if stated is None else dataclasses.replace(stored, crc32=stated.crc32)
+
+    @property
+    def stated(self) -> Sequence[Stored] | None:
+        """The tensors that the manifest lists; None without a manifest."""
+        return None if self.manifest is None else self.manifest.tensors
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All weight files."""
+        return tuple(self.path / file for file in sorted(self.contents))
+
+    def describe(self) -> list[str]:
+        """What it is, for ``show``."""
+        lines = [f"{self.path}: MindSpeed-MM's layout, {self.folder}, {self.storage}"]
+        if self.manifest is None:
+            return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; as the files show it)"]
+        return [*lines, f"layout: {self.manifest.layout}",
+                f"source: {self.manifest.source['kind']}, written by {self.manifest.tool}"]
+
+
+def _read_file(path: Path, file: str) -> tuple[Mapping[str, Stored], tuple[str, ...]]:
+    """The tensors of one file by name, and its chunk keys, also of chunks without tensors.
+
+    Raises:
+        UserError: the file is truncated, damaged, a Git-LFS pointer, or a pickle with code in it.
+    """
+    if not file.endswith(".pt"):
+        return read_header(path / file, file), (Path(file).stem,)
+    return read_torch_file(path / file, file)
 
 
 def _chunk(name: str) -> int:
-    """Of ``model0.safetensors`` or ``model0/NAME``."""
+    """The number in ``model0.safetensors`` or ``model0/NAME``; 0 without virtual chunks."""
     match = _CHUNK.match(name)
     return int(match[1] or 0) if match else 0
 
@@ -223,15 +342,15 @@ def _weight_files(folder: Path) -> list[str]:
     return found
 
 
-def _kind(folder: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Kind:
+def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storage:
     formats = {Format.TORCH if file.endswith(".pt") else Format.SAFETENSORS: file for file in contents}
     if len(formats) > 1:
         raise UserError(
-            f"{folder} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
+            f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
             f"date."
         )
     vit_only = not any("text_decoder." in name for stored in contents.values() for name in stored)
     is_canonical = any(is_canonical_name(name) for stored in contents.values() for name in stored)
-    return Kind(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
+    return Storage(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
 
 

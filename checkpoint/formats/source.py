@@ -1,52 +1,91 @@
-"""Where weights can come from: a Hugging Face directory, MindSpeed-MM's layout, or a training checkpoint of ours.
+"""Opens a directory of weights of any kind, and reads any weight of it for any layout.
 
-Whatever the kind, a source is a set of views that cover the model; nobody who reads one asks which kind it is.
+A source is a set of views that cover the model, whether it is a Hugging Face directory, one in MindSpeed-MM's layout or
+a training checkpoint.  Opening reads headers only.
 """
 
-import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from checkpoint.formats.files import read_stored
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_views import fingerprint, hf_sources
+import torch
+from torch import Tensor
+
+from checkpoint.formats.copy import Files, check_copies_and_padding
+from checkpoint.formats.hf import HFDirectory, fingerprint, language_views
+from checkpoint.formats.hf_config import FREE_ON_RESUME, hf_problems, stored_problems
 from checkpoint.formats.known_models import recognize
-from checkpoint.formats.language_source import language_views, only
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.manifest import model_from_json
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.slots import Kind
-from checkpoint.formats.training import DTYPES, MANIFEST_FILE, USE_ANOTHER, find_checkpoint, find_load_kind
-from checkpoint.formats.training import Manifest as TrainingManifest
-from checkpoint.formats.training import read_manifest as read_training_manifest
+from checkpoint.formats.manifest import MANIFEST_FILE
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.storage import Storage
+from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint, is_leftover
+from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import Weight, local_shape, model_weights
-from mm.weights.views import Stored, View, shard_view
+from mm.weights.cut import Run, shard_runs
+from mm.weights.plan import Index, Part
+from mm.weights.table import Weight, local_shape
+from mm.weights.views import Misfit, View
+
+BLOCK_BYTES = 1 << 26
+"""How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
+
+
+Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
+"""Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
+
+
+class Kind(Enum):
+    """What a directory of weights is."""
+
+    HUGGING_FACE = "Hugging Face directory"
+    MINDSPEED = "MindSpeed-MM's layout"
+    TRAINING = "training checkpoint"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A complete set of weights on the disk; only headers were read."""
+    """A set of weights on the disk; only headers were read."""
 
     path: Path
     """What the files of the views are relative to."""
-    kind: str
-    """"hf", "mm" or "training"."""
+    kind: Kind
     model: ModelConfig
     """On the layout of the directory."""
     tp_size: int
-    kept: Kind | None
-    """Of a directory in MindSpeed-MM's layout."""
     views: tuple[View, ...]
     files: tuple[Path, ...]
-    """All weight files, and config.json of a Hugging Face directory."""
+    """All weight files, and config.json or manifest."""
+    storage: Storage | None = None
+    """How a directory in MindSpeed-MM's layout keeps the weights."""
+    problems: tuple[Misfit, ...] = ()
+    """What does not fit the model; empty unless opened leniently."""
+    is_stated: bool = True
+    """Whether the directory itself says what model it holds."""
+    is_trained: bool = False
+    """Whether training wrote it."""
+    notes: tuple[str, ...] = ()
+    """For the user: what an interrupted save left behind."""
 
     @property
     def is_vit_only(self) -> bool:
         """Whether there is no LLM in it (``save_vit_only``)."""
-        return self.kept is not None and self.kept.vit_only
+        return self.storage is not None and self.storage.vit_only
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a manifest states the checksum of every tensor: then its writer compared copies and padding."""
+        return all(view.stored.crc32 is not None for view in self.views)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By published name; where one tensor is held in two dtypes, a plan refuses it."""
+        return {run.key: view.stored.dtype for view in self.views for run in view.runs if run.key is not None}
 
     @property
     def layout(self) -> Layout:
@@ -57,96 +96,258 @@ class Source:
         """Tells two versions of the same directory apart."""
         return fingerprint(self.path, self.files)
 
+    @cached_property
+    def index(self) -> Index:
+        """Who holds which range of the model, what must be equal, and what must be zero."""
+        return Index(self.views)
 
-def open_source(
-    path: str | Path, path_flag: str, given: Layout | None, flag: str, model: ModelConfig | None = None
-) -> Source:
-    """A directory of any kind.
+    def check(self) -> None:
+        """Make sure that copies are equal and padding is zero, which ``read`` does not look at.
 
-    ``path_flag`` gives the directory.  ``given`` is the layout that the user states with ``flag``, and ``model`` says
-    what model it is, where a directory in MindSpeed-MM's layout has no manifest.
+        Raises:
+            UserError: naming each tensor that is not as it should be.
+        """
+        check_copies_and_padding(self.index, self.path)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Make sure that ``model``, on any layout, is the one that is stored.
+
+        Raises:
+            UserError: naming every field that differs.
+        """
+        match self.kind:
+            case Kind.HUGGING_FACE:
+                problems = hf_problems(model, self.path, "The model JSON")
+            case Kind.MINDSPEED:
+                problems = stored_problems(self.path, self.model, model)
+            case Kind.TRAINING:
+                problems = stored_problems(self.path, self.model, model, but=FREE_ON_RESUME)
+        if problems:
+            raise UserError(problems)
+
+    def read(
+        self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
+    ) -> Tensor:
+        """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
+
+        A stored tensor with a checksum is read in whole and checked; of others only what the rank needs is read.
+
+        Raises:
+            UserError: a tensor is damaged; the message names it and its file.
+        """
+        shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
+        needed: dict[View, list[tuple[Part, int]]] = {}
+        filled = 0
+        for run in shard_runs(weight, tp_size, tp_rank):
+            found = [] if run.key is None else list(self.index.find(run))
+            assert run.key is None or sum(part.run.length for part in found) == run.length, (weight.name, run)
+            for part in found:
+                needed.setdefault(part.view, []).append((part, filled + part.run.start - run.start))
+            filled += run.length
+        with Files(self.path) as files:
+            for view, parts in needed.items():
+                whole = shard.view(view.num_rows, filled, -1)
+                for rows, indices, block in self._blocks(files, view, [part for part, _ in parts], block_bytes):
+                    for part, target in parts:
+                        start, stop = max(indices.start, part.start), min(indices.stop, part.stop)
+                        if start < stop:
+                            into = whole[rows.start : rows.stop, target + start - part.start :][:, : stop - start]
+                            into.copy_(block[:, start - indices.start : stop - indices.start])
+        return shard
+
+    def read_block(self, files: Files, key: str, rows: range, indices: range) -> Tensor:
+        """[row, index, place] of the Hugging Face tensor ``key`` as it is stored, without looking at checksums.
+
+        ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
+        source must hold all of them, in one dtype.  ``files`` are those of ``path``, of one thread.
+        """
+        found = [_read(files, part.view, rows, range(part.start, part.stop))
+                 for part in self.index.find(Run(key, indices.start, len(indices)))]
+        return torch.cat(found, dim=1) if len(found) != 1 else found[0]
+
+    def _blocks(
+        self, files: Files, view: View, parts: list[Part], block_bytes: int
+    ) -> Iterator[tuple[range, range, Tensor]]:
+        """Rows, indices and content of blocks that cover ``parts`` of a stored tensor, or all of it with a checksum.
+
+        The checksum is known, and refused, after the last block.
+        """
+        stored, crc32 = view.stored, 0
+        is_checked = stored.crc32 is not None
+        for span in [range(view.num_indices)] if is_checked else [range(part.start, part.stop) for part in parts]:
+            for rows, indices in _steps(view, span, block_bytes):
+                block = _read(files, view, rows, indices)
+                if is_checked:
+                    crc32 = zlib.crc32(block.view(torch.uint8).numpy(), crc32)
+                yield rows, indices, block
+        if is_checked and crc32 != stored.crc32:
+            mend = USE_ANOTHER if self.kind is Kind.TRAINING else "convert again"
+            raise UserError(
+                f"{self.path / stored.file}: {stored.name} is damaged (its crc32 differs from {MANIFEST_FILE}); {mend}."
+            )
+
+
+def _steps(view: View, span: range, block_bytes: int) -> Iterator[tuple[range, range]]:
+    """(rows, indices) that cover the indices ``span`` of every row, in the order of the file."""
+    step = max(1, block_bytes // (view.unit_bytes * (1 if view.num_rows == 1 else len(span))))
+    for rows in [range(1)] if view.num_rows == 1 else _split(range(view.num_rows), step):
+        for indices in _split(span, step) if view.num_rows == 1 else [span]:
+            yield rows, indices
+
+
+def _split(whole: range, step: int) -> Iterator[range]:
+    return (whole[start : start + step] for start in range(0, len(whole), step))
+
+
+def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
+    """[row, index, place] of a stored tensor, in memory of its own."""
+    unit = view.unit_bytes
+    content = bytearray(len(rows) * len(indices) * unit)
+    files.read_columns(view, rows, indices, memoryview(content))
+    return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
+
+
+# Opening
+
+
+def find(path: str | Path, flag: str = "--load") -> Directory:
+    """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers tell.
 
     Raises:
-        UserError: it is of no kind, or incomplete, damaged, or not on the given layout.
+        UserError: it is of no kind, incomplete or damaged.
     """
     path = Path(path)
-    match find_load_kind(path, path_flag):
-        case "hf":
-            return open_hf(path)
-        case "mm":
-            return _open_mm(path, given, flag, model)
-    source = _open_training(path)
-    if given is not None and given != source.layout:
-        raise UserError(
-            f"{flag} says {given}, but the training checkpoint {source.path} was saved with {source.layout}; leave "
-            f"{flag} out, or give the right directory."
-        )
+    match find_kind(path, flag):
+        case Kind.HUGGING_FACE:
+            return HFDirectory.open(path)
+        case Kind.MINDSPEED:
+            return MindSpeedDirectory.open(path)
+        case Kind.TRAINING:
+            return TrainingDirectory.open(path)
+
+
+def open(
+    path: str | Path,
+    flag: str = "--load",
+    *,
+    layout: Layout | None = None,
+    layout_flag: str = "",
+    model: ModelConfig | None = None,
+    lenient: bool = False,
+) -> Source:
+    """A directory of weights of any kind as a source; ``flag`` gives it.
+
+    ``layout`` is the layout that the user states with ``layout_flag``.  ``model`` says what model it is, where a
+    directory in MindSpeed-MM's layout has no manifest.  With ``lenient``, what does not fit that model is collected in
+    ``problems`` instead of raised, and the views are those of what fits.
+
+    Raises:
+        UserError: it is of no kind, incomplete, damaged, or not on the given layout.
+    """
+    directory = find(path, flag)
+    match directory:
+        case HFDirectory():
+            source = open_hf(directory, lenient=lenient)
+        case MindSpeedDirectory():
+            source = _open_mindspeed(directory, layout, layout_flag, model, lenient)
+        case TrainingDirectory():
+            source = open_training(directory, lenient=lenient)
+            if layout is not None and layout != source.layout:
+                raise UserError(
+                    f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
+                    f"{source.layout}; leave {layout_flag} out, or give the right directory."
+                )
     return source
 
 
-def open_hf(path: str | Path, language_path: str | Path | None = None) -> Source:
+def open_to_train(path: str | Path, model: ModelConfig, finetune: bool) -> Source:
+    """What ``--load`` gives, found to be a whole ``model``.
+
+    Raises:
+        UserError: it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and ``finetune`` does
+            not say to begin anew.
+    """
+    source = open(path, "--load", model=model)
+    if source.is_trained and source.kind is Kind.MINDSPEED and not finetune:
+        folder = Path(source.views[0].stored.file).parts[0]
+        raise UserError(
+            f"--load {path} is a training checkpoint of MindSpeed-MM ({folder}), whose optimizer state and random "
+            f"states cannot be continued here; add --finetune to start at step 0 from its weights."
+        )
+    if source.is_vit_only:
+        raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
+    source.check_model(model)
+    return source
+
+
+def open_hf(directory: HFDirectory, language_path: str | Path | None = None, lenient: bool = False) -> Source:
     """A Hugging Face directory; with ``language_path``, ViT and projector of it and the LLM of another one."""
-    directory = HFDirectory.open(path)
     model = directory.model_config()
-    views, files = hf_sources(directory, model), sorted({tensor.file for tensor in directory.tensors.values()})
-    if language_path is not None:
-        language, more = language_views(language_path, directory.config, model)
-        views, files = [*only(views, model, "vision", "projector"), *language], [*files, *more]
-    return Source(directory.path, "hf", model, 1, None, tuple(views), (directory.path / "config.json", *files))
+    views, misfits = directory.views(model)
+    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, misfits), lenient)
+    if language_path is None:
+        return source
+    language, files = language_views(language_path, directory.config, model)
+    kept = [view for view in views if view.weight.part != "language"]
+    return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
-def _open_mm(path: Path, given: Layout | None, flag: str, model: ModelConfig | None) -> Source:
-    directory = MMDirectory.open(path)
-    if directory.manifest is None and model is None:
+def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source:
+    """The weights of a training checkpoint, as they were trained with; optimizer state is no part of a source."""
+    return _source(directory, Kind.TRAINING, directory.model, directory.manifest.tp_size, directory.views(), lenient,
+                   is_trained=True, notes=directory.notes)
+
+
+def _open_mindspeed(
+    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, lenient: bool
+) -> Source:
+    is_stated = directory.manifest is not None
+    if not is_stated and model is None:
         model = recognize(directory)
-    placed, tp_size = directory.placed_model(given, flag, model)
-    views = directory.views(placed, tp_size)
-    return Source(path, "mm", placed, tp_size, directory.kind, tuple(views), tuple(directory.files()))
+    placed, tp_size = directory.placed_model(layout, layout_flag, model)
+    return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
+                   storage=directory.storage, is_stated=is_stated, is_trained=directory.is_trained)
 
 
-def _open_training(path: Path) -> Source:
-    """The weights of a training checkpoint, as they were trained with; optimizer state has no place elsewhere."""
-    folder, notes = find_checkpoint(path)
-    for note in notes:
-        print(f"note: {note}")
-    manifest = read_training_manifest(folder)
-    model = model_from_json(json.loads(json.dumps(manifest.model)))
-    weights = {weight.name: weight for weight in model_weights(model)}
-    stored = _training_tensors(folder, manifest)
-    views, problems = [], []
-    for weight in weights.values():
-        for tp_rank in range(manifest.tp_size if weight.tp_dim is not None else 1):
-            view = _training_view(weight, stored.get((weight.name, tp_rank)), manifest.tp_size, tp_rank)
-            if view is None:
-                problems.append(f"{folder} lacks {weight.name} of tensor-parallel rank {tp_rank}; use another one.")
-            else:
-                views.append(view)
-    if problems:
-        raise UserError(problems)
-    files = sorted({folder / view.stored.file for view in views})
-    return Source(folder, "training", model, manifest.tp_size, None, tuple(views), (folder / MANIFEST_FILE, *files))
+def _source(
+    directory: Directory,
+    kind: Kind,
+    model: ModelConfig,
+    tp_size: int,
+    found: tuple[list[View], list[Misfit]],
+    lenient: bool,
+    **facts: Any,
+) -> Source:
+    views, misfits = found
+    if misfits and not lenient:
+        raise UserError(dict.fromkeys(misfit.text for misfit in misfits))
+    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, problems=tuple(misfits), **facts)
 
 
-def _training_tensors(folder: Path, manifest: TrainingManifest) -> Mapping[tuple[str, int], Stored]:
-    """By weight and tensor-parallel rank; what the manifest says and the files hold must agree."""
-    pieces = [piece for piece in manifest.pieces if piece.part == "weight"]
-    headers = {file: read_stored(folder / file, file) for file in {piece.file for piece in pieces}}
-    found, problems = {}, []
-    for piece in pieces:
-        stored = headers[piece.file].get(piece.key)
-        if stored is None or (stored.shape, stored.dtype) != (piece.shape, DTYPES[piece.dtype]):
-            problems.append(f"{folder / piece.file}: {piece.key} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
-        else:
-            found[piece.name, piece.tp_rank] = stored
-    if problems:
-        raise UserError(problems)
-    return found
+def find_kind(path: str | Path, flag: str = "--load") -> Kind:
+    """What ``path``, which ``flag`` gives, holds.  Only names are looked at.
 
-
-def _training_view(weight: Weight, stored: Stored | None, tp_size: int, tp_rank: int) -> View | None:
-    """Parameters may have another shape than the weight, such as a flattened patch embedding, of the same bytes."""
-    if stored is None:
-        return None
-    shaped = replace(stored, shape=local_shape(weight, tp_size))
-    assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
-    return shard_view(shaped, weight, tp_size, tp_rank)
+    Raises:
+        UserError: nothing that weights are read from; the message says what was found.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{flag} {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
+    if any(path.glob("mp_rank_*")):
+        raise UserError(f"{flag} {path} holds the ranks of one checkpoint; give the directory above, {path.parent}.")
+    if any(path.glob("*/mp_rank_*")):
+        return Kind.MINDSPEED
+    if (path / MANIFEST_FILE).is_file() or any(path.glob(f"iter_*/{MANIFEST_FILE}")):
+        return Kind.TRAINING
+    if (path / "config.json").is_file():
+        return Kind.HUGGING_FACE
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name.startswith("adapter_") for name in names):
+        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model.")
+    if (path / LATEST_FILE).is_file() or any(is_leftover(name) for name in names):
+        find_checkpoint(path)  # says what is wrong with it
+    raise UserError(
+        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
+        f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
+    )

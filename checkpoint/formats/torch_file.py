@@ -1,43 +1,45 @@
-"""``model_optim_rng.pt``, the torch.save file of Megatron and MindSpeed-MM, as byte ranges to copy from.
+"""``model_optim_rng.pt``, the torch.save file of Megatron and MindSpeed-MM: where its tensors lie.
 
 A file is a zip archive of uncompressed records: ``data.pkl`` (the pickled dictionary, whose tensors point to storages
 by number) and ``data/<number>`` (the bytes of one storage).  Headers and pickle say where each tensor's bytes lie; no
-tensor is read and no code of the pickle is run.  Knows nothing of models, layouts or tensor names.
+tensor is read and no code of the pickle is run.
+
+``torch.load(weights_only=True)`` is not used, because it calls classes of torch and Python with arguments of the file
+(30 bytes make it take 8 GB) and refuses some of what Megatron saves beside the model, such as a deque.
 """
 
-import math
 import os
 import re
 import struct
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from checkpoint.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
+from checkpoint.formats.safetensors import refuse_lfs_pointer
 from mm.errors import UserError
+from mm.weights.views import Stored
 
 _MAX_PICKLE_BYTES = 1 << 28
 """A few hundred bytes per tensor are normal; this bounds what a hostile file makes us read."""
-LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
-CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")
-LOCAL_SIGNATURE = 0x04034B50
+_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
+_LOCAL_SIGNATURE = 0x04034B50
 
-_LFS_MAGIC = b"version https://git-lfs"
 _LEGACY_TORCH_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """``torch.serialization.MAGIC_NUMBER`` pickled: how torch.save's files began before torch 1.6."""
 
-DTYPE_OF_STORAGE = {
-    "torch.BFloat16Storage": torch.bfloat16, "torch.HalfStorage": torch.float16, "torch.FloatStorage": torch.float32,
-    "torch.DoubleStorage": torch.float64, "torch.ByteStorage": torch.uint8, "torch.CharStorage": torch.int8,
-    "torch.ShortStorage": torch.int16, "torch.IntStorage": torch.int32, "torch.LongStorage": torch.int64,
-    "torch.BoolStorage": torch.bool,
+STORAGES = {
+    torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage, torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage, torch.uint8: torch.ByteStorage, torch.int8: torch.CharStorage,
+    torch.int16: torch.ShortStorage, torch.int32: torch.IntStorage, torch.int64: torch.LongStorage,
+    torch.bool: torch.BoolStorage,
 }  # fmt: skip
-_UNTYPED_STORAGE = "torch.storage.UntypedStorage"
+_DTYPE_OF_STORAGE = {f"torch.{storage.__name__}": dtype for dtype, storage in STORAGES.items()} | {
+    "torch.storage.UntypedStorage": torch.uint8}  # fmt: skip
 _DTYPE_OF_NAME = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 _REBUILD_V2 = "torch._utils._rebuild_tensor_v2"
@@ -50,53 +52,30 @@ _EXTRA_STATE = "_extra_state"
 """How the names of what a module's ``get_extra_state`` returns end."""
 
 
-@dataclass(frozen=True)
-class TorchTensor:
-    """One tensor: row-major, little-endian, at ``[offset_bytes, offset_bytes + size_bytes)`` of the file."""
+class _Record(NamedTuple):
+    """Where the bytes of one record of the zip archive lie."""
 
-    chunk: str
-    """The top-level key: ``model``, or ``model0``, ``model1``, ... with virtual pipeline chunks."""
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset_bytes: int
-    size_bytes: int
+    offset: int
+    num_bytes: int
 
 
-@dataclass(frozen=True)
-class TorchFile:
-    """Where everything lies in one file. Tensors that share a storage (tied weights) have overlapping ranges."""
-
-    size_bytes: int
-    chunks: tuple[str, ...]
-    """``model``, or ``model0``, ``model1``...; also those without tensors."""
-    tensors: tuple[TorchTensor, ...]
-    other: Mapping[str, Any] = field(default_factory=dict)
-    """The other top-level entries: checkpoint_version, iteration; args and the like as ``Opaque``."""
-    skipped: tuple[str, ...] = ()
-    """Names of ``_extra_state`` entries without tensor data, which TransformerEngine's modules add."""
+class _Unusable(Exception):
+    """Why one tensor is no byte range of the file; the rest of a sentence that starts with its name."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """Where the bytes of one zip record lie, and where the central directory says their checksum."""
+def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
-    offset_bytes: int
-    size_bytes: int
-    crc_offset_bytes: int
+    ``name`` is what the result calls the file.  Tensors are row-major and little-endian; those that share a storage
+    (tied weights) have overlapping ranges.  A chunk may have no tensors.
 
-
-def read_index(path: str | Path) -> TorchFile:
-    """Where each tensor of the chunks (``model`` or ``model0``, ``model1``, ...) lies, from headers and pickle alone.
-
-    Raises UserError for anything else than a whole, plain torch.save file: another format, a truncated file, a pickle
-    with code in it, tensors that are not contiguous.
+    Raises:
+        UserError: it is no whole, plain torch.save file: another format, truncated, a pickle with code in it, tensors
+            that are not contiguous.
     """
-    path = Path(path)
     with _open(path) as file:
-        records, archive = read_directory(path, file)
-        content = _read_pickle(path, file, f"{archive}data.pkl")
-        size_bytes = os.fstat(file.fileno()).st_size
+        records, folder = _read_directory(path, file)
+        content = _read_pickle(path, file, f"{folder}data.pkl")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"{path} holds a {_kind(content)}; expected a dictionary with the key 'model' or 'model0'.")
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", key)}
@@ -105,34 +84,22 @@ def read_index(path: str | Path) -> TorchFile:
             f"{path} has the keys {sorted(content)}; expected 'model', or 'model0', 'model1', ... as Megatron writes. "
             f"Is it an optimizer file? Give the model_optim_rng.pt beside it."
         )
-    tensors, skipped, problems = [], [], []
+    tensors, problems = {}, []
     for chunk, entries in chunks.items():
-        if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
             problems.append(f"{path}: {chunk} is a {_kind(entries)}; expected a dictionary of named tensors.")
             continue
-        for name, value in entries.items():
+        for key, value in entries.items():
             try:
-                tensor = None if _is_no_tensor(name, value) else _locate(chunk, name, value, records)
+                stored = None if _is_no_tensor(key, value) else _locate(name, f"{chunk}/{key}", value, records)
             except _Unusable as why:
-                problems.append(f"{path}: {chunk}/{name} {why}")
+                problems.append(f"{path}: {chunk}/{key} {why}")
                 continue
-            if tensor is None or (name.endswith(_EXTRA_STATE) and not tensor.size_bytes):
-                skipped.append(f"{chunk}/{name}")
-            else:
-                tensors.append(tensor)
+            if stored is not None and (stored.num_bytes or not key.endswith(_EXTRA_STATE)):
+                tensors[stored.name] = stored
     if problems:
         raise UserError(problems)
-    other = {key: value for key, value in content.items() if key not in chunks}
-    return TorchFile(size_bytes, tuple(chunks), tuple(tensors), other, tuple(skipped))
-
-
-def _is_no_tensor(name: str, value: Any) -> bool:
-    """Whether this is the extra state, None or a buffer of FP8 scales, of a module that has weights as well."""
-    return name.endswith(_EXTRA_STATE) and (value is None or global_name(value) in ("_io.BytesIO", "io.BytesIO"))
-
-
-class _Unusable(Exception):
-    """Why one tensor cannot be given as a byte range; the rest of a sentence that starts with its name."""
+    return tensors, tuple(chunks)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -145,8 +112,7 @@ def _open(path: Path) -> BinaryIO:
     if start.startswith(b"PK\x03\x04"):
         return file
     file.close()
-    if start.startswith(_LFS_MAGIC):
-        raise UserError(f"{path} is a Git-LFS pointer, not the file itself; run 'git lfs pull' in {path.parent}.")
+    refuse_lfs_pointer(path, start)
     if start.startswith(_LEGACY_TORCH_MAGIC):
         raise UserError(
             f"{path} is in torch's format from before version 1.6; load it with torch.load(..., weights_only=True) and "
@@ -156,7 +122,7 @@ def _open(path: Path) -> BinaryIO:
     raise UserError(f"{path} {what}; expected a file of torch.save, which starts with b'PK\\x03\\x04'.")
 
 
-def read_directory(path: Path, file: BinaryIO) -> tuple[dict[str, Record], str]:
+def _read_directory(path: Path, file: BinaryIO) -> tuple[dict[str, _Record], str]:
     """The records by name without the archive's folder, and that folder with its slash."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -169,43 +135,35 @@ def read_directory(path: Path, file: BinaryIO) -> tuple[dict[str, Record], str]:
     folder = next((info.filename[:-8] for info in infos if re.fullmatch(r"[^/]*/data\.pkl", info.filename)), None)
     if folder is None:
         raise UserError(f"{path} is a zip archive without <name>/data.pkl; expected a file of torch.save.")
-    records, position = {}, data_end
+    records: dict[str, _Record] = {}
     for info in infos:
-        name = info.filename.removeprefix(folder)
-        offset_bytes = _data_offset(path, file, info)
+        name, offset = info.filename.removeprefix(folder), _data_offset(path, file, info)
         if info.compress_type or info.flag_bits & 1:
             raise UserError(f"{path}: the record {name} is compressed or encrypted; torch.save writes neither.")
-        if name in records or offset_bytes + info.file_size > data_end:
+        if name in records or offset + info.file_size > data_end:
             raise UserError(f"{path}: the record {name} is there twice or ends beyond the data; the file is damaged.")
-        records[name] = Record(offset_bytes, info.file_size, position + 16)
-        position += CENTRAL_HEADER.size + len(info.orig_filename.encode()) + len(info.extra) + len(info.comment)
-    _require_little_endian(path, file, records.get("byteorder"))
+        records[name] = _Record(offset, info.file_size)
+    order = records.get("byteorder")  # absent before torch 2.1
+    if order is not None and (found := os.pread(file.fileno(), min(order.num_bytes, 16), order.offset)) != b"little":
+        raise UserError(f"{path} has the byte order {found!r}; expected b'little'. Save it again on another machine.")
     return records, folder
 
 
 def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
     """Only the record itself says how long its header is."""
-    header = os.pread(file.fileno(), LOCAL_HEADER.size, info.header_offset) if info.header_offset >= 0 else b""
-    if len(header) < LOCAL_HEADER.size or LOCAL_HEADER.unpack(header)[0] != LOCAL_SIGNATURE:
+    header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if info.header_offset >= 0 else b""
+    if len(header) < _LOCAL_HEADER.size or _LOCAL_HEADER.unpack(header)[0] != _LOCAL_SIGNATURE:
         raise UserError(f"{path}: the record {info.filename} is not where the zip directory says; the file is damaged.")
-    name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)[-2:]
-    return info.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes
-
-
-def _require_little_endian(path: Path, file: BinaryIO, record: Record | None) -> None:
-    if record is None:  # before torch 2.1
-        return
-    order = os.pread(file.fileno(), min(record.size_bytes, 16), record.offset_bytes)
-    if order != b"little":
-        raise UserError(f"{path} has the byte order {order!r}; expected b'little'. Save it again on another machine.")
+    name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)[-2:]
+    return info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
 
 
 def _read_pickle(path: Path, file: BinaryIO, name: str) -> Any:
-    """What data.pkl holds, with placeholders for all that is not a plain value."""
+    """What data.pkl holds, with placeholders for all that is not a plain value; zipfile compares its checksum."""
     with zipfile.ZipFile(file) as archive:
-        size_bytes = archive.getinfo(name).file_size
-        if size_bytes > _MAX_PICKLE_BYTES:
-            raise UserError(f"{path}: data.pkl has {size_bytes} bytes; expected at most {_MAX_PICKLE_BYTES}.")
+        num_bytes = archive.getinfo(name).file_size
+        if num_bytes > _MAX_PICKLE_BYTES:
+            raise UserError(f"{path}: data.pkl has {num_bytes} bytes; expected at most {_MAX_PICKLE_BYTES}.")
         try:
             return load(archive.read(name))
         except CodeInPickle as error:
@@ -217,16 +175,12 @@ def _read_pickle(path: Path, file: BinaryIO, name: str) -> Any:
             raise UserError(f"{path}: data.pkl is damaged ({type(error).__name__}: {error}); get it again.") from error
 
 
-def _kind(value: Any) -> str:
-    return global_name(value) or type(value).__name__
+def _is_no_tensor(name: str, value: Any) -> bool:
+    """Whether this is the extra state, None or a buffer of FP8 scales, of a module that has weights as well."""
+    return name.endswith(_EXTRA_STATE) and (value is None or global_name(value) in ("_io.BytesIO", "io.BytesIO"))
 
 
-def _require(condition: bool, why: str) -> None:
-    if not condition:
-        raise _Unusable(why)
-
-
-def _locate(chunk: str, name: str, value: Any, records: Mapping[str, Record]) -> TorchTensor:
+def _locate(file: str, name: str, value: Any, records: Mapping[str, _Record]) -> Stored:
     """The byte range of one tensor, from the arguments that torch's rebuilding function was to get."""
     function, args = _rebuild_call(value)
     _require(len(args) >= (7 if function == _REBUILD_V3 else 6), f"is a {_kind(value)}; expected a tensor.")
@@ -242,16 +196,13 @@ def _locate(chunk: str, name: str, value: Any, records: Mapping[str, Record]) ->
     expected = row_major(shape)
     contiguous = 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
     _require(contiguous, f"has the strides {stride} for the shape {shape}; expected {expected}: save it .contiguous().")
-    start_bytes, size_bytes = start * dtype.itemsize, math.prod(shape) * dtype.itemsize
+    start_bytes = start * dtype.itemsize
+    stored = Stored(file, name, dtype, shape, record.offset + start_bytes)
     _require(
-        start_bytes + size_bytes <= record.size_bytes,
-        f"needs {size_bytes} bytes from {start_bytes} of a storage with {record.size_bytes}; the file is damaged.",
+        start_bytes + stored.num_bytes <= record.num_bytes,
+        f"needs {stored.num_bytes} bytes from {start_bytes} of a storage with {record.num_bytes}; the file is damaged.",
     )
-    return TorchTensor(chunk, name, dtype, shape, record.offset_bytes + start_bytes, size_bytes)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return stored
 
 
 def _rebuild_call(value: Any) -> tuple[str, tuple]:
@@ -269,22 +220,34 @@ def _rebuild_call(value: Any) -> tuple[str, tuple]:
     return "", ()
 
 
-def _storage(described: Any, records: Mapping[str, Record]) -> tuple[torch.dtype, Record]:
+def _storage(described: Any, records: Mapping[str, _Record]) -> tuple[torch.dtype, _Record]:
     """dtype and record of a storage."""
     _require(isinstance(described, tuple) and len(described) == 5, "has no storage.")
     _, kind, key, _, num_elements = described
-    known = {**DTYPE_OF_STORAGE, _UNTYPED_STORAGE: torch.uint8}
-    dtype, record = known.get(global_name(kind)), records.get(f"data/{key}")
+    dtype, record = _DTYPE_OF_STORAGE.get(global_name(kind)), records.get(f"data/{key}")
     _require(dtype is not None, f"has a storage of the unknown kind {_kind(kind)}.")
     _require(record is not None, f"lies in the record data/{key}, which the file lacks; it is damaged.")
     _require(
-        type(num_elements) is int and num_elements * dtype.itemsize == record.size_bytes,
-        f"lies in the record data/{key} of {record.size_bytes} bytes; expected {num_elements} x {dtype.itemsize}.",
+        type(num_elements) is int and num_elements * dtype.itemsize == record.num_bytes,
+        f"lies in the record data/{key} of {record.num_bytes} bytes; expected {num_elements} x {dtype.itemsize}.",
     )
     return dtype, record
 
 
+def _require(condition: bool, why: str) -> None:
+    if not condition:
+        raise _Unusable(why)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _kind(value: Any) -> str:
+    return global_name(value) or type(value).__name__
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor; as torch has it, an empty dimension counts as 1."""
+    """Strides, in elements, of a contiguous tensor; as in torch, an empty dimension counts as 1."""
     sizes = [max(size, 1) for size in shape[:0:-1]]
     return tuple(accumulate(sizes, int.__mul__, initial=1))[::-1] if shape else ()

@@ -1,17 +1,14 @@
-"""Training checkpoints on disk: names, manifest, safetensors files, atomic replacement, and which one to load.
+"""Training checkpoints on disk: names, manifest, how they are written, and which one to load.
 
 ``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
 directory ``<dir>/iter_0000010`` with a ``manifest.json`` that lists every tensor with its place, shape and crc32.  A
-directory of that name is complete: it is written under a name of its own (``.tmp-``) and renamed.
+directory of that name is complete: it is written under another name (``.tmp-``) and renamed.
 
-Knows nothing of processes, devices or what the tensors mean: ``mm.training.checkpoint`` decides who saves what,
-``checkpoint.formats.training_reader`` reads it for any layout.
+``mm.training.checkpoint`` decides which rank saves what; ``training_reader.py`` reads it for any layout.
 """
 
 import dataclasses
-import json
 import math
-import os
 import re
 import secrets
 import shutil
@@ -25,60 +22,56 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from checkpoint.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
+from checkpoint.formats.manifest import MANIFEST_FILE, manifest_text, read_manifest
+from checkpoint.formats.safetensors import DTYPE_NAMES, DTYPES, SafetensorsFile
 from mm.errors import UserError
+from mm.weights.views import Stored
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-MANIFEST_FILE = "manifest.json"
 FORMAT, VERSION = "mm training checkpoint", 1
 USE_ANOTHER = "use another checkpoint"
 """How most messages about damage end."""
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
-_DIRECTORY_MODE, _FILE_MODE = 0o750, 0o640
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "U8": torch.uint8,
-}  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor: a weight of one tensor-parallel rank, or a flat range of something of the same size."""
+    """What a stored tensor is: a weight of one tensor-parallel rank, or a flat range of something of the same size."""
 
     name: str
-    """Of the weight, with the global layer number."""
+    """Name of the weight, with the global layer number."""
     part: str
     """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, no weight)."""
     tp_rank: int
-    """0 for what all tensor-parallel ranks hold alike: it is stored once."""
+    """0 for what is the same on all tensor-parallel ranks: it is stored once."""
     start: int
     """Position of the first element in the flattened tensor of that rank."""
-    shape: tuple[int, ...]
-    dtype: str
-    """As safetensors spells it."""
-    file: str
-    crc32: int = 0
-    """Of the bytes."""
+    stored: Stored
 
     @classmethod
     def of(cls, tensor: Tensor, file: str, name: str, part: str, tp_rank: int = 0, start: int = 0) -> "Piece":
         """The piece that ``tensor`` will be; its checksum is found while it is written."""
-        return cls(name, part, tp_rank, start, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], file)
-
-    @property
-    def key(self) -> str:
-        """Its name in the safetensors file."""
-        return self.name if self.part == "weight" else f"{self.name}:{self.part}"
+        return cls(name, part, tp_rank, start, Stored(file, _key(name, part), tensor.dtype, tuple(tensor.shape), 0))
 
     @property
     def stop(self) -> int:
-        return self.start + math.prod(self.shape)
+        return self.start + math.prod(self.stored.shape)
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "Piece":
+        name, part, dtype, shape = (entry[key] for key in ("name", "part", "dtype", "shape"))
+        stored = Stored(entry["file"], _key(name, part), DTYPES[dtype], tuple(shape), 0, entry["crc32"])
+        return cls(name, part, entry["tp_rank"], entry["start"], stored)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "part": self.part, "tp_rank": self.tp_rank, "start": self.start,
+            "shape": self.stored.shape, "dtype": DTYPE_NAMES[self.stored.dtype], "file": self.stored.file,
+            "crc32": self.stored.crc32,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,29 @@ class Manifest:
         """Random states fit only a run of the same one."""
         return self.world_size, self.tp_size, self.pp_size
 
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises UserError when it is missing, damaged or of another version."""
+        content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
+        pieces = tuple(Piece.from_json(piece) for piece in content.pop("pieces"))
+        outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
+        if outside is not None:
+            raise UserError(
+                f"{folder / MANIFEST_FILE} names the file {outside!r}; expected plain file names beside it."
+            )
+        return cls(**content, pieces=pieces)
+
+    def text(self) -> str:
+        """The file."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "pieces"}
+        content = {"format": FORMAT, "version": VERSION, **facts}
+        return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
+
+
+def _key(name: str, part: str) -> str:
+    """How a piece is called in its safetensors file."""
+    return name if part == "weight" else f"{name}:{part}"
+
 
 # Writing
 
@@ -113,7 +129,7 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
         UserError: less than ``num_bytes`` are free.
         OSError: the directory cannot be made.
     """
-    directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+    directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
         raise UserError(
@@ -121,7 +137,7 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
             f"{free_bytes:,} are free; make room, give another --save, or use --keep-last-checkpoints."
         )
     temporary = directory / f"{iteration_name(iteration)}.tmp-{secrets.token_hex(4)}"
-    temporary.mkdir(mode=_DIRECTORY_MODE)
+    temporary.mkdir(mode=MEGATRON_MODES.directory)
     return temporary
 
 
@@ -133,45 +149,32 @@ def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]
     Raises:
         UserError: the file cannot be written.
     """
-    ordered = sorted(pieces, key=lambda pair: -DTYPES[pair[0].dtype].itemsize)  # keeps every tensor aligned
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for piece, _ in ordered:
-        offsets = [end, end + piece.num_bytes]
-        header[piece.key] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
-        end = offsets[1]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
+    planned = SafetensorsFile.new(file, [(name, piece.stored.dtype, piece.stored.shape)
+                                         for name, (piece, _) in by_name.items()])
     finished = []
     with _new_file(folder / file) as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for piece, tensor in ordered:
-            data = tensor_bytes(tensor)
+        opened.write(planned.header)
+        for stored in planned.tensors:
+            piece, tensor = by_name[stored.name]
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(data)
-            finished.append(dataclasses.replace(piece, crc32=zlib.crc32(data)))
+            finished.append(dataclasses.replace(piece, stored=dataclasses.replace(stored, crc32=zlib.crc32(data))))
     return finished
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
     """Make a written checkpoint the newest one: manifest, rename, then ``latest``.  An older twin is replaced."""
-    _write_text(temporary / MANIFEST_FILE, _dump(manifest))
-    _sync_directory(temporary)
+    _write_text(temporary / MANIFEST_FILE, manifest.text())
+    sync(temporary)
     directory, final = temporary.parent, temporary.with_name(iteration_name(manifest.iteration))
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
-    replaces = final.exists()
-    if replaces:
-        final.rename(old)
-    try:
-        temporary.rename(final)
-    except OSError:
-        if replaces:
-            old.rename(final)
-        raise
-    _sync_directory(directory)
+    put_in_place(temporary, final, old)
     latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
     _write_text(latest, f"{manifest.iteration}\n")
     latest.replace(directory / LATEST_FILE)
-    _sync_directory(directory)
-    if replaces:
+    sync(directory)
+    if old.exists():
         shutil.rmtree(old)
     return final
 
@@ -205,10 +208,8 @@ def remove(directory: str | Path) -> None:
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which is on the disk when the block is left; failing is a UserError that names it."""
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE), "wb") as opened:
+        with new_file(path, MEGATRON_MODES.file) as opened:
             yield opened
-            opened.flush()
-            os.fsync(opened.fileno())
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}), so this checkpoint is given up; earlier ones are as they "
@@ -219,51 +220,6 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 def _write_text(path: Path, text: str) -> None:
     with _new_file(path) as opened:
         opened.write(text.encode())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """What is written to the file and what the crc32 is of."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _dump(manifest: Manifest) -> str:
-    """JSON to be looked at: one line for every piece."""
-    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-    text = json.dumps({"crc32": _json_crc32(content), **content, "pieces": []}, indent=1)
-    pieces = ",\n  ".join(json.dumps(dataclasses.asdict(piece)) for piece in manifest.pieces)
-    return f"{text.removesuffix('[]' + chr(10) + '}')}[\n  {pieces}\n ]\n}}\n"
-
-
-def _json_crc32(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises UserError when it is missing, damaged or of another version."""
-    path = folder / MANIFEST_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {USE_ANOTHER}.") from error
-    crc32 = content.pop("crc32", None) if isinstance(content, dict) else None
-    if crc32 is None or crc32 != _json_crc32(content):
-        raise UserError(f"{path} is damaged (its crc32 differs); {USE_ANOTHER}.")
-    kind = content.pop("format"), content.pop("version")
-    if kind != (FORMAT, VERSION):
-        raise UserError(f"{path} is {kind[0]!r} version {kind[1]!r}; expected {FORMAT!r} version {VERSION}.")
-    pieces = tuple(Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in content.pop("pieces"))
-    outside = next((piece.file for piece in pieces if Path(piece.file).name != piece.file), None)
-    if outside is not None:
-        raise UserError(f"{path} names the file {outside!r}; expected plain file names beside it.")
-    return Manifest(**content, pieces=pieces)
 
 
 # Finding
@@ -319,35 +275,9 @@ def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tupl
     return chosen, tuple(notes)
 
 
-def find_load_kind(path: str | Path, flag: str = "--load") -> str:
-    """What ``path`` holds: "training" (checkpoints of ours), "mm" (MindSpeed-MM's layout) or "hf" (Hugging Face).
-
-    ``flag`` gives it.  Only names are looked at.
-
-    Raises:
-        UserError: none of these; the message says what was found.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{flag} {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
-    if any(path.glob("mp_rank_*")):
-        raise UserError(f"{flag} {path} holds the ranks of one checkpoint; give the directory above, {path.parent}.")
-    if any(path.glob("*/mp_rank_*")):
-        return "mm"
-    if (path / MANIFEST_FILE).is_file() or any(path.glob(f"iter_*/{MANIFEST_FILE}")):
-        return "training"
-    if (path / "config.json").is_file():
-        return "hf"
-    names = sorted(entry.name for entry in path.iterdir())
-    if any(name.startswith("adapter_") for name in names):
-        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model.")
-    if (path / LATEST_FILE).is_file() or any(_LEFTOVER_NAME.fullmatch(name) for name in names):
-        find_checkpoint(path)  # says what is wrong with it
-    raise UserError(
-        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
-        f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
-    )
+def is_leftover(name: str) -> bool:
+    """Whether an interrupted save left a directory of this name."""
+    return bool(_LEFTOVER_NAME.fullmatch(name))
 
 
 def _latest(directory: Path) -> int | None:

@@ -1,73 +1,110 @@
-"""Reads training checkpoints for any layout, and exports them to Hugging Face format.
-
-Knows nothing of processes, devices or megatron: one process without them can read any checkpoint.
-"""
+"""Reads training checkpoints for any layout: weights as views, optimizer state as flat ranges, random states."""
 
 import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.formats.hf import write_hf
-from checkpoint.formats.training import (
-    DTYPES,
-    MANIFEST_FILE,
-    USE_ANOTHER,
-    Piece,
-    find_checkpoint,
-    read_manifest,
-    tensor_bytes,
-)
+from checkpoint.formats.copy import Files
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.manifest import MANIFEST_FILE, model_from_json
+from checkpoint.formats.safetensors import read_header
+from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import (
-    EMBEDDING_NAME,
-    HF_EMBEDDING_NAME,
-    OUTPUT_LAYER_NAME,
-    Weight,
-    local_shape,
-    shard,
-    unshard,
-)
+from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
+from mm.weights.views import Misfit, Stored, View, shard_view
 
 
-def stored_name(weight: Weight) -> str:
-    """Under which name the state of ``weight`` is stored: a tied output layer's is the embedding's."""
-    is_copy = weight.name == OUTPUT_LAYER_NAME and weight.hf_names == (HF_EMBEDDING_NAME,)
-    return EMBEDDING_NAME if is_copy else weight.name
+@dataclass(frozen=True)
+class TrainingDirectory:
+    """One complete checkpoint, read for any layout; every byte that is read is checked."""
 
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    """For the user: what an interrupted save left behind."""
 
-class CheckpointReader:
-    """Reads weights and optimizer state of one checkpoint as any layout needs them, checking every byte it reads."""
+    @classmethod
+    def open(cls, path: str | Path, iteration: int | None = None) -> "TrainingDirectory":
+        """The checkpoint that ``find_checkpoint`` finds.
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError when the manifest is missing, damaged or of another version."""
-        self.folder = folder
-        self.manifest = read_manifest(folder)
-        self._pieces: dict[tuple[str, str, int], list[Piece]] = {}
-        for piece in self.manifest.pieces:
-            self._pieces.setdefault((piece.name, piece.part, piece.tp_rank), []).append(piece)
-        self._files: dict[str, Any] = {}
+        Raises:
+            UserError: there is none, or its manifest is missing, damaged or of another version.
+        """
+        folder, notes = find_checkpoint(path, iteration)
+        return cls(folder, Manifest.read(folder), notes)
+
+    @property
+    def model(self) -> ModelConfig:
+        """On the layout of the run that saved it."""
+        return model_from_json(json.loads(json.dumps(self.manifest.model)))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The manifest and all files of weights."""
+        names = {piece.stored.file for piece in self.manifest.pieces if piece.part == "weight"}
+        return self.path / MANIFEST_FILE, *(self.path / name for name in sorted(names))
+
+    @property
+    def stated(self) -> Sequence[Stored]:
+        """The tensors that the manifest lists."""
+        return [piece.stored for piece in self.manifest.pieces]
+
+    @cached_property
+    def contents(self) -> Mapping[str, Mapping[str, Stored]]:
+        """Tensors by file and name, also those that the manifest does not list."""
+        return {path.name: read_header(path) for path in sorted(self.path.glob("*.safetensors"))}
+
+    def describe(self) -> list[str]:
+        """What it is, for ``show``."""
+        manifest = self.manifest
+        return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
+                f"{manifest.consumed_samples} samples", f"layout: {Layout.of(self.model, manifest.tp_size)}"]
+
+    def views(self) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights, and what is missing.
+
+        Raises:
+            UserError: naming each tensor that is not in its file as the manifest says.
+        """
+        views, misfits, problems = [], [], []
+        for weight in model_weights(self.model):
+            for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
+                pieces = self._pieces.get((weight.name, "weight", tp_rank))
+                if not pieces:
+                    text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; use another one."
+                    misfits.append(Misfit("missing", text, weight, tp_rank))
+                    continue
+                try:
+                    stored = self._located(pieces[0])
+                except UserError as error:
+                    problems += error.problems
+                    continue
+                # Parameters may have another shape than the weight, such as a flattened patch embedding.
+                shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
+                assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
+                views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
+        if problems:
+            raise UserError(dict.fromkeys(problems))
+        return views, misfits
 
     def has(self, weight: Weight, part: str) -> bool:
         return (stored_name(weight), part, 0) in self._pieces
 
-    def read(
-        self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int = 0, stop: int | None = None
-    ) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank, on the host.
+    def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
         Raises:
             UserError: something is missing or damaged; the message names file and tensor.
         """
-        stop = math.prod(local_shape(weight, tp_size)) if stop is None else stop
         name, stored_size = stored_name(weight), self.manifest.tp_size
         if weight.tp_dim is None:
             return self._range(name, part, 0, start, stop)
@@ -82,107 +119,53 @@ class CheckpointReader:
         pieces = self._pieces.get((name, "random", 0))
         return self._tensor(pieces[0]) if pieces else None
 
+    @cached_property
+    def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[Piece]]:
+        found: dict[tuple[str, str, int], list[Piece]] = {}
+        for piece in sorted(self.manifest.pieces, key=lambda piece: piece.start):
+            found.setdefault((piece.name, piece.part, piece.tp_rank), []).append(piece)
+        return found
+
+    @cached_property
+    def _headers(self) -> dict[str, Mapping[str, Stored]]:
+        """Those that were needed so far: a rank reads few of the files."""
+        return {}
+
+    def _located(self, piece: Piece) -> Stored:
+        """The piece as its file has it, with the manifest's checksum."""
+        stated, path = piece.stored, self.path / piece.stored.file
+        if stated.file not in self._headers:
+            try:
+                self._headers[stated.file] = read_header(path)
+            except OSError as error:
+                raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
+        found = self._headers[stated.file].get(stated.name)
+        if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
+            raise UserError(f"{path}: {stated.name} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
+        return dataclasses.replace(found, crc32=stated.crc32)
+
     def _range(self, name: str, part: str, tp_rank: int, start: int, stop: int) -> Tensor:
         found, position = [], start
-        for piece in sorted(self._pieces.get((name, part, tp_rank), ()), key=lambda piece: piece.start):
+        for piece in self._pieces.get((name, part, tp_rank), ()):
             if piece.start <= position < min(piece.stop, stop):
                 end = min(piece.stop, stop)
-                found.append(self._tensor(piece).reshape(-1)[position - piece.start : end - piece.start])
+                found.append(self._tensor(piece)[position - piece.start : end - piece.start])
                 position = end
         if position != stop:
             raise UserError(
-                f"{self.folder} lacks elements {position} to {stop} of {part} of {name} (tensor-parallel rank "
+                f"{self.path} lacks elements {position} to {stop} of {part} of {name} (tensor-parallel rank "
                 f"{tp_rank} of {self.manifest.tp_size}); the checkpoint is incomplete, use another one."
             )
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def _tensor(self, piece: Piece) -> Tensor:
-        path = self.folder / piece.file
-        try:
-            if piece.file not in self._files:
-                self._files[piece.file] = safe_open(path, framework="pt")
-            tensor = self._files[piece.file].get_tensor(piece.key)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: {piece.key} cannot be read ({error}); {USE_ANOTHER}.") from error
-        is_same = tuple(tensor.shape) == piece.shape and tensor.dtype == DTYPES[piece.dtype]
-        if not is_same or zlib.crc32(tensor_bytes(tensor)) != piece.crc32:
-            raise UserError(f"{path}: {piece.key} is damaged (its crc32 differs from {MANIFEST_FILE}); {USE_ANOTHER}.")
-        return tensor
-
-
-# The model that was saved
-
-_JSON_NAMES = {
-    "vision": "image_encoder.vision_encoder",
-    "projector": "image_encoder.vision_projector",
-    "language": "text_decoder",
-    "image_token_id": "img_context_token_id",
-}
-_FREE_FIELDS = ("pipeline_num_layers", "freeze", "recompute", "init_method_std")
-"""May differ between save and load: they do not change what a stored tensor means."""
-
-
-def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Raise UserError with every field in which ``model`` differs from the model that was saved."""
-    _check(reader.folder, reader.manifest.model, model)
-
-
-def check_stored_model(where: Path, stored: ModelConfig, model: ModelConfig) -> None:
-    """Raise UserError with every field in which ``model`` differs from ``stored``, as ``where`` was converted with.
-
-    ``stored`` is from a config.json, which states a length of positions that changes nothing and that model JSON
-    files state otherwise.
-    """
-    language = dataclasses.replace(
-        stored.language, max_position_embeddings=model.language.max_position_embeddings)
-    _check(where, _json(dataclasses.replace(stored, language=language)), model)
-
-
-def _check(where: Path, stored_model: Mapping[str, Any], model: ModelConfig) -> None:
-    stored, ours = _flat(stored_model), _flat(_json(model))
-    problems = [
-        f"{where}: the checkpoint was saved with {name} = {stored.get(name, 'absent')!r}, but the model JSON "
-        f"says {ours.get(name, 'absent')!r}; give the model JSON that it was trained with."
-        for name in sorted(stored.keys() | ours.keys())
-        if stored.get(name, "absent") != ours.get(name, "absent")
-    ]
-    if problems:
-        raise UserError(problems)
-
-
-def _json(model: ModelConfig) -> Mapping[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(model)))
-
-
-def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {}
-    for name, value in model.items():
-        if isinstance(value, Mapping):
-            inner = {key: one for key, one in value.items() if key not in _FREE_FIELDS}
-            fields |= {f"{_JSON_NAMES.get(name, name)}.{key}": one for key, one in inner.items()}
-        else:
-            fields[_JSON_NAMES.get(name, name)] = value
-    return fields
-
-
-# Export
-
-
-def export_hf(
-    checkpoint_dir: str | Path, base_hf_dir: str | Path, target_dir: str | Path, model: ModelConfig, overwrite: bool
-) -> None:
-    """Write the weights of a checkpoint, saved under any layout, as a Hugging Face directory like ``base_hf_dir``.
-
-    ``checkpoint_dir`` is one checkpoint, or the directory of all of them (then the newest is taken).
-
-    Raises:
-        UserError: the checkpoint is incomplete, damaged or of another model, or ``write_hf`` refuses the target.
-    """
-    folder, _ = find_checkpoint(checkpoint_dir)
-    reader = CheckpointReader(folder)
-    check_model(reader, model)
-
-    def whole(weight: Weight) -> Tensor:
-        return reader.read(weight, "weight", 1, 0).reshape(weight.shape)
-
-    write_hf(target_dir, base_hf_dir, model, whole, overwrite=overwrite)
+        """All of a piece, flat."""
+        stored, content = self._located(piece), bytearray(piece.stored.num_bytes)
+        with Files(self.path) as files:
+            files.read(stored, 0, memoryview(content))
+        if zlib.crc32(content) != stored.crc32:
+            raise UserError(
+                f"{self.path / stored.file}: {stored.name} is damaged (its crc32 differs from {MANIFEST_FILE}); "
+                f"{USE_ANOTHER}."
+            )
+        return torch.frombuffer(content, dtype=stored.dtype)

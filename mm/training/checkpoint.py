@@ -1,17 +1,16 @@
-"""Where weights come from and where training state goes: random, Hugging Face, and training checkpoints.
+"""Saves and restores training: weights, optimizer, random states, and how far it has come.
 
 Every rank calls these functions together; a mistake or failed write on one is the same UserError on all.  The
 files are those of ``checkpoint.formats``, the optimizer's insides those of ``optimizer_state.py``.
 """
 
 import dataclasses
-import hashlib
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,24 +19,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from checkpoint.formats import training as files
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.mindspeed_reader import MMReader
-from checkpoint.formats.training import Manifest, Piece, find_checkpoint, find_load_kind, remove
-from checkpoint.formats.training_reader import CheckpointReader, check_model, export_hf, stored_name
+from checkpoint.formats.source import Source, open_training
+from checkpoint.formats.training import Manifest, Piece
+from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
+from mm.model.load import fill, set_weight
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
-from mm.weights.table import Weight, shard
-
-__all__ = [
-    "Progress", "export_hf", "find_checkpoint", "find_load_kind", "initialize", "load", "load_hf", "load_mm", "remove",
-    "save",
-]  # fmt: skip
-
-Result = TypeVar("Result")
+from mm.weights.table import Weight, stored_name
 
 
 @dataclass(frozen=True)
@@ -47,68 +39,7 @@ class Progress:
     iteration: int
     consumed_samples: int
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What ``load`` has to tell the user."""
-
-
-# Weights to start from
-
-
-def initialize(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:
-    """Random weights: norms 1, biases 0, everything else normal with standard deviation ``std``.
-
-    Each whole tensor has its own generator, seeded by ``seed`` and its name, and is cut afterwards: every layout
-    starts from the same model.
-    """
-    for weight in weights:
-        if weight.name.endswith("norm.weight"):
-            whole = torch.ones(weight.shape)
-        elif weight.name.endswith(".bias"):
-            whole = torch.zeros(weight.shape)
-        else:
-            digest = hashlib.sha256(f"{seed} {stored_name(weight)}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            whole = torch.empty(weight.shape).normal_(std=std, generator=generator)
-        _fill(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank))
-
-
-def load_hf(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, hf_dir: str | Path, dtype: torch.dtype) -> None:
-    """Weights from a Hugging Face directory; each rank reads only what it holds.
-
-    Raises:
-        UserError: the directory lacks a weight of the model, holds one that is none of it, or is of another model.
-    """
-
-    def read() -> None:
-        directory = HFDirectory.open(hf_dir)
-        directory.check(stage.model)
-        for weight in weights:
-            _fill(stage, weight, directory.load_weight(weight, mesh.tp_size, mesh.tp_rank, dtype=dtype))
-
-    together(mesh, read)
-
-
-def load_mm(
-    stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, mm_dir: str | Path, dtype: torch.dtype, finetune: bool
-) -> None:
-    """Weights from a directory in MindSpeed-MM's layout, cut for this or any other layout.
-
-    Raises:
-        UserError: on every rank, when ``MMReader.open`` refuses the directory or a tensor is damaged.
-    """
-    reader = together(mesh, lambda: MMReader.open(mm_dir, stage.model, finetune))
-    on_first(mesh, reader.check_unread)
-
-    def read() -> None:
-        for weight in weights:
-            _fill(stage, weight, reader.read(weight, mesh.tp_size, mesh.tp_rank, dtype))
-
-    together(mesh, read)
-
-
-def _fill(stage: nn.Module, weight: Weight, tensor: Tensor) -> None:
-    parameter = stage.get_parameter(weight.name)
-    with torch.no_grad():
-        parameter.copy_(tensor.reshape(parameter.shape))
+    """What ``load`` reports to the user."""
 
 
 # Saving
@@ -146,7 +77,7 @@ def save(
     if save_rng:
         planned |= _random_files(mesh)
     counters = (owned[0].step if owned else None, scaler_state(optimizer)) if save_optim else None
-    num_bytes = torch.tensor(sum(piece.num_bytes for pieces in planned.values() for piece, _ in pieces))
+    num_bytes = torch.tensor(sum(piece.stored.num_bytes for pieces in planned.values() for piece, _ in pieces))
     dist.all_reduce(num_bytes, group=mesh.control_group)
     temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
     try:
@@ -269,69 +200,78 @@ def load(
     """
     folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory, iteration))
 
-    def restore() -> tuple[CheckpointReader, tuple[str, ...]]:
-        reader = CheckpointReader(folder)
-        check_model(reader, model.module.model)
-        _load_weights(reader, model.module, weights, mesh)
+    def find() -> tuple[TrainingDirectory, Source]:
+        stored = TrainingDirectory.open(folder)
+        source = open_training(stored)
+        source.check_model(model.module.model)
+        return stored, source
+
+    stored, source = together(mesh, find)
+    # a run in fp32 goes on from the fp32 copies of one in bf16
+    from_master = [weight for weight in weights if stored.has(weight, "master")
+                   and model.module.get_parameter(weight.name).dtype == torch.float32]
+    fill(model.module, [weight for weight in weights if weight not in from_master], source, mesh)
+
+    def restore() -> tuple[str, ...]:
+        for weight in from_master:
+            size = model.module.get_parameter(weight.name).numel()
+            values = stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size)
+            set_weight(model.module, weight, values)
         if optimizer is not None:
             optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
             if load_optim and not finetune:
-                _load_optimizer(reader, optimizer, model, weights, mesh)
-        return reader, _load_random(reader, mesh) if load_rng and not finetune else ()
+                _load_optimizer(stored, source, optimizer, model, weights, mesh)
+        return _load_random(stored, mesh) if load_rng and not finetune else ()
 
-    reader, more_notes = together(mesh, restore)
-    stored = reader.manifest
-    progress = (0, 0) if finetune else (stored.iteration, stored.consumed_samples)
+    more_notes = together(mesh, restore)
+    progress = (0, 0) if finetune else (stored.manifest.iteration, stored.manifest.consumed_samples)
     return Progress(*progress, (*notes, *more_notes))
 
 
-def _load_weights(reader: CheckpointReader, stage: nn.Module, weights: Sequence[Weight], mesh: Mesh) -> None:
-    for weight in weights:
-        wants_fp32 = stage.get_parameter(weight.name).dtype == torch.float32
-        part = "master" if wants_fp32 and reader.has(weight, "master") else "weight"
-        _fill(stage, weight, reader.read(weight, part, mesh.tp_size, mesh.tp_rank))
-
-
 def _load_optimizer(
-    reader: CheckpointReader,
+    stored: TrainingDirectory,
+    source: Source,
     optimizer: MegatronOptimizer,
     model: DistributedDataParallel,
     weights: Sequence[Weight],
     mesh: Mesh,
 ) -> None:
-    stored = reader.manifest.optimizer
-    if stored is None:
+    facts = stored.manifest.optimizer
+    if facts is None:
         raise UserError(
-            f"{reader.folder} was saved without optimizer state (--no-save-optim); add --no-load-optim to go on with "
+            f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to go on with "
             f"new optimizer state, or --finetune to start at step 0 from its weights."
         )
     by_name = {weight.name: weight for weight in weights}
-    owned, step = owned_states(optimizer, model), stored["step"]
-    untrained = [state.name for state in owned if step and not reader.has(by_name[state.name], MOMENTS[0])]
+    owned, step = owned_states(optimizer, model), facts["step"]
+    untrained = [state.name for state in owned if step and not stored.has(by_name[state.name], MOMENTS[0])]
     if untrained:
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""
         raise UserError(
-            f"{reader.folder} has no optimizer state of {untrained[0]}{more}, frozen then and trained now; freeze the "
+            f"{stored.path} has no optimizer state of {untrained[0]}{more}, frozen then and trained now; freeze the "
             f"same parts as then, add --no-load-optim to go on with new optimizer state, or --finetune to start at "
             f"step 0 from the weights."
         )
     for state in owned:
-        weight, place = by_name[state.name], (mesh.tp_size, mesh.tp_rank, state.start, state.stop)
-        if state.is_copy:
-            part = "master" if reader.has(weight, "master") else "weight"
-            state.restore_master(reader.read(weight, part, *place))
+        weight, place = by_name[state.name], (mesh.tp_size, mesh.tp_rank)
+        if state.is_copy and stored.has(weight, "master"):
+            state.restore_master(stored.read_state(weight, "master", *place, state.start, state.stop))
+        elif state.is_copy:
+            state.restore_master(source.read(weight, *place, torch.float32).reshape(-1)[state.start : state.stop])
         if step:
-            state.restore_moments(step, {moment: reader.read(weight, moment, *place) for moment in MOMENTS})
-    if stored["grad_scaler"] is not None:
-        restore_scaler(optimizer, stored["grad_scaler"])
+            state.restore_moments(step, {
+                moment: stored.read_state(weight, moment, *place, state.start, state.stop) for moment in MOMENTS
+            })
+    if facts["grad_scaler"] is not None:
+        restore_scaler(optimizer, facts["grad_scaler"])
 
 
-def _load_random(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
+def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
     """Returns notes for the user."""
-    if reader.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
+    if stored.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
-    found = {name: reader.read_random(f"{name}.{mesh.rank}") for name in random_states()}
+    found = {name: stored.read_random(f"{name}.{mesh.rank}") for name in random_states()}
     if any(state is None for state in found.values()):
-        return (f"{reader.folder} holds no random states for this device, so none are restored",)
+        return (f"{stored.path} holds no random states for this device, so none are restored",)
     set_random_states(found)
     return ()

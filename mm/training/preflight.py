@@ -1,7 +1,7 @@
 """What is wrong with the files and directories of a run, found before any device or process group is touched.
 
-The flags and JSON files themselves are checked before, in ``mm.config.run``.  What is not there at all is left out:
-it is told there too.  Knows nothing of processes; one rank, or none, calls it.
+The flags and JSON files themselves, and files that are missing, are checked before in ``mm.config.run``.  One rank, or
+none, calls it.
 """
 
 import os
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from checkpoint.formats.hf import HFDirectory, check_target
-from checkpoint.formats.hf_compare import hf_problems
-from checkpoint.formats.mindspeed_reader import MMReader
-from checkpoint.formats.training import LATEST_FILE, find_checkpoint, find_load_kind
-from checkpoint.formats.training_reader import CheckpointReader, check_model
+from checkpoint.convert import check_target
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf_config import hf_problems
+from checkpoint.formats.source import open_to_train
+from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
@@ -26,8 +26,7 @@ def file_problems(run: Run) -> list[str]:
     if another_model:
         return another_model + _problems_of(_check_outputs, run)
     checks = (_check_load, _check_processor, _check_export, _check_outputs)
-    found = [problem for check in checks for problem in _problems_of(check, run)]
-    return list(dict.fromkeys(found))
+    return [problem for check in checks for problem in _problems_of(check, run)]
 
 
 def sample_problems(run: Run) -> list[str]:
@@ -56,15 +55,8 @@ def _check_model(run: Run) -> None:
 
 
 def _check_load(run: Run) -> None:
-    if run.args.load is None or not Path(run.args.load).is_dir():
-        return
-    match find_load_kind(run.args.load):
-        case "hf":
-            HFDirectory.open(run.args.load).check(run.model)
-        case "mm":
-            MMReader.open(run.args.load, run.model, run.args.finetune)
-        case "training":
-            check_model(CheckpointReader(find_checkpoint(run.args.load)[0]), run.model)
+    if run.args.load is not None and Path(run.args.load).is_dir():
+        open_to_train(run.args.load, run.model, run.args.finetune)
 
 
 def _check_processor(run: Run) -> None:
@@ -73,14 +65,22 @@ def _check_processor(run: Run) -> None:
 
 
 def _check_export(run: Run) -> None:
-    if run.args.export_hf is None or not Path(run.data.model_name_or_path).is_dir():
+    """The base of the export, unless ``--load`` gives it too, and the target."""
+    path = Path(run.data.model_name_or_path)
+    if run.args.export_hf is None or not path.is_dir():
         return
-    base = HFDirectory.open(run.data.model_name_or_path, weights_required=False)
-    base.check(run.model)
-    try:
-        check_target(Path(run.args.export_hf).resolve(), base.path.resolve(), overwrite=False, num_bytes=0)
-    except UserError as error:
-        raise UserError(f"--export-hf: {problem}" for problem in error.problems) from error
+    base, target, problems = path.resolve(), Path(run.args.export_hf).resolve(), []
+    if run.args.load is None or Path(run.args.load).resolve() != base:
+        problems += _problems_of(lambda run: HFDirectory.open(path, weights_required=False).check(run.model), run)
+    if base.is_relative_to(target):
+        problems.append(
+            f"--export-hf: The target {target} is or contains the base directory {base}; give another target."
+        )
+    else:
+        found = _problems_of(lambda run: check_target(target, num_bytes=0), run)
+        problems += [f"--export-hf: {problem}" for problem in found]
+    if problems:
+        raise UserError(problems)
 
 
 def _check_outputs(run: Run) -> None:

@@ -3,6 +3,9 @@
 import time
 from pathlib import Path
 
+from checkpoint import convert
+from checkpoint.formats.source import Kind, Source, open_to_train
+from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
@@ -12,11 +15,11 @@ from mm.data.order import Order
 from mm.data.owner import DataOwner
 from mm.device.device import Device
 from mm.errors import AgreedError
-from mm.model import flops
+from mm.model import flops, load
 from mm.model.stage import Stage, build_stage
 from mm.parallel import mesh as parallel
 from mm.parallel.agreement import on_first, together
-from mm.parallel.megatron import DTYPES, parallel_config
+from mm.parallel.megatron import parallel_config
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
@@ -43,12 +46,13 @@ class Trainer:
         stage = build_stage(
             run.model, self.placement, self.mesh.pp_rank, settings, device, run.per_sample_loss
         )
-        self._fill(stage)
+        source = self._fill(stage)
         self.parts = Parts.build(stage, self.mesh, args)
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        self._restore()
+        if source is not None:
+            self._restore(source)
         self.learning_rate = _learning_rate(run)
         self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self._reports() else None
 
@@ -151,25 +155,22 @@ class Trainer:
 
     # Weights and training state in and out
 
-    def _fill(self, stage: Stage) -> None:
-        """Give the stage the weights to start from, before the optimizer copies them."""
-        args, run = self.run.args, self.run
-        match None if args.load is None else state.find_load_kind(args.load):
-            case None:
-                state.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
-            case "hf":
-                state.load_hf(stage, self.weights, self.mesh, args.load, DTYPES[run.precision])
-            case "mm":
-                state.load_mm(stage, self.weights, self.mesh, args.load, DTYPES[run.precision], args.finetune)
+    def _fill(self, stage: Stage) -> Source | None:
+        """Give the stage the weights to start from, before the optimizer copies them; returns what ``--load`` is."""
+        run, args = self.run, self.run.args
+        if args.load is None:
+            load.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
+            return None
+        source = together(self.mesh, lambda: open_to_train(args.load, run.model, args.finetune))
+        if source.kind is not Kind.TRAINING:
+            load.fill(stage, self.weights, source, self.mesh)
+        return source
 
-    def _restore(self) -> None:
+    def _restore(self, source: Source) -> None:
         """Go on from a training checkpoint, where ``--load`` is one."""
         args = self.run.args
-        if args.load is None:
-            return
-        kind = state.find_load_kind(args.load)
-        if kind == "training":
-            self.checkpoint, _ = state.find_checkpoint(args.load)
+        if source.kind is Kind.TRAINING:
+            self.checkpoint = source.path
             self.progress = state.load(
                 args.load,
                 self.parts.model,
@@ -180,8 +181,8 @@ class Trainer:
                 load_rng=not args.no_load_rng,
                 finetune=args.finetune,
             )
-        named = {"hf": "a Hugging Face", "mm": "a converted", "training": "a training"}[kind]
-        self._say(f"loaded {named} checkpoint from {args.load}, iteration {self.progress.iteration}")
+        named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
+        self._say(f"loaded a {named[source.kind]} checkpoint from {args.load}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
 
@@ -218,10 +219,9 @@ class Trainer:
         self._say(f"exporting {self.checkpoint} to {target}")
 
         def write() -> None:
-            base = self.run.data.model_name_or_path
-            state.export_hf(self.checkpoint, base, target, self.run.model, overwrite=False)
+            convert.mm_to_hf(self.checkpoint, self.run.data.model_name_or_path, target).run(convert.Options())
             if passing is not None:
-                state.remove(passing)
+                remove(passing)
 
         on_first(self.mesh, write)
 

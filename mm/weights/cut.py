@@ -13,13 +13,18 @@ from mm.weights.table import Weight, fuse_parts, hf_ranges
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring indices of a shard along the dimension that is cut (``cut_dim``)."""
+    """Neighbouring indices of one Hugging Face tensor along the dimension that is cut (``cut_dim``)."""
 
-    hf_index: int | None
-    """Which of ``weight.hf_names`` they come from; None for zero padding."""
+    key: str | None
+    """Published name of the Hugging Face tensor; None for zero padding."""
     start: int
-    """First index in that Hugging Face tensor; 0 for padding."""
+    """First index in that tensor; 0 for padding."""
     length: int
+
+    @property
+    def stop(self) -> int:
+        """One after the last index."""
+        return self.start + self.length
 
 
 def cut_dim(weight: Weight) -> int:
@@ -49,6 +54,9 @@ def shard_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Run, ...]:
     runs = []
     for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True):
         number = int(numbers[start])
-        hf_index = max((index for index, first in enumerate(firsts) if first <= number), default=None)
-        runs.append(Run(hf_index, number - firsts[hf_index] if number else 0, stop - start))
+        if number == 0:
+            runs.append(Run(None, 0, stop - start))
+        else:
+            index = max(index for index, first in enumerate(firsts) if first <= number)
+            runs.append(Run(weight.hf_names[index], number - firsts[index], stop - start))
     return tuple(runs)

@@ -1,17 +1,18 @@
-"""The byte plan of a conversion: which bytes of which source file go where, computed from headers alone.
+"""The index of who holds which range of the model, and the byte plan of a conversion, from headers alone.
 
-Pure: opens no file.  It knows nothing of models either: what a stored tensor holds is said by its views.
+Pure: opens no file.  Conversions, loading and comparisons find what they need by the same ``Index``.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from mm.errors import UserError
-from mm.weights.views import ModelRun, Stored, View
+from mm.weights.cut import Run
+from mm.weights.views import Stored, View
 
 
 class TargetFile(Protocol):
@@ -28,10 +29,7 @@ class TargetFile(Protocol):
     def num_bytes(self) -> int: ...
 
     def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name.
-
-        Their names are those of ``Stored``, of which a file holds each once.
-        """
+        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,81 @@ class Job:
 class Padding:
     """The same columns of bytes of every row of a tensor."""
 
-    stored: Stored
-    num_rows: int
+    view: View
     start: int
     num_bytes: int
-    """Of one row."""
+    """Length of the columns in one row."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of one tensor of the model, as a view holds it."""
+
+    view: View
+    start: int
+    """Index along the view's ``dim`` at which the range begins."""
+    run: Run
+
+    @property
+    def stop(self) -> int:
+        """One after the last index along the view's ``dim``."""
+        return self.start + self.run.length
+
+
+class Index:
+    """Finds which view holds a range of a tensor of the model.
+
+    Several views may hold the same runs (replicas on tensor-parallel ranks, the copy of a tied embedding): the first is
+    read, the others are its ``copies``.
+    """
+
+    def __init__(self, views: Iterable[View]) -> None:
+        first: dict[tuple[Run, ...], View] = {}
+        copies, padding = [], []
+        for view in views:
+            kept = view if view.is_padding else first.setdefault(view.runs, view)
+            if kept is not view:
+                copies.append((kept, view))
+            padding += [Padding(view, position * view.unit_bytes, run.length * view.unit_bytes)
+                        for position, run in view.positions() if run.key is None]
+        self.views = tuple(first.values())
+        """What is read: no copies, and nothing that is padding only."""
+        self.copies: tuple[tuple[View, View], ...] = tuple(copies)
+        """Pairs that must be equal, because only the first of each is read."""
+        self.padding: tuple[Padding, ...] = tuple(padding)
+        """What must be zero, because it is not read; also of copies and of views that hold nothing else."""
+        self._parts: dict[str, list[Part]] = {}
+        for view in self.views:
+            for position, run in view.positions():
+                if run.key is not None:
+                    self._parts.setdefault(run.key, []).append(Part(view, position, run))
+        for parts in self._parts.values():
+            parts.sort(key=lambda part: part.run.start)
+
+    def parts(self, key: str) -> Sequence[Part]:
+        """Everything there is of the Hugging Face tensor ``key``, in the order of its indices."""
+        return self._parts.get(key, ())
+
+    def find(self, run: Run) -> Iterator[Part]:
+        """The parts of ``run``, cut to it, in order; where something is missing, they do not reach to its end."""
+        reached = run.start
+        for part in self.parts(run.key) if run.key is not None else ():
+            held = part.run
+            if held.start <= reached < min(held.stop, run.stop):
+                stop = min(held.stop, run.stop)
+                yield Part(part.view, part.start + reached - held.start, Run(run.key, reached, stop - reached))
+                reached = stop
+
+    def overlaps(self) -> Iterator[str]:
+        """Problems: two views that hold the same index, and are no copies."""
+        for key, parts in self._parts.items():
+            for before, after in itertools.pairwise(parts):
+                if after.run.start < before.run.stop:
+                    one, other = before.view.stored, after.view.stored
+                    yield (
+                        f"{one.file}: {one.name} and {other.file}: {other.name} both hold index {after.run.start} of "
+                        f"{key}; expected each weight once. Were the files of two layouts mixed?"
+                    )
 
 
 @dataclass(frozen=True)
@@ -77,10 +145,6 @@ class Plan:
     files: tuple[TargetFile, ...]
     jobs: tuple[Job, ...]
     """In the order of the files."""
-    twins: tuple[tuple[Stored, Stored], ...]
-    """Source tensors that must be equal, because only the first of each pair is read."""
-    padding: tuple[Padding, ...]
-    """Parts of source tensors that must be zero, because they are not read at all."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,17 +152,15 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
 
-def make_plan(sources: Sequence[View], targets: Sequence[View], files: Sequence[TargetFile]) -> Plan:
+def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFile]) -> Plan:
     """Cover every byte of ``targets`` from ``sources``, and use every byte of the sources.
 
-    ``files`` hold the targets.  Several sources may hold the same runs (replicas on tensor-parallel ranks, the copy of
-    a tied embedding): one is read, the others are ``twins``.
+    ``files`` hold the targets.
 
     Raises:
         UserError: naming each tensor that has no source, no place, or another dtype.
     """
-    primary, twins = _without_twins(sources)
-    index = _Index(primary)
+    planner = _Planner(sources)
     groups: dict[tuple[str, str], list[View]] = {}
     for view in targets:
         keys = [run.key for run in view.runs if run.key is not None]
@@ -108,107 +170,60 @@ def make_plan(sources: Sequence[View], targets: Sequence[View], files: Sequence[
         groups.setdefault(group, []).append(view)
     jobs: list[Job] = []
     for views in groups.values():
-        jobs += index.jobs(views)
-    problems = list(dict.fromkeys([*index.problems, *index.unused()]))
+        jobs += planner.jobs(views)
+    problems = list(dict.fromkeys([*sources.overlaps(), *planner.problems, *planner.unused()]))
     if problems:
         raise UserError(problems)
-    return Plan(tuple(files), tuple(jobs), twins, tuple(padding_parts(sources)))
+    return Plan(tuple(files), tuple(jobs))
 
 
-def _without_twins(sources: Sequence[View]) -> tuple[list[View], tuple[tuple[Stored, Stored], ...]]:
-    first: dict[tuple[ModelRun, ...], View] = {}
-    twins = []
-    for view in sources:
-        if all(run.key is None for run in view.runs):
-            continue
-        kept = first.setdefault(view.runs, view)
-        if kept is not view:
-            twins.append((kept.stored, view.stored))
-    return list(first.values()), tuple(twins)
+_Moves = list[tuple[Stored, Move]]
+"""Moves with ``source`` and ``target`` still 0, and the source of each."""
 
 
-def padding_parts(sources: Iterable[View]) -> Iterator[Padding]:
-    """Whatever of ``sources`` is padding."""
-    for view in sources:
-        for position, run in _positions(view):
-            if run.key is None:
-                unit = view.unit_bytes
-                yield Padding(view.stored, view.num_rows, position * unit, run.length * unit)
+class _Planner:
+    """Makes jobs, and keeps account of what was used of each source."""
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """A run of a source: ``position`` is its first index along the source's ``dim``."""
-
-    view: int
-    position: int
-    run: ModelRun
-
-
-class _Index:
-    """Finds who holds a range of a tensor of the model, and keeps account of what was used."""
-
-    def __init__(self, sources: Sequence[View]) -> None:
-        self.sources = sources
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._used = dict.fromkeys((view.stored for view in index.views), 0)
         self.problems: list[str] = []
-        self._pieces: dict[str, list[_Piece]] = {}
-        self._used = [0] * len(sources)
-        for number, view in enumerate(sources):
-            for position, run in _positions(view):
-                if run.key is not None:
-                    self._pieces.setdefault(run.key, []).append(_Piece(number, position, run))
-        for key, pieces in self._pieces.items():
-            pieces.sort(key=lambda piece: piece.run.start)
-            for before, after in pairwise(pieces):
-                if after.run.start < before.run.start + before.run.length:
-                    one, other = (sources[piece.view].stored for piece in (before, after))
-                    self.problems.append(
-                        f"{one.file}: {one.name} and {other.file}: {other.name} both hold index {after.run.start} of "
-                        f"{key}; expected each weight once. Were the files of two layouts mixed?"
-                    )
 
     def jobs(self, targets: Sequence[View]) -> Iterator[Job]:
         """The jobs that write ``targets``, which have their number of rows in common unless they are alone."""
-        shared: list[tuple[View, list[tuple[int, Move]]]] = []
+        shared: list[tuple[View, _Moves]] = []
         for target in targets:
             moves = list(self._moves(target))
-            used = {source for source, _ in moves}
             if target.num_rows == 1 or all(self._is_whole_row(target, source, move) for source, move in moves):
-                yield _job(1, [(target, [(s, _whole(move, target)) for s, move in moves])], self.sources)
+                yield _job(1, [(target, [(source, _whole(move, target)) for source, move in moves])])
             else:
-                assert used
                 shared.append((target, moves))
         if shared:
-            yield _job(shared[0][0].num_rows, shared, self.sources)
+            yield _job(shared[0][0].num_rows, shared)
 
-    def _is_whole_row(self, target: View, source: int, move: Move) -> bool:
-        return all(move.num_bytes * view.num_rows == view.stored.num_bytes for view in (target, self.sources[source]))
+    def _is_whole_row(self, target: View, source: Stored, move: Move) -> bool:
+        return all(move.num_bytes * target.num_rows == stored.num_bytes for stored in (target.stored, source))
 
-    def _moves(self, target: View) -> Iterator[tuple[int, Move]]:
-        """(source, move with ``source`` and ``target`` still 0), in the order of the target."""
-        for position, run in _positions(target):
-            if run.key is None:
-                continue
-            reached, stop = run.start, run.start + run.length
-            for piece in self._pieces.get(run.key, ()):
-                piece_stop = piece.run.start + piece.run.length
-                if piece.run.start <= reached < min(piece_stop, stop):
-                    view, end = self.sources[piece.view], min(piece_stop, stop)
-                    self._check(view, target)
-                    self._used[piece.view] += end - reached
-                    unit = target.unit_bytes
-                    yield piece.view, Move(
-                        source=0,
-                        source_start=(piece.position + reached - piece.run.start) * unit,
-                        target=0,
-                        target_start=(position + reached - run.start) * unit,
-                        num_bytes=(end - reached) * unit,
-                    )
-                    reached = end
-            if reached != stop:
+    def _moves(self, target: View) -> Iterator[tuple[Stored, Move]]:
+        """In the order of the target."""
+        unit = target.unit_bytes
+        for position, run in target.positions():
+            reached = run.start
+            for part in self._index.find(run):
+                self._check(part.view, target)
+                self._used[part.view.stored] += part.run.length
+                yield part.view.stored, Move(
+                    source=0,
+                    source_start=part.start * unit,
+                    target=0,
+                    target_start=(position + part.run.start - run.start) * unit,
+                    num_bytes=part.run.length * unit,
+                )
+                reached = part.run.stop
+            if run.key is not None and reached != run.stop:
                 self.problems.append(
-                    f"The source holds no index {reached} to {stop - 1} of {run.key}, needed for {target.stored.name} "
-                    f"in {target.stored.file}; give the complete source."
+                    f"The source holds no index {reached} to {run.stop - 1} of {run.key}, needed for "
+                    f"{target.stored.name} in {target.stored.file}; give the complete source."
                 )
 
     def _check(self, source: View, target: View) -> None:
@@ -220,21 +235,11 @@ class _Index:
                 f"changes no dtype. Give a source, or a Hugging Face directory, of the same dtype throughout."
             )
 
-    def unused(self) -> list[str]:
+    def unused(self) -> Iterator[str]:
         """Problems: sources that were not used in whole."""
-        problems = []
-        for view, used in zip(self.sources, self._used, strict=True):
-            if used < sum(run.length for run in view.runs if run.key is not None):
-                problems.append(f"{view.stored.file}: {view.stored.name} has no place in the target.")
-        return problems
-
-
-def _positions(view: View) -> Iterator[tuple[int, ModelRun]]:
-    position = 0
-    for run in view.runs:
-        yield position, run
-        position += run.length
-    assert position == view.stored.shape[view.dim], view
+        for view in self._index.views:
+            if self._used[view.stored] < sum(run.length for run in view.runs if run.key is not None):
+                yield f"{view.stored.file}: {view.stored.name} has no place in the target."
 
 
 def _whole(move: Move, target: View) -> Move:
@@ -243,19 +248,14 @@ def _whole(move: Move, target: View) -> Move:
     return Move(0, move.source_start * rows, 0, move.target_start * rows, move.num_bytes * rows)
 
 
-def _job(num_rows: int, targets: Sequence[tuple[View, list[tuple[int, Move]]]], sources: Sequence[View]) -> Job:
-    numbers: dict[int, int] = {}  # of a source in the plan -> of the source in the job
+def _job(num_rows: int, targets: Sequence[tuple[View, _Moves]]) -> Job:
+    numbers: dict[Stored, int] = {}
     moves = []
     for target_number, (_, found) in enumerate(targets):
         for source, move in found:
             number = numbers.setdefault(source, len(numbers))
             moves.append(Move(number, move.source_start, target_number, move.target_start, move.num_bytes))
-    return Job(
-        num_rows,
-        tuple(sources[source].stored for source in numbers),
-        tuple(view.stored for view, _ in targets),
-        tuple(moves),
-    )
+    return Job(num_rows, tuple(numbers), tuple(view.stored for view, _ in targets), tuple(moves))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -38,7 +38,7 @@ class Fusion(Enum):
     GATE_UP = "gate, up -> [gate; up]"
 
 
-class Slot(Enum):
+class Place(Enum):
     """Which place of the model a weight belongs to; a stage owns whole places."""
 
     PATCH_EMBEDDING = "patch embedding"
@@ -57,7 +57,7 @@ class Weight:
     """Ours, with the global layer number."""
     part: str
     """"vision", "projector" or "language"."""
-    slot: Slot
+    place: Place
     layer: int | None
     """Global layer number within its tower."""
     hf_names: Names
@@ -81,7 +81,7 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     for layer in range(model.vision.num_layers):
         weights += _vision_layer(model.vision, layer)
     weights += _projector(model.projector, model.vision.spatial_merge_size**2)
-    weights.append(_vocabulary(model.language, Slot.EMBEDDING, EMBEDDING_NAME, HF_EMBEDDING_NAME))
+    weights.append(_vocabulary(model.language, Place.EMBEDDING, EMBEDDING_NAME, HF_EMBEDDING_NAME))
     for layer in range(model.language.num_layers):
         weights += _language_layer(model.language, layer)
     weights += _head(model.language)
@@ -96,7 +96,7 @@ def stage_weights(model: ModelConfig, spec: StageSpec, placement: Placement) -> 
     """
     owned = [weight for weight in model_weights(model) if _owns(spec, weight)]
     if spec.has_head and model.language.tied and placement.embedding_stage != placement.head_stage:
-        owned.append(_vocabulary(model.language, Slot.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
+        owned.append(_vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
     return tuple(owned)
 
 
@@ -104,8 +104,14 @@ def stage_local_name(weight: Weight, spec: StageSpec) -> str:
     """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
     if weight.layer is None:
         return weight.name
-    layers = spec.vision_layers if weight.slot is Slot.VISION_LAYER else spec.language_layers
+    layers = spec.vision_layers if weight.place is Place.VISION_LAYER else spec.language_layers
     return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - layers.start}.")
+
+
+def stored_name(weight: Weight) -> str:
+    """The name under which a checkpoint keeps the state of ``weight``: a tied output layer's is the embedding's."""
+    is_copy = weight.name == OUTPUT_LAYER_NAME and weight.hf_names == (HF_EMBEDDING_NAME,)
+    return EMBEDDING_NAME if is_copy else weight.name
 
 
 def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
@@ -225,11 +231,11 @@ class _Cut:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Section:
     """Where the next weights of the table live."""
 
     part: str
-    slot: Slot
+    place: Place
     layer: int | None = None
 
     def norm(self, name: str, hf_name: str, size: int) -> Iterator[Weight]:
@@ -258,74 +264,74 @@ class _Place:
         self, name: str, hf_names: Names, hf_shapes: Shapes, tp_dim: int | None = None, cut: _Cut = _Cut(1)
     ) -> Weight:
         shape = (sum(shape[0] for shape in hf_shapes), *hf_shapes[0][1:])
-        where = (name, self.part, self.slot, self.layer, hf_names, hf_shapes)
+        where = (name, self.part, self.place, self.layer, hf_names, hf_shapes)
         return Weight(*where, cut.fusion, tp_dim, shape, cut.num_units, cut.pads, cut.head_dim)
 
 
 def _patch_embedding(vision: VisionConfig) -> Iterator[Weight]:
     shape = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    place = _Place("vision", Slot.PATCH_EMBEDDING)
-    yield place.weight("image_encoder.encoder.patch_embed.proj.weight", ("visual.patch_embed.proj.weight",), (shape,))
+    section = _Section("vision", Place.PATCH_EMBEDDING)
+    yield section.weight("image_encoder.encoder.patch_embed.proj.weight", ("visual.patch_embed.proj.weight",), (shape,))
 
 
 def _vision_layer(vision: VisionConfig, layer: int) -> Iterator[Weight]:
-    place = _Place("vision", Slot.VISION_LAYER, layer)
+    section = _Section("vision", Place.VISION_LAYER, layer)
     ours, hf = f"image_encoder.encoder.blocks.layers.{layer}", f"visual.blocks.{layer}"
     hidden, num_heads, attention = vision.hidden_size, vision.num_attention_heads, f"{ours}.self_attention"
     qkv = _Cut(num_heads, Fusion.PER_HEAD_QKV, head_dim=vision.head_dim)
-    yield from place.norm(f"{ours}.input_layernorm", f"{hf}.norm1", hidden)
-    yield from place.column(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
-    yield from place.row(f"{attention}.linear_proj", f"{hf}.attn.proj", hidden, hidden, _Cut(num_heads), bias=True)
-    yield from place.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.norm2", hidden)
-    yield from place.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, vision.ffn_hidden_size, bias=True)
+    yield from section.norm(f"{ours}.input_layernorm", f"{hf}.norm1", hidden)
+    yield from section.column(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
+    yield from section.row(f"{attention}.linear_proj", f"{hf}.attn.proj", hidden, hidden, _Cut(num_heads), bias=True)
+    yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.norm2", hidden)
+    yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, vision.ffn_hidden_size, bias=True)
 
 
 def _projector(projector: ProjectorConfig, num_merged_patches: int) -> Iterator[Weight]:
-    place = _Place("projector", Slot.PROJECTOR)
+    section = _Section("projector", Place.PROJECTOR)
     ours, hf = "image_encoder.projector", "visual.merger"
     merged, ffn = projector.input_size * num_merged_patches, projector.ffn_hidden_size
     cut = _Cut(ffn, pads=True)
-    yield from place.norm(f"{ours}.layernorm", f"{hf}.ln_q", projector.input_size)
-    yield from place.column(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, cut)
-    yield from place.row(f"{ours}.encoder.linear_fc2", f"{hf}.mlp.2", projector.hidden_size, ffn, cut, bias=True)
+    yield from section.norm(f"{ours}.layernorm", f"{hf}.ln_q", projector.input_size)
+    yield from section.column(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, cut)
+    yield from section.row(f"{ours}.encoder.linear_fc2", f"{hf}.mlp.2", projector.hidden_size, ffn, cut, bias=True)
 
 
 def _language_layer(language: LanguageConfig, layer: int) -> Iterator[Weight]:
-    place = _Place("language", Slot.LANGUAGE_LAYER, layer)
+    section = _Section("language", Place.LANGUAGE_LAYER, layer)
     ours, hf = f"text_decoder.decoder.layers.{layer}", f"model.layers.{layer}"
     hidden, num_groups, attention = language.hidden_size, language.num_query_groups, f"{ours}.self_attention"
     query, key = language.num_attention_heads * language.kv_channels, num_groups * language.kv_channels
     heads, qkv = _Cut(num_groups), _Cut(num_groups, Fusion.GROUPED_QKV, head_dim=language.kv_channels)
     qkv_names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
-    yield from place.norm(f"{ours}.input_layernorm", f"{hf}.input_layernorm", hidden)
-    yield from place.column(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
-    yield from place.row(f"{attention}.linear_proj", f"{hf}.self_attn.o_proj", hidden, query, heads, bias=False)
-    yield from place.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", hidden)
-    yield from place.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, language.ffn_hidden_size, bias=False)
+    yield from section.norm(f"{ours}.input_layernorm", f"{hf}.input_layernorm", hidden)
+    yield from section.column(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
+    yield from section.row(f"{attention}.linear_proj", f"{hf}.self_attn.o_proj", hidden, query, heads, bias=False)
+    yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", hidden)
+    yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, language.ffn_hidden_size, bias=False)
 
 
 def _head(language: LanguageConfig) -> Iterator[Weight]:
-    place = _Place("language", Slot.HEAD)
-    yield from place.norm("text_decoder.decoder.final_layernorm", "model.norm", language.hidden_size)
+    section = _Section("language", Place.HEAD)
+    yield from section.norm("text_decoder.decoder.final_layernorm", "model.norm", language.hidden_size)
     if not language.tied:
-        yield _vocabulary(language, Slot.HEAD, OUTPUT_LAYER_NAME, HF_OUTPUT_LAYER_NAME)
+        yield _vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, HF_OUTPUT_LAYER_NAME)
 
 
-def _vocabulary(language: LanguageConfig, slot: Slot, name: str, hf_name: str) -> Weight:
+def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:
     shape = (language.vocab_size, language.hidden_size)
-    return _Place("language", slot).weight(name, (hf_name,), (shape,), 0, _Cut(language.vocab_size))
+    return _Section("language", place).weight(name, (hf_name,), (shape,), 0, _Cut(language.vocab_size))
 
 
 def _owns(spec: StageSpec, weight: Weight) -> bool:
     owned = {
-        Slot.PATCH_EMBEDDING: spec.has_patch_embedding,
-        Slot.VISION_LAYER: weight.layer in spec.vision_layers,
-        Slot.PROJECTOR: spec.has_projector,
-        Slot.EMBEDDING: spec.has_embedding,
-        Slot.LANGUAGE_LAYER: weight.layer in spec.language_layers,
-        Slot.HEAD: spec.has_head,
+        Place.PATCH_EMBEDDING: spec.has_patch_embedding,
+        Place.VISION_LAYER: weight.layer in spec.vision_layers,
+        Place.PROJECTOR: spec.has_projector,
+        Place.EMBEDDING: spec.has_embedding,
+        Place.LANGUAGE_LAYER: weight.layer in spec.language_layers,
+        Place.HEAD: spec.has_head,
     }
-    return owned[weight.slot]
+    return owned[weight.place]
 
 
 def _num_blocks(weight: Weight) -> int:

@@ -1,14 +1,16 @@
 """Tensors in files, and which part of which tensor of the model each one holds.
 
-Pure: opens no file.  Whoever moves bytes, for a conversion or into a running model, is told by views what they are.
+Pure: opens no file.  Conversions and loading learn from views what the bytes of a file mean.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from mm.weights.cut import cut_dim, shard_runs
+from mm.weights.cut import Run, cut_dim, shard_runs
 from mm.weights.table import Weight
 
 
@@ -23,7 +25,7 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file; 0 where only a manifest was read, which does not state it."""
     crc32: int | None = None
     """Checksum of its bytes, where a manifest states one."""
 
@@ -33,22 +35,17 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class ModelRun:
-    """Neighbouring indices of one tensor of the model."""
-
-    key: str | None
-    """Which tensor: its published Hugging Face name; None for zero padding."""
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
 class View:
-    """A stored tensor, and what of the model it holds along ``dim``, from its first index to its last."""
+    """A stored tensor, and what of ``weight`` it holds along ``dim``, from its first index to its last."""
 
     stored: Stored
-    dim: int
-    runs: tuple[ModelRun, ...]
+    weight: Weight
+    runs: tuple[Run, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which the runs lie."""
+        return cut_dim(self.weight)
 
     @property
     def num_rows(self) -> int:
@@ -56,25 +53,50 @@ class View:
         return math.prod(self.stored.shape[: self.dim])
 
     @property
+    def num_indices(self) -> int:
+        """Indices along ``dim``."""
+        return self.stored.shape[self.dim]
+
+    @property
     def unit_bytes(self) -> int:
         """Bytes of one index along ``dim`` within one row."""
         return math.prod(self.stored.shape[self.dim + 1 :]) * self.stored.dtype.itemsize
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether it holds nothing of the model."""
+        return all(run.key is None for run in self.runs)
 
-def model_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[ModelRun, ...]:
-    """What one tensor-parallel rank's shard of ``weight`` is made of."""
-    return tuple(
-        ModelRun(None if run.hf_index is None else weight.hf_names[run.hf_index], run.start, run.length)
-        for run in shard_runs(weight, tp_size, tp_rank)
-    )
+    def positions(self) -> Iterator[tuple[int, Run]]:
+        """Each run with its first index along ``dim`` of the stored tensor."""
+        position = 0
+        for run in self.runs:
+            yield position, run
+            position += run.length
+        assert position == self.num_indices, self
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """What keeps a stored tensor, or a weight of the model, from having a view."""
+
+    kind: Literal["missing", "shape", "dtype", "left over"]
+    text: str
+    """A full sentence with file, name and shapes."""
+    weight: Weight | None = None
+    """None for what is left over."""
+    tp_rank: int = 0
+    hf_name: str | None = None
+    """Which of the weight's Hugging Face tensors, in a Hugging Face directory."""
+    stored: Stored | None = None
+    """What is there; None for what is missing."""
 
 
 def shard_view(stored: Stored, weight: Weight, tp_size: int, tp_rank: int) -> View:
     """The view of ``stored``, which holds one rank's shard of ``weight``."""
-    return View(stored, cut_dim(weight), model_runs(weight, tp_size, tp_rank))
+    return View(stored, weight, shard_runs(weight, tp_size, tp_rank))
 
 
 def whole_view(stored: Stored, hf_name: str, weight: Weight) -> View:
     """The view of ``stored``, which holds the whole Hugging Face tensor ``hf_name`` of ``weight``."""
-    dim = cut_dim(weight)
-    return View(stored, dim, (ModelRun(hf_name, 0, stored.shape[dim]),))
+    return View(stored, weight, (Run(hf_name, 0, stored.shape[cut_dim(weight)]),))

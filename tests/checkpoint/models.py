@@ -12,10 +12,10 @@ from torch import Tensor
 from checkpoint.cli import main
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.mindspeed_target import mm_targets
-from checkpoint.formats.safetensors_file import SafetensorsFile
-from checkpoint.formats.slots import RELEASE, Kind
+from checkpoint.formats.mindspeed_target import mindspeed_targets
+from checkpoint.formats.safetensors import SafetensorsFile
 from checkpoint.formats.spelling import Spelling, spell
+from checkpoint.formats.storage import RELEASE, Storage
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
@@ -156,10 +156,10 @@ def run(command: str, **flags: object) -> int:
     return main(["Qwen2_5_VLConverter", command, *argv])
 
 
-def write_sparse_mm(model: ModelConfig, tp_size: int, kind: Kind, root: Path) -> None:
+def write_sparse_mm(model: ModelConfig, tp_size: int, kind: Storage, root: Path) -> None:
     """A directory in MindSpeed-MM's layout of a model of any size, whose weights are zero and take no space."""
     dtypes = {name: torch.bfloat16 for weight in model_weights(model) for name in weight.hf_names}
-    _, planned = mm_targets(model, tp_size, kind, dtypes)
+    _, planned = mindspeed_targets(model, tp_size, kind, dtypes)
     for file in planned:
         write_sparse(file, root / file.name)
     (root / "latest_checkpointed_iteration.txt").write_text(RELEASE)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
 
 from checkpoint.cli import main
-from checkpoint.lists import read_lists
+from checkpoint.options import Layers, read_lists
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, run, weights
 
@@ -102,21 +103,25 @@ def test_as_a_program(hf, tmp_path):
     assert "legal sizes are 1, 2." in done.stderr
 
 
-@pytest.mark.parametrize("value", ["[12,16]", "[[12,16]]", "12,16", "12, 16", [12, 16], [[12, 16]], ((12, 16),)])
-def test_lists(value):
-    assert read_lists(value, "key") == ((12, 16),)
+def parse_layers(text: str) -> Layers:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--layers", type=Layers)
+    return parser.parse_args([f"--layers={text}"]).layers
 
 
-def test_virtual_chunks_and_one_stage():
-    assert read_lists("[[0,0,1],[4,4,4]]", "key") == ((0, 0, 1), (4, 4, 4))
-    assert read_lists("28", "key") == ((28,),)
-    assert read_lists(28, "key") == ((28,),)
+@pytest.mark.parametrize("text, expected", [
+    ("[12,16]", ((12, 16),)), ("[[12,16]]", ((12, 16),)), ("12,16", ((12, 16),)), ("12, 16", ((12, 16),)),
+    ("28", ((28,),)), ("[[0,0,1],[4,4,4]]", ((0, 0, 1), (4, 4, 4))),
+])  # fmt: skip
+def test_lists(text, expected):
+    assert read_lists(parse_layers(text), "key") == expected
 
 
-@pytest.mark.parametrize("value", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", [], [[1], 2], None, True, "[true]"])
-def test_what_is_no_list(value):
+@pytest.mark.parametrize("text", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", "[]", "[[1],2]", "null", "true",
+                                  "[true]"])  # fmt: skip
+def test_what_is_no_list(text):
     with pytest.raises(UserError, match=r"key is .*expected layers per pipeline stage such as"):
-        read_lists(value, "key")
+        read_lists(parse_layers(text), "key")
 
 
 def test_a_file_of_settings(hf, tmp_path, capsys):

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind, shards
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure, rank_files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.table import fuse, shard
@@ -23,11 +22,11 @@ from tests.checkpoint.models import SmallModel, files, layouts, small_models, we
 ONE_WORKER = Options(num_workers=1)
 
 
-KINDS = [Kind(format, structure) for format in Format for structure in Structure]
+KINDS = [Storage(format, structure) for format in Format for structure in Structure]
 
 
 @st.composite
-def cases(draw) -> tuple[SmallModel, Layout, Layout, Kind, Kind]:
+def cases(draw) -> tuple[SmallModel, Layout, Layout, Storage, Storage]:
     small = draw(small_models())
     kinds = st.sampled_from(KINDS)
     return small, draw(layouts(small)), draw(layouts(small)), draw(kinds), draw(kinds)
@@ -60,10 +59,10 @@ def test_every_way_gives_the_same_bits(case):
 
 
 def assert_holds(
-    folder: Path, model: ModelConfig, tp_size: int, kind: Kind, tensors: Mapping[str, torch.Tensor]
+    folder: Path, model: ModelConfig, tp_size: int, kind: Storage, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """The files in ``folder`` hold what the weight table makes of ``tensors``, and nothing else."""
-    found, expected = weights(folder), list(shards(model, tp_size, kind))
+    found, expected = weights(folder), list(rank_files(model, tp_size, kind))
     assert found.keys() == {part.file for part in expected}
     for file, stored in found.items():
         owned = {name: (weight, part.tp_rank) for part in expected if part.file == file
@@ -88,9 +87,9 @@ def test_layouts_on_which_the_peer_loses_layers(name, tp_size, tmp_path):
     tensors = small.save(tmp_path / "hf")
     layout = Layout(*PEERS_LAYOUTS[name], tp_size)
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
-    assert_holds(tmp_path / "mm" / "release", layout.place(small.model), tp_size, Kind(), tensors)
+    assert_holds(tmp_path / "mm" / "release", layout.place(small.model), tp_size, Storage(), tensors)
     places = {}
-    for part in shards(layout.place(small.model), tp_size, Kind()):
+    for part in rank_files(layout.place(small.model), tp_size, Storage()):
         for weight in part.weights.values():
             places.setdefault(weight.name, set()).add(part.file.partition("/")[0][len("mp_rank_00_") :])
     assert all(len(stages) == 1 for stages in places.values())

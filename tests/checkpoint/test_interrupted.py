@@ -14,15 +14,14 @@ from checkpoint import convert
 from checkpoint.convert import Conversion, Options
 from checkpoint.formats.atomic import MEGATRON_MODES, Output
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.verify import verify_directory
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
 ONE_WORKER = Options(num_workers=1)
-KINDS = [Kind(), Kind(Format.TORCH, Structure.CANONICAL)]
+KINDS = [Storage(), Storage(Format.TORCH, Structure.CANONICAL)]
 CALLS = ("pwrite", "fsync", "rename", "open", "mkdir", "unlink", "rmdir")
 """System calls that change the disk; the process dies just before one of them."""
 
@@ -69,7 +68,7 @@ def run_and_die(run: Callable[[], None], after: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def num_calls(hf: Path, folder: Path, kind: Kind = KINDS[0]) -> int:
+def num_calls(hf: Path, folder: Path, kind: Storage = KINDS[0]) -> int:
     """How many calls a whole run makes, found by halving; each try has a target of its own."""
     def run() -> None:
         convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT, kind).run(ONE_WORKER)

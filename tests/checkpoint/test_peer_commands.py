@@ -11,8 +11,7 @@ import pytest
 from checkpoint.cli import main
 from checkpoint.formats.known_models import published_config, published_model
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.storage import Format, Storage, Structure
 from mm.config.model import ModelConfig
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
 
@@ -66,7 +65,7 @@ def test_mm_to_hf(structure, tmp_path, monkeypatch, capsys):
     name = NAME.format("7B")
     write_sparse_hf(published_config("7B"), Path("ckpt/hf_path") / name)
     model = place("7B", (32, 0, 0, 0), (1, 10, 10, 7), 1)
-    write_sparse_mm(model, 1, Kind(Format.TORCH, structure), Path("ckpt/mm_path") / name)
+    write_sparse_mm(model, 1, Storage(Format.TORCH, structure), Path("ckpt/mm_path") / name)
     command = f"""mm-convert  Qwen2_5_VLConverter mm_to_hf \\
       --cfg.save_hf_dir "ckpt/mm_to_hf/{name}" \\
       --cfg.mm_dir "ckpt/mm_path/{name}" \\
@@ -83,7 +82,10 @@ def test_mm_to_hf(structure, tmp_path, monkeypatch, capsys):
         assert "its tensors are named as in the fused one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [Kind(Format.TORCH), Kind(Format.TORCH, Structure.CANONICAL), Kind()], ids=str)
+STORAGES = [Storage(Format.TORCH), Storage(Format.TORCH, Structure.CANONICAL), Storage()]
+
+
+@pytest.mark.parametrize("kind", STORAGES, ids=str)
 def test_resplit(kind, tmp_path, monkeypatch, capsys):
     """The command names no Hugging Face directory: the model is known by its shapes."""
     monkeypatch.chdir(tmp_path)

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats.files import read_stored
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel
@@ -23,10 +22,10 @@ FLAG = "--cfg.parallel_config"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, Path]:
-    return make(tmp_path_factory.mktemp("made"), Kind())
+    return make(tmp_path_factory.mktemp("made"), Storage())
 
 
-def make(root: Path, kind: Kind) -> tuple[Path, Path]:
+def make(root: Path, kind: Storage) -> tuple[Path, Path]:
     """A Hugging Face directory and a conversion of it."""
     SmallModel(2, vision_ffn=5).save(root / "hf")
     convert.hf_to_mm(root / "hf", root / "mm", LAYOUT, kind).run(Options(num_workers=1))
@@ -48,14 +47,15 @@ def test_whole(made):
         "100 tensors are as manifest.json says.", f"100 tensors are those of {hf}."]
 
 
-@pytest.mark.parametrize("kind", [Kind(), Kind(Format.TORCH, Structure.CANONICAL)], ids=str)
+@pytest.mark.parametrize("kind", [Storage(), Storage(Format.TORCH, Structure.CANONICAL)], ids=str)
 def test_every_flipped_bit(kind, tmp_path):
     hf, mm = make(tmp_path, kind)
     chances = random.Random(0)
     paths = sorted((mm / "release").rglob("model*"))
+    contents = MindSpeedDirectory.open(mm).contents
     for _ in range(50):
         path = chances.choice(paths)
-        tensor = chances.choice(list(read_stored(path, path.name).values()))
+        tensor = chances.choice(list(contents[str(path.relative_to(mm))].values()))
         place = tensor.offset + chances.randrange(tensor.num_bytes)
         whole = path.read_bytes()
         content = bytearray(whole)

@@ -15,8 +15,9 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from checkpoint.formats.source import open_to_train  # noqa: E402
+from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.training import checkpoint as state  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 from tests.parallel.state_worker import different, problems_of  # noqa: E402
 
@@ -29,6 +30,11 @@ def random_run(tied: bool, seed: int) -> Run:
     return Run(layout, seed, dataclasses.replace(layout.model, vision=vision))
 
 
+def start_from(run: Run, directory: Path) -> None:
+    """What ``--load`` does."""
+    fill(run.model.module, run.weights, open_to_train(directory, run.config, finetune=False), run.mesh)
+
+
 def trained(run: Run) -> dict:
     """Weights before and everything after the steps, and their losses."""
     before = run.local()
@@ -38,11 +44,11 @@ def trained(run: Run) -> dict:
 
 def compare(directory: Path, tied: bool) -> dict:
     reference = random_run(tied, seed=1)
-    state.load_hf(reference.model.module, reference.weights, reference.mesh, directory / "hf", torch.float32)
+    start_from(reference, directory / "hf")
     expected, found = trained(reference), {}
     for path in sorted(directory.glob("mm-*")):
         run = random_run(tied, seed=2)
-        state.load_mm(run.model.module, run.weights, run.mesh, path, torch.float32, finetune=False)
+        start_from(run, path)
         result = trained(run)
         found[path.name] = {
             "weights": different(expected["before"], result["before"]),
@@ -55,9 +61,7 @@ def compare(directory: Path, tied: bool) -> dict:
 def damaged(directory: Path) -> list[list[str]]:
     """A copy that differs is found by one rank and told by all."""
     run = random_run(False, seed=2)
-    return problems_of(
-        lambda: state.load_mm(run.model.module, run.weights, run.mesh, directory, torch.float32, finetune=False)
-    )
+    return problems_of(lambda: start_from(run, directory))
 
 
 def main(directory: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
+from mm.model.load import initialize  # noqa: E402
 from mm.model.stage import build_stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.megatron import parallel_config  # noqa: E402
@@ -78,7 +79,7 @@ class Run:
         settings = parallel_config(self.config, self.mesh, layout.precision)
         stage = build_stage(self.config, placement, self.mesh.pp_rank, settings, DEVICE)
         self.weights = stage_weights(self.config, placement[self.mesh.pp_rank], placement)
-        state.initialize(stage, self.weights, self.mesh, seed, std=0.15)
+        initialize(stage, self.weights, self.mesh, seed, std=0.15)
         args = arguments.parse(
             ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]

@@ -21,9 +21,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from checkpoint.formats.source import open_to_train  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import DTYPES  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 
@@ -210,7 +211,7 @@ def from_hf(directory: Path) -> None:
             vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)  # transformers' default
             run = Run(layout, model=dataclasses.replace(layout.model, vision=vision))
             source = directory / ("hf-tied" if tied else "hf")
-            state.load_hf(run.model.module, run.weights, run.mesh, source, DTYPES["fp32"])
+            fill(run.model.module, run.weights, open_to_train(source, run.config, finetune=False), run.mesh)
             run.save(directory / f"{name}{'-tied' if tied else ''}")
 
 

@@ -4,8 +4,8 @@ One launch of two processes runs every scenario that needs processes; the rest r
 """
 
 import contextlib
-import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -17,9 +17,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from checkpoint import convert
+from checkpoint.convert import Options
 from checkpoint.formats import training as files
+from checkpoint.formats.source import Kind, find_kind, open_training
 from checkpoint.formats.spelling import published_name
-from checkpoint.formats.training_reader import CheckpointReader, export_hf
+from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
 from mm.weights.table import model_weights
 from tests import tiny
@@ -141,7 +144,7 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
-    export_hf(checkpoint, base, tmp_path / "out", hf_config(bool(tied)), overwrite=False)
+    convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(Options(num_workers=1))
     expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -151,42 +154,37 @@ def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Pa
         assert torch.equal(parameter, expected[published_name(name)]), name
 
 
-def hf_config(tied: bool):
-    model = tiny.our_config(((4,),), ((4,),), tied)
-    return dataclasses.replace(model, vision=dataclasses.replace(model.vision, tokens_per_second=4))
-
-
 def test_export_refuses_another_model(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="untie_embeddings_and_output_weights"):
-        export_hf(directory / "tp2", directory / "hf", tmp_path / "out", hf_config(tied=True), overwrite=False)
+        convert.mm_to_hf(directory / "tp2", directory / "hf-tied", tmp_path / "out")
 
 
 # What --load points at
 
 
 def test_load_kinds(directory: Path, tmp_path: Path) -> None:
-    assert files.find_load_kind(directory / "hf") == "hf"
-    assert files.find_load_kind(directory / "tp2") == "training"
-    assert files.find_load_kind(directory / "tp2" / "iter_0000000") == "training"
+    assert find_kind(directory / "hf") is Kind.HUGGING_FACE
+    assert find_kind(directory / "tp2") is Kind.TRAINING
+    assert find_kind(directory / "tp2" / "iter_0000000") is Kind.TRAINING
     with pytest.raises(UserError, match="does not exist"):
-        files.find_load_kind(tmp_path / "none")
+        find_kind(tmp_path / "none")
     with pytest.raises(UserError, match=r"neither a Hugging Face directory .* it holds nothing"):
-        files.find_load_kind(tmp_path)
+        find_kind(tmp_path)
     (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "mindspeed" / files.LATEST_FILE).write_text("release")
-    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
     (tmp_path / "mindspeed" / files.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
-    assert files.find_load_kind(tmp_path / "mindspeed") == "mm"
+    assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
     with pytest.raises(UserError, match="holds the ranks of one checkpoint; give the directory above"):
-        files.find_load_kind(tmp_path / "mindspeed" / "release")
+        find_kind(tmp_path / "mindspeed" / "release")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="LoRA adapter"):
-        files.find_load_kind(tmp_path / "adapter")
+        find_kind(tmp_path / "adapter")
     (tmp_path / "broken" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "broken" / files.LATEST_FILE).write_text("5\n")
     with pytest.raises(UserError, match=r"iter_0000005 has no manifest.json"):
-        files.find_load_kind(tmp_path / "broken")
+        find_kind(tmp_path / "broken")
 
 
 # Damage and interruption, on the files alone
@@ -194,15 +192,17 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
 
 def read_everything(folder: Path) -> None:
     """Every weight and moment whole, and every random state."""
-    reader = CheckpointReader(folder)
-    tied = not reader.manifest.model["language"]["untie_embeddings_and_output_weights"]
-    for weight in model_weights(tiny.our_config(((4,),), ((4,),), tied)):
-        for part in ("weight", "master", "exp_avg", "exp_avg_sq"):
-            if reader.has(weight, part):
-                reader.read(weight, part, 1, 0)
-    for piece in reader.manifest.pieces:
+    stored = TrainingDirectory.open(folder)
+    source = open_training(stored)
+    for weight in model_weights(source.model):
+        source.read(weight, 1, 0, torch.float32)
+        size = math.prod(weight.shape)
+        for part in ("master", "exp_avg", "exp_avg_sq"):
+            if stored.has(weight, part):
+                stored.read_state(weight, part, 1, 0, 0, size)
+    for piece in stored.manifest.pieces:
         if piece.part == "random":
-            reader.read_random(piece.name)
+            stored.read_random(piece.name)
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(checkpoint: Path) -> None:
         assert changed != text
         path.write_text(changed)
         with pytest.raises(UserError, match=f"manifest.json {problem}"):
-            CheckpointReader(checkpoint)
+            TrainingDirectory.open(checkpoint)
 
 
 def manifest(iteration: int, pieces: list[files.Piece]) -> files.Manifest:
@@ -281,16 +281,15 @@ def write_small(directory: Path, iteration: int, value: float) -> None:
     for name in ("a", "b"):
         tensor = torch.full((3,), value)
         piece = files.Piece.of(tensor, f"{name}.safetensors", name, "random")
-        pieces += files.write_pieces(temporary, piece.file, [(piece, tensor)])
+        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor)])
     files.commit(temporary, manifest(iteration, pieces))
 
 
 def small_value(directory: Path) -> tuple[str, float]:
-    folder, _ = files.find_checkpoint(directory)
-    reader = CheckpointReader(folder)
-    values = {float(value) for name in ("a", "b") for value in reader.read_random(name)}
+    stored = TrainingDirectory.open(directory)
+    values = {float(value) for name in ("a", "b") for value in stored.read_random(name)}
     assert len(values) == 1
-    return folder.name, values.pop()
+    return stored.path.name, values.pop()
 
 
 CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink")

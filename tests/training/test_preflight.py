@@ -12,7 +12,7 @@ import pytest
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.slots import Format, Kind
+from checkpoint.formats.storage import Format, Storage
 from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.errors import UserError
@@ -99,7 +99,7 @@ def test_an_unfinished_checkpoint_is_refused(inputs: Path):
 def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
     """The checkpoint in MindSpeed-MM's layout, on two stages."""
     layout = Layout(((5, 3),), ((0, 4),), tp_size)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Kind(format)).run(Options(num_workers=1))
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Storage(format)).run(Options(num_workers=1))
     return inputs / "mm"
 
 

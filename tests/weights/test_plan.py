@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.formats.mindspeed_target import mm_targets
-from checkpoint.formats.slots import Kind
+from checkpoint.formats.mindspeed_target import mindspeed_targets
+from checkpoint.formats.storage import Storage
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.placement import layout_problems
-from mm.weights.cut import cut_dim, shard_runs
-from mm.weights.plan import Plan, make_plan
+from mm.weights.cut import Run, shard_runs
+from mm.weights.plan import Index, Plan, make_plan
 from mm.weights.table import local_shape, model_weights
-from mm.weights.views import ModelRun, Stored, View
+from mm.weights.views import Stored, View, whole_view
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
 PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
@@ -28,8 +28,7 @@ def hf_views(model: ModelConfig) -> list[View]:
     for weight in model_weights(model):
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             stored = Stored("model.safetensors", name, torch.bfloat16, shape, offset)
-            dim = cut_dim(weight)
-            views.append(View(stored, dim, (ModelRun(name, 0, shape[dim]),)))
+            views.append(whole_view(stored, name, weight))
             offset += stored.num_bytes
     return views
 
@@ -37,8 +36,8 @@ def hf_views(model: ModelConfig) -> list[View]:
 def plan_of(model: ModelConfig, tp_size: int) -> tuple[Plan, list[View], list[View]]:
     sources = hf_views(model)
     dtypes = {view.stored.name: torch.bfloat16 for view in sources}
-    targets, files = mm_targets(model, tp_size, Kind(), dtypes)
-    return make_plan(sources, targets, files), sources, targets
+    targets, files = mindspeed_targets(model, tp_size, Storage(), dtypes)
+    return make_plan(Index(sources), targets, files), sources, targets
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
@@ -84,13 +83,15 @@ def padding(model: ModelConfig, tp_size: int) -> int:
 def test_runs_of_a_padded_shard():
     model = read_model(EXAMPLES / "model_7b.json").value
     fc1 = next(weight for weight in model_weights(model) if weight.name.endswith("layers.0.mlp.linear_fc1.weight"))
-    runs = [(run.hf_index, run.start, run.length) for run in shard_runs(fc1, 8, 7)]
+    runs = [(run.key, run.start, run.length) for run in shard_runs(fc1, 8, 7)]
+    gate, up = fc1.hf_names
     assert fc1.hf_shapes == ((3420, 1280),) * 2
-    assert runs == [(0, 2996, 424), (None, 0, 4), (1, 2996, 424), (None, 0, 4)]
+    assert runs == [(gate, 2996, 424), (None, 0, 4), (up, 2996, 424), (None, 0, 4)]
 
 
 def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
-    return View(Stored("a", name, dtype, (length, 2), 0), 0, (ModelRun("w", start, length),))
+    weight = model_weights(read_model(EXAMPLES / "model_3b.json").value)[0]
+    return View(Stored("a", name, dtype, (length, 2), 0), weight, (Run("w", start, length),))
 
 
 @pytest.mark.parametrize(
@@ -104,4 +105,4 @@ def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
 )
 def test_leftovers_are_errors(sources, targets, message):
     with pytest.raises(UserError, match=message):
-        make_plan(sources, targets, ())
+        make_plan(Index(sources), targets, ())

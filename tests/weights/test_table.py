@@ -16,7 +16,7 @@ from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
     Fusion,
-    Slot,
+    Place,
     fuse,
     fuse_parts,
     hf_ranges,
@@ -250,7 +250,7 @@ def test_slots_partition_the_model(data, num_slots):
     expects_copy = model.language.tied and placement.embedding_stage != placement.head_stage
     assert len(copies) == expects_copy
     for copy in copies:
-        assert copy.hf_names == ("model.embed_tokens.weight",) and copy.slot is Slot.HEAD
+        assert copy.hf_names == ("model.embed_tokens.weight",) and copy.place is Place.HEAD
         assert copy.shape == weight_named(model, EMBEDDING_NAME).shape
         (spec,) = (spec for spec in placement.slots if copy in stage_weights(model, spec, placement))
         assert spec.has_head

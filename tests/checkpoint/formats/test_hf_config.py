@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.formats.hf import HFDirectory, write_hf
+from checkpoint import convert
+from checkpoint.convert import Options
+from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import for_both_versions, is_tied, model_from_hf
+from checkpoint.formats.layout import Layout
 from mm.errors import UserError
-from tests.saved_hf import save
+from tests.saved_hf import cast, save
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -37,7 +40,9 @@ def test_flat_and_nested_configs_describe_the_same_model(saved, tmp_path):
     hf = HFDirectory.open(copy)
     assert hf.model_config() == nested.model_config()
     hf.check(nested.model_config())
-    write_hf(tmp_path / "out", copy, hf.model_config(), hf.load_weight, dtype=torch.float16)
+    cast(copy, tmp_path / "half", torch.float16)
+    convert.hf_to_mm(tmp_path / "half", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(Options())
+    convert.mm_to_hf(tmp_path / "mm", copy, tmp_path / "out").run(Options())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**hf.config, "torch_dtype": "float16"}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.source import open as open_source
 from mm.weights.table import model_weights, stage_weights, unfuse, unshard
 from tests.parallel.cases import CASES
 from tests.tiny import hf_model, hf_tensors, our_config
@@ -25,13 +25,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 @pytest.mark.parametrize(("vision", "language", "tp", "tied"), LAYOUTS)
 def test_there_and_back(saved, vision: tuple, language: tuple, tp: int, tied: bool) -> None:
-    directory = HFDirectory.open(saved[tied])
+    source = open_source(saved[tied])
     config = our_config((vision,), (language,), tied)
     placement = config.placement()
     held: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
         for weight in stage_weights(config, spec, placement):
-            held[weight.name] = [directory.load_weight(weight, tp, rank) for rank in range(tp)]
+            held[weight.name] = [source.read(weight, tp, rank, torch.float32) for rank in range(tp)]
     back = {
         name: tensor
         for weight in model_weights(config)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.formats.known_models import published_model, recognize
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.slots import Kind
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.storage import Storage
 from mm.config.model import ModelConfig, read_model
 from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
@@ -16,10 +16,10 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen2.5vl"
 SIZES = ("3b", "7b", "32b", "72b")
 
 
-def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MMDirectory:
+def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MindSpeedDirectory:
     """Real headers, without the bytes of the weights."""
-    write_sparse_mm(model, tp_size, Kind(), root)
-    return MMDirectory.open(root)
+    write_sparse_mm(model, tp_size, Storage(), root)
+    return MindSpeedDirectory.open(root)
 
 
 @pytest.mark.parametrize("size", SIZES)

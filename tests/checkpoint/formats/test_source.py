@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.source import open_source
+from checkpoint.formats.source import open as open_source
 from checkpoint.formats.training import MANIFEST_FILE
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, layouts, run, small_models
@@ -66,7 +66,7 @@ def test_every_command_reads_it(trained, tmp_path, capsys):
 
 
 def test_damage_is_named(trained, capsys):
-    source = open_source(trained, "--cfg.mm_dir", None, "")
+    source = open_source(trained)
     stored = source.views[-1].stored
     path = source.path / stored.file
     whole = path.read_bytes()
@@ -81,10 +81,10 @@ def test_damage_is_named(trained, capsys):
 def test_what_is_refused(trained):
     wrong = Layout(((1, 1),), ((0, 3),), 2)
     with pytest.raises(UserError, match=r"--flag says .*\[\[1, 1\]\].*was saved with"):
-        open_source(trained, "--cfg.mm_dir", wrong, "--flag")
-    folder = open_source(trained, "--cfg.mm_dir", None, "").path
+        open_source(trained, layout=wrong, layout_flag="--flag")
+    folder = open_source(trained).path
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     manifest["tp_size"] = 1
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="is damaged"):
-        open_source(trained, "--cfg.mm_dir", None, "")
+        open_source(trained)

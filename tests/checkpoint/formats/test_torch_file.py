@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.formats.inert_pickle import global_name
-from checkpoint.formats.torch_file import TorchTensor, read_index
+from checkpoint.formats.torch_file import read_torch_file
 from mm.errors import UserError
+from mm.weights.views import Stored
 
 DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -34,8 +34,21 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def bytes_at(path: Path, tensor: TorchTensor) -> bytes:
-    return path.read_bytes()[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+def read(path: Path) -> list[Stored]:
+    """The tensors of a file that has the one chunk ``model``."""
+    tensors, chunks = read_torch_file(path, "the file")
+    assert chunks == ("model",)
+    assert [(stored.file, stored.name) for stored in tensors.values()] == [("the file", name) for name in tensors]
+    return list(tensors.values())
+
+
+def bytes_at(path: Path, tensor: Stored) -> bytes:
+    return path.read_bytes()[tensor.offset : tensor.offset + tensor.num_bytes]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Bytes by name without the chunk."""
+    return {tensor.name.removeprefix("model/"): bytes_at(path, tensor) for tensor in read(path)}
 
 
 def saved(path: Path, model: dict, **others) -> Path:
@@ -50,21 +63,21 @@ def path(tmp_path) -> Path:
 
 def test_every_dtype_and_shape_is_found(path):
     model = {f"{dtype}{shape}": random_tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES}
-    index = read_index(saved(path, model, checkpoint_version=3.0, iteration=7))
-    assert [tensor.name for tensor in index.tensors] == list(model)
-    for tensor in index.tensors:
-        expected = model[tensor.name]
-        assert (tensor.chunk, tensor.dtype, tensor.shape) == ("model", expected.dtype, tuple(expected.shape))
+    tensors = read(saved(path, model, checkpoint_version=3.0, iteration=7))
+    assert [tensor.name for tensor in tensors] == [f"model/{name}" for name in model]
+    for tensor, expected in zip(tensors, model.values(), strict=True):
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, tuple(expected.shape))
         assert bytes_at(path, tensor) == as_bytes(expected)
-    assert index.other == {"checkpoint_version": 3.0, "iteration": 7}
-    assert index.size_bytes == path.stat().st_size and index.skipped == ()
 
 
 def test_virtual_chunks(path):
-    chunks = {f"model{i}": OrderedDict(weight=torch.full((3,), float(i))) for i in range(12)}
+    chunks = {f"model{i}": OrderedDict(weight=torch.full((3,), float(i))) for i in range(12)} | {"model12": {}}
     torch.save(chunks, path)
-    found = {tensor.chunk: bytes_at(path, tensor) for tensor in read_index(path).tensors}
-    assert found == {chunk: as_bytes(tensors["weight"]) for chunk, tensors in chunks.items()}
+    tensors, found = read_torch_file(path, "file")
+    assert found == tuple(chunks)
+    assert {name: bytes_at(path, tensor) for name, tensor in tensors.items()} == {
+        f"{chunk}/weight": as_bytes(entries["weight"]) for chunk, entries in chunks.items() if entries
+    }
 
 
 def test_a_module_as_megatron_saves_it(path):
@@ -75,13 +88,7 @@ def test_a_module_as_megatron_saves_it(path):
     optimizer = torch.optim.AdamW(module.parameters())
     args = argparse.Namespace(tensor_model_parallel_size=2, params_dtype=torch.bfloat16)
     saved(path, model, args=args, optimizer=optimizer.state_dict(), rng_state=[{"torch": torch.get_rng_state()}])
-    index = read_index(path)
-    assert {tensor.name: bytes_at(path, tensor) for tensor in index.tensors} == {
-        name: as_bytes(parameter) for name, parameter in module.named_parameters()
-    }
-    assert index.skipped == ("model/0._extra_state", "model/1._extra_state", "model/2._extra_state")
-    assert global_name(index.other["args"]) == "argparse.Namespace"
-    assert index.other["args"].state["tensor_model_parallel_size"] == 2
+    assert contents(path) == {name: as_bytes(parameter) for name, parameter in module.named_parameters()}
 
 
 class Marked(torch.Tensor):
@@ -92,8 +99,8 @@ def test_parameters_and_subclasses_with_attributes(path):
     parameter = torch.nn.Parameter(torch.randn(2, 3))
     parameter.partition_dim = 1
     subclass = torch.randn(4).as_subclass(Marked)
-    index = read_index(saved(path, {"parameter": parameter, "subclass": subclass}))
-    assert [bytes_at(path, tensor) for tensor in index.tensors] == [as_bytes(parameter), as_bytes(subclass)]
+    saved(path, {"parameter": parameter, "subclass": subclass})
+    assert contents(path) == {"parameter": as_bytes(parameter), "subclass": as_bytes(subclass)}
 
 
 def test_views_that_are_row_major_share_a_storage(path):
@@ -105,24 +112,21 @@ def test_views_that_are_row_major_share_a_storage(path):
         "flat": base.view(-1)[3:20],
         "column": base.view(24, 1)[5:7],
     }
-    index = read_index(saved(path, model))
-    assert {tensor.name: bytes_at(path, tensor) for tensor in index.tensors} == {
-        k: as_bytes(v) for k, v in model.items()
-    }
-    assert index.tensors[0].offset_bytes == index.tensors[1].offset_bytes
+    first, second, *_ = read(saved(path, model))
+    assert first.offset == second.offset
+    assert contents(path) == {name: as_bytes(tensor) for name, tensor in model.items()}
 
 
 def test_new_dtypes_are_found(path):
     model = {"fp8": torch.randn(5, 3).to(torch.float8_e4m3fn)[1:], "u16": torch.arange(5).to(torch.uint16)}
-    index = read_index(saved(path, model))
-    assert [tensor.dtype for tensor in index.tensors] == [torch.float8_e4m3fn, torch.uint16]
-    assert [bytes_at(path, tensor) for tensor in index.tensors] == [as_bytes(tensor) for tensor in model.values()]
+    assert [tensor.dtype for tensor in read(saved(path, model))] == [torch.float8_e4m3fn, torch.uint16]
+    assert contents(path) == {name: as_bytes(tensor) for name, tensor in model.items()}
 
 
 def test_any_archive_name_and_file_object(path):
     with path.open("wb") as file:
         torch.save({"model": {"w": torch.ones(3)}}, file)
-    assert bytes_at(path, read_index(path).tensors[0]) == as_bytes(torch.ones(3))
+    assert contents(path) == {"w": as_bytes(torch.ones(3))}
 
 
 def npu_rebuild(*args):
@@ -147,7 +151,7 @@ def test_tensors_saved_from_an_npu(path):
     rewrite(
         path, lambda data: data.replace(b"npu_functions\nnpu_rebuild", b"torch_npu.utils.storage\n_rebuild_npu_tensor")
     )
-    assert bytes_at(path, read_index(path).tensors[0]) == as_bytes(tensor)
+    assert contents(path) == {"weight": as_bytes(tensor)}
 
 
 def rewrite(path: Path, edit) -> None:
@@ -161,7 +165,7 @@ def rewrite(path: Path, edit) -> None:
 
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        read_index(path)
+        read_torch_file(path, path.name)
     message = str(caught.value)
     assert str(path) in message
     return message
@@ -187,7 +191,7 @@ def test_what_is_no_byte_range_is_refused_by_name(path, tensor, words):
 
 def test_every_bad_tensor_is_named(path):
     with pytest.raises(UserError) as caught:
-        read_index(saved(path, {"a": torch.ones(2, 3).t(), "b": 3}))
+        read(saved(path, {"a": torch.ones(2, 3).t(), "b": 3}))
     assert [("model/a" in text, "model/b" in text) for text in caught.value.problems] == [(True, False), (False, True)]
 
 
@@ -303,21 +307,28 @@ def test_damage_leads_to_a_refusal_or_to_ranges_within_the_file(tmp_path_factory
     else:
         path.write_bytes(damaged(whole))
     try:
-        index = read_index(path)
+        tensors, _ = read_torch_file(path, path.name)
     except UserError:
         return
-    for tensor in index.tensors:
-        assert 0 <= tensor.offset_bytes <= tensor.offset_bytes + tensor.size_bytes <= path.stat().st_size
+    for tensor in tensors.values():
+        assert 0 <= tensor.offset <= tensor.offset + tensor.num_bytes <= path.stat().st_size
 
 
 def test_no_tensor_is_read(path):
     """A sparse file of a terabyte is indexed at once."""
     script = (
         "import sys, torch\n"
-        "from checkpoint.formats.torch_file import read_index\n"
-        "from checkpoint.formats.torch_file_writer import create\n"
-        "layout = create(sys.argv[1], {'model': {str(i): (torch.bfloat16, (1 << 20, 1 << 13)) for i in range(64)}})\n"
-        "assert read_index(sys.argv[1]) == layout\n"
-        "assert layout.tensors[-1].offset_bytes > 2**40 - 2**35\n"
+        "from pathlib import Path\n"
+        "from checkpoint.formats.torch_file import read_torch_file\n"
+        "from checkpoint.formats.torch_file_writer import TorchFile\n"
+        "path = Path(sys.argv[1])\n"
+        "chunks = {'model': {str(i): (torch.bfloat16, (1 << 20, 1 << 13)) for i in range(64)}}\n"
+        "file = TorchFile.new(path.name, chunks)\n"
+        "with path.open('wb') as opened:\n"
+        "    for offset, content in file.frame({tensor.name: 0 for tensor in file.tensors}):\n"
+        "        opened.seek(offset)\n"
+        "        opened.write(content)\n"
+        "assert tuple(read_torch_file(path, path.name)[0].values()) == file.tensors\n"
+        "assert file.tensors[-1].offset > 2**40 - 2**35\n"
     )
     subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)

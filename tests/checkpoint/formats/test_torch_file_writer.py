@@ -1,7 +1,5 @@
-"""Files laid out empty and filled by copying are torch.save's, bit for bit."""
+"""A frame around copied tensors is a file of torch.save, bit for bit."""
 
-import os
-import subprocess
 import sys
 import zipfile
 import zlib
@@ -13,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config as serialization_config
 
-from checkpoint.formats.torch_file import TorchFile, read_index
-from checkpoint.formats.torch_file_writer import create, finish, frame, plan_file
+from checkpoint.formats.torch_file import read_torch_file
+from checkpoint.formats.torch_file_writer import TorchFile
 from mm.errors import UserError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool)
@@ -38,18 +36,31 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def fill(path: Path, layout: TorchFile, chunks: Chunks) -> None:
-    with path.open("r+b") as file:
-        for tensor in layout.tensors:
-            file.seek(tensor.offset_bytes)
-            file.write(as_bytes(chunks[tensor.chunk][tensor.name]))
+def crc32s(file: TorchFile, chunks: Chunks) -> dict[str, int]:
+    return {tensor.name: zlib.crc32(as_bytes(value(chunks, tensor.name))) for tensor in file.tensors}
 
 
-def write(path: Path, chunks: Chunks, **extra) -> TorchFile:
-    layout = create(path, specs(chunks), **extra)
-    fill(path, layout, chunks)
-    finish(path)
-    return layout
+def value(chunks: Chunks, name: str) -> torch.Tensor:
+    chunk, _, key = name.partition("/")
+    return chunks[chunk][key]
+
+
+def write_frame(path: Path, file: TorchFile, checksums: dict[str, int]) -> None:
+    with path.open("wb") as opened:
+        for offset, content in file.frame(checksums):
+            opened.seek(offset)
+            opened.write(content)
+
+
+def write(path: Path, chunks: Chunks) -> TorchFile:
+    """The frame first, then the tensors."""
+    file = TorchFile.new(path.name, specs(chunks))
+    write_frame(path, file, crc32s(file, chunks))
+    with path.open("r+b") as opened:
+        for tensor in file.tensors:
+            opened.seek(tensor.offset)
+            opened.write(as_bytes(value(chunks, tensor.name)))
+    return file
 
 
 def assert_same(found: dict, expected: Chunks) -> None:
@@ -76,17 +87,13 @@ def test_torch_loads_what_was_copied_in(path, mmap, calculate_offsets):
     assert_same(found, EXAMPLE)
 
 
-def test_other_entries(path):
-    write(path, {"model": {}}, extra={"iteration": 5, "checkpoint_version": 3.0, "note": "text"})
-    expected = {"model": {}, "iteration": 5, "checkpoint_version": 3.0, "note": "text"}
-    assert torch.load(path, weights_only=True) == expected
-
-
 def test_the_reader_agrees_with_the_plan(path):
-    layout = write(path, EXAMPLE)
-    assert layout == plan_file(specs(EXAMPLE)) == read_index(path)
-    assert layout.size_bytes == path.stat().st_size
-    assert all(tensor.offset_bytes % 64 == 0 for tensor in layout.tensors)
+    file = write(path, EXAMPLE)
+    assert file == TorchFile.new(path.name, specs(EXAMPLE))
+    tensors, chunks = read_torch_file(path, path.name)
+    assert (chunks, tuple(tensors.values())) == (tuple(EXAMPLE), file.tensors)
+    assert file.num_bytes == path.stat().st_size
+    assert all(tensor.offset % 64 == 0 for tensor in file.tensors)
 
 
 def records(path: Path) -> dict[str, tuple]:
@@ -99,11 +106,11 @@ def records(path: Path) -> dict[str, tuple]:
 
 
 def assert_as_torch_writes(path: Path, theirs: Path) -> None:
-    """Equal records, and equal bytes up to where torch adds its serialization_id."""
+    """Equal records, and equal bytes up to torch's serialization_id, which depends on the checksums."""
     assert records(path) == records(theirs)
     with zipfile.ZipFile(path) as archive:
-        data_bytes = archive.start_dir
-    assert path.read_bytes()[:data_bytes] == theirs.read_bytes()[:data_bytes]
+        num_bytes = archive.getinfo("archive/.data/serialization_id").header_offset
+    assert path.read_bytes()[:num_bytes] == theirs.read_bytes()[:num_bytes]
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30)
@@ -123,90 +130,52 @@ def test_equal_to_torch_save_bit_for_bit(tmp_path_factory, models, seed):
         for key, model in zip(keys, models, strict=True)
     }
     path = tmp_path_factory.getbasetemp() / "ours.pt"
-    theirs = tmp_path_factory.getbasetemp() / "model_optim_rng.pt"
+    theirs = tmp_path_factory.getbasetemp() / "theirs.pt"
     write(path, chunks)
-    torch.save(chunks | {"checkpoint_version": 3.0}, theirs)
+    with theirs.open("wb") as opened:
+        torch.save(chunks | {"checkpoint_version": 3.0}, opened)
     assert_as_torch_writes(path, theirs)
-    assert [(tensor.name, tensor.offset_bytes) for tensor in read_index(path).tensors] == [
-        (tensor.name, tensor.offset_bytes) for tensor in read_index(theirs).tensors
-    ]
+    assert read_torch_file(path, "file") == read_torch_file(theirs, "file")
 
 
-def test_checksums_are_right_after_finish_and_only_then(path):
-    """torch.load does not compare them (so forgetting finish shows only here); zipfile and unzip do."""
-    layout = create(path, specs(EXAMPLE))
-    fill(path, layout, EXAMPLE)
-    torch.load(path, weights_only=True)
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is not None
-    found = finish(path)
-    assert found == {(t.chunk, t.name): zlib.crc32(as_bytes(EXAMPLE[t.chunk][t.name])) for t in layout.tensors}
+def test_checksums_are_right(path):
+    """torch.load does not compare them; zipfile and unzip do."""
+    file = write(path, EXAMPLE)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-
-
-def test_checksums_that_are_known_are_taken(path):
-    layout = create(path, specs(EXAMPLE))
-    fill(path, layout, EXAMPLE)
-    known = {(t.chunk, t.name): zlib.crc32(as_bytes(EXAMPLE[t.chunk][t.name])) for t in layout.tensors}
-    wrong = next(iter(known))
-    assert finish(path, known | {wrong: 12345})[wrong] == 12345
+    wrong = crc32s(file, EXAMPLE)
+    name = next(name for number, name in enumerate(wrong) if number and value(EXAMPLE, name).numel())
+    wrong[name] ^= 1
+    with path.open("r+b") as opened:
+        for offset, content in file.frame(wrong):
+            opened.seek(offset)
+            opened.write(content)
+    number = [tensor.name for tensor in file.tensors].index(name)
     with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() == "model_optim_rng/data/0"
-    assert finish(path, known) == known
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-
-
-def test_the_frame_with_known_checksums_needs_no_finish(path, tmp_path):
-    layout = write(tmp_path / "finished.pt", EXAMPLE)
-    known = finish(tmp_path / "finished.pt")
-    with path.open("wb") as file:
-        for offset_bytes, content in frame(specs(EXAMPLE), crc32s=known):
-            file.seek(offset_bytes)
-            file.write(content)
-    fill(path, layout, EXAMPLE)
-    assert path.read_bytes() == (tmp_path / "finished.pt").read_bytes()
+        assert archive.testzip() == f"archive/data/{number}"
 
 
 def test_frame_and_tensors_cover_the_file_once():
-    layout = plan_file(specs(EXAMPLE))
-    ranges = [(offset_bytes, len(content)) for offset_bytes, content in frame(specs(EXAMPLE))]
-    ranges += [(tensor.offset_bytes, tensor.size_bytes) for tensor in layout.tensors if tensor.size_bytes]
+    file = TorchFile.new("file", specs(EXAMPLE))
+    ranges = [(offset, len(content)) for offset, content in file.frame(crc32s(file, EXAMPLE))]
+    ranges += [(tensor.offset, tensor.num_bytes) for tensor in file.tensors if tensor.num_bytes]
     end = 0
-    for offset_bytes, size_bytes in sorted(ranges):
-        assert offset_bytes == end
-        end += size_bytes
-    assert end == layout.size_bytes
+    for offset, num_bytes in sorted(ranges):
+        assert offset == end
+        end += num_bytes
+    assert end == file.num_bytes
 
 
 def test_a_shared_shape_object_changes_nothing():
     shape = (3, 4)
-    assert plan_file({"model": {"a": (torch.float32, shape), "b": (torch.float32, shape)}}) == plan_file(
-        {"model": {"a": (torch.float32, (3, 4)), "b": (torch.float32, tuple([3, 4]))}}
-    )
+    shared = {"model": {"a": (torch.float32, shape), "b": (torch.float32, shape)}}
+    apart = {"model": {"a": (torch.float32, (3, 4)), "b": (torch.float32, tuple([3, 4]))}}
+    assert TorchFile.new("file", shared) == TorchFile.new("file", apart)
 
 
-def test_an_old_file_is_replaced(path):
-    path.write_bytes(b"x" * 100_000)
-    write(path, EXAMPLE)
-    assert path.stat().st_size == plan_file(specs(EXAMPLE)).size_bytes
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-
-
-def test_a_dtype_that_the_format_lacks_is_refused(path):
+def test_a_dtype_that_the_format_lacks_is_refused():
     with pytest.raises(UserError, match=r"model/w \(torch.float8_e4m3fn\); expected one of torch.bfloat16"):
-        create(path, {"model": {"w": (torch.float8_e4m3fn, (2,))}})
-    assert not path.exists()
-
-
-def test_finish_refuses_a_file_that_shares_storages(path):
-    torch.save({"model": {"a": torch.ones(4)[1:]}}, path)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="not a file of create"):
-        finish(path)
-    assert path.read_bytes() == before
+        TorchFile.new("file", {"model": {"w": (torch.float8_e4m3fn, (2,))}})
 
 
 def test_more_than_4_gib(path, tmp_path):
@@ -214,71 +183,27 @@ def test_more_than_4_gib(path, tmp_path):
     chunks = {
         "model": {"small": (torch.float32, (3,)), "big": (torch.uint8, (5 << 30,)), "end": (torch.bfloat16, (7,))}
     }
-    layout = create(path, chunks)
+    file = TorchFile.new(path.name, chunks)
+    zeros = {tensor.name: 0 for tensor in file.tensors}
+    write_frame(path, file, zeros)
     assert path.stat().st_blocks * 512 < 1 << 20
-    theirs = tmp_path / "theirs" / "model_optim_rng.pt"
-    theirs.parent.mkdir()
-    with torch.serialization.skip_data():
+    theirs = tmp_path / "theirs.pt"
+    with torch.serialization.skip_data(), theirs.open("wb") as opened:
         empty = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in chunks["model"].items()}
-        torch.save({"model": empty, "checkpoint_version": 3.0}, theirs)
+        torch.save({"model": empty, "checkpoint_version": 3.0}, opened)
     assert records(path) == records(theirs)
-    for name in ("small", "end"):
-        tensor = next(tensor for tensor in layout.tensors if tensor.name == name)
-        with path.open("r+b") as file:
-            file.seek(tensor.offset_bytes)
-            file.write(b"\x42" * tensor.size_bytes)
-    known = {("model", "big"): 0x01234567}  # reading 5 GiB of zeros would take seconds
-    assert read_index(path) == layout and finish(path, known).keys() == {("model", name) for name in empty}
+    known = zeros | {"model/big": 0x01234567, "model/end": zlib.crc32(b"\x42" * 14)}
+    write_frame(path, file, known)
+    small, big, end = file.tensors
+    with path.open("r+b") as opened:
+        for tensor in (small, end):
+            opened.seek(tensor.offset)
+            opened.write(b"\x42" * tensor.num_bytes)
+        opened.seek(big.offset + big.num_bytes)
+        assert opened.read(8) == b"PK\7\x08" + (0x01234567).to_bytes(4, "little")
+    assert tuple(read_torch_file(path, path.name)[0].values()) == file.tensors
     found = torch.load(path, weights_only=True, mmap=True)["model"]
     assert as_bytes(found["small"]) == b"\x42" * 12 and as_bytes(found["end"]) == b"\x42" * 14
     with zipfile.ZipFile(path) as archive:
-        assert archive.read("model_optim_rng/data/2") == b"\x42" * 14
-        assert archive.getinfo("model_optim_rng/data/1").CRC == 0x01234567
-    end = layout.tensors[1].offset_bytes + layout.tensors[1].size_bytes
-    with path.open("rb") as file:
-        file.seek(end)
-        assert file.read(8) == b"PK\7\x08" + (0x01234567).to_bytes(4, "little")
-
-
-FILL_UNDER_A_LIMIT = """
-import os, resource, sys, torch
-from pathlib import Path
-from checkpoint.formats.torch_file import read_index
-from checkpoint.formats.torch_file_writer import create, finish
-source, target = sys.argv[1:]
-status = Path("/proc/self/status").read_text()
-data_bytes = 1024 * int(status.split("VmData:")[1].split()[0])
-limit = data_bytes + (32 << 20)
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-try:
-    bytearray(48 << 20)
-except MemoryError:
-    print("limited")
-specs = {"model": {str(i): (torch.bfloat16, (1 << 20, 4)) for i in range(8)}}
-with open(source, "rb") as read:
-    layout = create(target, specs)
-    with open(target, "r+b") as write:
-        for number, tensor in enumerate(layout.tensors):
-            done = 0
-            while done < tensor.size_bytes:
-                done += os.copy_file_range(
-                    read.fileno(), write.fileno(), tensor.size_bytes - done,
-                    number * tensor.size_bytes + done, tensor.offset_bytes + done,
-                )
-finish(target)
-assert read_index(target) == layout
-"""
-
-
-def test_64_mib_are_written_with_less_than_32_mib_of_memory(path, tmp_path):
-    """The kernel enforces it: an allocation beyond the limit fails."""
-    source = tmp_path / "source"
-    source.write_bytes(os.urandom(64 << 20))
-    done = subprocess.run(
-        [sys.executable, "-c", FILL_UNDER_A_LIMIT, source, path], check=True, timeout=60, capture_output=True, text=True
-    )
-    assert done.stdout == "limited\n"
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-    found = torch.load(path, weights_only=True)["model"]
-    assert b"".join(as_bytes(found[str(i)]) for i in range(8)) == source.read_bytes()
+        assert archive.read("archive/data/2") == b"\x42" * 14
+        assert archive.getinfo("archive/data/1").CRC == 0x01234567

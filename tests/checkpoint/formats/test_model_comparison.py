@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2_5_VLConfig
 
-from checkpoint.formats.hf_compare import hf_problems
+from checkpoint.formats.hf_config import hf_problems
 from mm.config.model import read_model
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "qwen2.5vl"

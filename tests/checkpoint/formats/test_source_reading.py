@@ -16,14 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats.hf_config import model_from_hf
+from checkpoint.formats.hf_config import model_from_hf, stored_problems
 from checkpoint.formats.known_models import published_model
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.mindspeed import MMDirectory
-from checkpoint.formats.mindspeed_reader import MMReader
-from checkpoint.formats.slots import Format, Kind
-from checkpoint.formats.structure import Structure
-from checkpoint.formats.training_reader import check_stored_model
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.source import open as open_source
+from checkpoint.formats.source import open_to_train
+from checkpoint.formats.storage import Format, Storage, Structure
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
@@ -32,30 +31,31 @@ from tests.launch import ROOT
 
 ONE_WORKER = Options(num_workers=1)
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
-KINDS = [Kind(format, structure) for format in Format for structure in Structure]
+STORAGES = [Storage(format, structure) for format in Format for structure in Structure]
 
 
 @st.composite
-def cases(draw) -> tuple[SmallModel, Layout, Layout, Kind, bool, int]:
+def cases(draw) -> tuple[SmallModel, Layout, Layout, Storage, bool, int]:
     small = draw(small_models())
     block_bytes = draw(st.sampled_from((1, 64, 1 << 20)))
-    kind, has_manifest = draw(st.sampled_from(KINDS)), draw(st.booleans())
-    return small, draw(layouts(small)), draw(layouts(small)), kind, has_manifest, block_bytes
+    storage, has_manifest = draw(st.sampled_from(STORAGES)), draw(st.booleans())
+    return small, draw(layouts(small)), draw(layouts(small)), storage, has_manifest, block_bytes
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_any_layout_from_any_other(case):
-    small, stored, wanted, kind, has_manifest, block_bytes = case
+    small, stored, wanted, storage, has_manifest, block_bytes = case
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         tensors = small.save(root / "hf")
-        convert.hf_to_mm(root / "hf", root / "mm", stored, kind).run(ONE_WORKER)
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
         if not has_manifest:
             (root / "mm" / "manifest.json").unlink()
         model = wanted.place(small.model)
-        reader = MMReader(MMDirectory.open(root / "mm"), model, block_bytes)
-        reader.check_unread()
+        source = open_source(root / "mm", model=model)
+        assert source.has_checksums is has_manifest
+        source.check()
         placement = model.placement()
         for spec in placement.slots:
             for weight in stage_weights(model, spec, placement):
@@ -63,7 +63,7 @@ def test_any_layout_from_any_other(case):
                 for tp_rank in range(wanted.tp_size):
                     expected = shard(weight, whole, wanted.tp_size, tp_rank)
                     for dtype in (torch.bfloat16, torch.float32):
-                        found = reader.read(weight, wanted.tp_size, tp_rank, dtype)
+                        found = source.read(weight, wanted.tp_size, tp_rank, dtype, block_bytes)
                         assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
 
 
@@ -71,10 +71,10 @@ def test_any_layout_from_any_other(case):
 def made(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("made")
     SMALL.save(root / "hf")
-    for kind in KINDS:
-        name = f"{kind.format.value}-{kind.structure.value}"
-        convert.hf_to_mm(root / "hf", root / name, LAYOUT, kind).run(ONE_WORKER)
-    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Kind(vit_only=True)).run(ONE_WORKER)
+    for storage in STORAGES:
+        name = f"{storage.format.value}-{storage.structure.value}"
+        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(ONE_WORKER)
+    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(ONE_WORKER)
     return root
 
 
@@ -85,20 +85,21 @@ def copy(request, made, tmp_path) -> Path:
 
 def read_all(directory: Path, model: ModelConfig = SMALL.model, finetune: bool = False) -> None:
     """On one rank, after what is checked for all ranks."""
-    reader = MMReader.open(directory, model, finetune)
-    reader.check_unread()
+    source = open_to_train(directory, model, finetune)
+    if not source.has_checksums:
+        source.check()
     placement = model.placement()
     for weight in stage_weights(model, placement[0], placement):
-        reader.read(weight, 1, 0, torch.float32)
+        source.read(weight, 1, 0, torch.float32)
 
 
 def flip(directory: Path, name: str, tp_rank: int, place: int = 0) -> Path:
     """Change one bit of a tensor; returns its file."""
-    opened = MMDirectory.open(directory)
+    opened = MindSpeedDirectory.open(directory)
     for file, tensors in opened.contents.items():
         stored = next((one for key, one in tensors.items() if key.endswith(name)), None)
-        if stored is not None and file.startswith(f"mp_rank_{tp_rank:02d}"):
-            path = directory / opened.folder / file
+        if stored is not None and Path(file).parent.name.startswith(f"mp_rank_{tp_rank:02d}"):
+            path = directory / file
             content = bytearray(path.read_bytes())
             content[stored.offset + place % stored.num_bytes] ^= 1
             path.write_bytes(content)
@@ -203,10 +204,11 @@ def test_a_manifest_of_other_files(copy):
 
 def test_every_flipped_bit_is_found_and_named(made, tmp_path):
     chooser = random.Random(0)
-    for kind in KINDS:
-        path = Path(shutil.copytree(made / f"{kind.format.value}-{kind.structure.value}", tmp_path / str(kind)))
-        contents = MMDirectory.open(path).contents
-        stored = [one for file, held in contents.items() if file.startswith("mp_rank_00") for one in held.values()]
+    for storage in STORAGES:
+        name = f"{storage.format.value}-{storage.structure.value}"
+        path = Path(shutil.copytree(made / name, tmp_path / name))
+        contents = MindSpeedDirectory.open(path).contents
+        stored = [one for file, held in contents.items() if "/mp_rank_00" in file for one in held.values()]
         for one in chooser.sample(stored, 12):
             content = bytearray((path / one.file).read_bytes())
             whole = bytes(content)
@@ -245,8 +247,7 @@ def test_copies_are_compared_by_bits(made, tmp_path):
     read_all(path)
     edit(files[1], name, lambda tensor: tensor[1:].neg_())
     assert f"{files[1]}: {name} differs from the one in {files[0]}" in problem_of(path)
-    tensors = load_file(files[0])
-    save_file(tensors | {name: tensors[name].view(torch.float16)}, files[1])
+    save_file(load_file(files[1]) | {name: load_file(files[0])[name].view(torch.float16)}, files[1])
     assert f"{files[1]}: {name} differs from the one in {files[0]}" in problem_of(path)
 
 
@@ -254,7 +255,7 @@ def test_a_rank_that_holds_padding_only_holds_zeros(tmp_path):
     """Five columns on four ranks: none is left for the fourth, whose file no rank reads."""
     small, layout = SmallModel(4, vision_ffn=5), Layout(((2,),), ((3,),), 4)
     small.save(tmp_path / "hf")
-    convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, Kind()).run(ONE_WORKER)
+    convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, Storage()).run(ONE_WORKER)
     (tmp_path / "mm/manifest.json").unlink()
     read_all(tmp_path / "mm", small.model)
     file = tmp_path / "mm/release/mp_rank_03/model.safetensors"
@@ -266,14 +267,13 @@ def test_a_rank_that_holds_padding_only_holds_zeros(tmp_path):
 
 def test_a_file_that_becomes_shorter_while_it_is_read(copy):
     (copy / "manifest.json").unlink()
-    opened = MMDirectory.open(copy)
-    reader = MMReader(opened, SMALL.model)
-    stored = next(one for held in opened.contents.values() for one in held.values())
+    source = open_source(copy, model=SMALL.model)
+    stored = source.views[0].stored
     with (copy / stored.file).open("r+b") as file:
         file.truncate(stored.offset + 1)
     with pytest.raises(UserError, match=f"{copy / stored.file} ends within "):
         for weight in model_weights(SMALL.model):
-            reader.read(weight, 1, 0, torch.float32)
+            source.read(weight, 1, 0, torch.float32)
 
 
 def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
@@ -288,7 +288,7 @@ def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_the_shipped_model_files_describe_what_is_converted_from_the_published_models(size):
     shipped = read_model(ROOT / f"examples/qwen2.5vl/model_{size}.json").value
-    check_stored_model(Path("converted"), published_model(size.upper()), shipped)
+    assert stored_problems(Path("converted"), published_model(size.upper()), shipped) == []
 
 
 def resident_bytes(name: str) -> int:
@@ -301,12 +301,12 @@ def resident_bytes(name: str) -> int:
 def test_reading_takes_no_more_memory_than_the_result_and_a_block(stored_tp, tp_size, tmp_path):
     config = SmallModel(8, queries_per_group=128).config | {"vocab_size": 1 << 14}
     model, block_bytes = model_from_hf(config), 1 << 20
-    write_sparse_mm(model, stored_tp, Kind(), tmp_path)
-    reader = MMReader(MMDirectory.open(tmp_path), model, block_bytes)
+    write_sparse_mm(model, stored_tp, Storage(), tmp_path)
+    source = open_source(tmp_path, model=model)
     embedding = next(weight for weight in model_weights(model) if weight.name == EMBEDDING_NAME)
-    reader.read(embedding, 1 << 14, 0, torch.bfloat16)  # what the first use of the code takes is not counted
+    source.read(embedding, 1 << 14, 0, torch.bfloat16, block_bytes)  # what the first use takes is not counted
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmRSS")
-    found = reader.read(embedding, tp_size, 0, torch.bfloat16)
+    found = source.read(embedding, tp_size, 0, torch.bfloat16, block_bytes)
     assert found.nbytes == (128 << 20) // tp_size
     assert resident_bytes("VmHWM") - before < found.nbytes + 4 * block_bytes

@@ -1,35 +1,45 @@
-"""Which file of a directory in MindSpeed-MM's layout holds which weights, for reading and writing alike.
+"""Which file of a directory in MindSpeed-MM's layout holds which weights, and how: for reading and for writing.
 
 ``<dir>/latest_checkpointed_iteration.txt`` says ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds what one
 rank owns: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
 ``model_optim_rng.pt`` with the keys ``model`` (``model0``, ``model1``...).  Names in the files are MindSpeed-MM's,
-whose layers count from 0 in every slot.  Pure: opens no file.
+whose layers count from 0 in every slot.
+
+MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up apart, and the ViT's qkv
+in Hugging Face's order; the rest is as in the fused one, which is the trainer's.  Pure: opens no file.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.structure import Structure, stored_weights
 from mm.config.model import ModelConfig
-from mm.weights.table import Weight, stage_local_name, stage_weights
+from mm.weights.table import Fusion, Weight, stage_local_name, stage_weights
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"
 _RANK_NAME = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 class Format(Enum):
-    """Of the files: ``--cfg.save_format``."""
+    """Kind of files: ``--cfg.save_format``."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
 
 
+class Structure(Enum):
+    """How the weights of a directory are kept."""
+
+    FUSED = "fused"
+    CANONICAL = "canonical"
+
+
 @dataclass(frozen=True)
-class Kind:
+class Storage:
     """How the weights of a directory are kept, apart from where."""
 
     format: Format = Format.SAFETENSORS
@@ -42,7 +52,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankFile:
     """What one slot holds for one tensor-parallel rank."""
 
     file: str
@@ -54,7 +64,7 @@ class Shard:
     """By name as ``mm.weights.views.Stored`` has it."""
 
 
-def shards(model: ModelConfig, tp_size: int, kind: Kind) -> Iterator[Shard]:
+def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:
     """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
     placement = model.placement()
     layout = Layout.of(model, tp_size)
@@ -62,17 +72,17 @@ def shards(model: ModelConfig, tp_size: int, kind: Kind) -> Iterator[Shard]:
         for tp_rank in range(tp_size):
             for chunk in range(placement.num_chunks):
                 spec, key = placement[stage, chunk], chunk_key(layout, chunk)
-                prefix = f"{key}/" if kind.format is Format.TORCH else ""
+                prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
                     prefix + stage_local_name(part, spec): part
                     for weight in stage_weights(model, spec, placement)
-                    if not (kind.vit_only and weight.part == "language")
-                    for part in stored_weights(weight, kind.structure)
+                    if not (storage.vit_only and weight.part == "language")
+                    for part in stored_weights(weight, storage.structure)
                 }
-                yield Shard(shard_file(layout, tp_rank, stage, chunk, kind.format), key, tp_rank, owned)
+                yield RankFile(_file_name(layout, tp_rank, stage, chunk, storage.format), key, tp_rank, owned)
 
 
-def shard_file(layout: Layout, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
+def _file_name(layout: Layout, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
     """Name of one file, relative to the directory of the ranks."""
     rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if layout.num_stages > 1 else "")
     return f"{rank}/{TORCH_FILE if format is Format.TORCH else f'{chunk_key(layout, chunk)}.safetensors'}"
@@ -89,6 +99,25 @@ def rank_of(directory_name: str) -> tuple[int, int] | None:
     return match and (int(match[1]), int(match[2] or 0))
 
 
+def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
+    """The tensors as which ``weight`` is kept, in the order of its Hugging Face tensors.
+
+    Each is a ``Weight`` itself, which the functions of ``mm.weights.table`` cut like any other.  The ViT's qkv is cut
+    within each of its three parts, so that a rank's shard is [Q; K; V] of that rank's heads.
+    """
+    if structure is Structure.FUSED or weight.fusion is Fusion.COPY:
+        return (weight,)
+    if weight.fusion is Fusion.PER_HEAD_QKV:
+        return (replace(weight, fusion=Fusion.STACKED_QKV),)
+    place, _, kind = weight.name.rsplit(".", 2)
+    parts = []
+    for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+        name = f"{place}.{hf_name.split('.')[-2]}.{kind}"
+        parts.append(replace(weight, name=name, hf_names=(hf_name,), hf_shapes=(shape,), fusion=Fusion.COPY,
+                             shape=shape, head_dim=0))
+    return tuple(parts)
+
+
 # What the names in the files tell
 
 _LAYER = re.compile(r"(?:model\d*/)?(image_encoder\.encoder\.blocks|text_decoder\.decoder)\.layers\.(\d+)\.")
@@ -102,3 +131,8 @@ def num_layers(names: Iterable[str]) -> tuple[int, int]:
         if match:
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]
+
+
+def is_canonical_name(name: str) -> bool:
+    """Whether a stored tensor of this name is found in the canonical structure only."""
+    return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _SEPARATE

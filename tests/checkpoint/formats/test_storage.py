@@ -2,7 +2,7 @@
 
 import torch
 
-from checkpoint.formats.structure import Structure, is_canonical_name, stored_weights
+from checkpoint.formats.storage import Structure, is_canonical_name, stored_weights
 from mm.weights.table import fuse, model_weights, shard, unfuse, unshard
 from tests.checkpoint.models import SmallModel
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats.hf import HFDirectory, write_hf
+from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from tests import tiny
 from tests.checkpoint.formats.test_hf_config import FORMS
-from tests.saved_hf import save, weight_files
+from tests.saved_hf import cast, save, weight_files
 
 ONE_WORKER = Options(num_workers=1)
 
@@ -47,7 +47,7 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
 
     base = without_weights(saved, tmp_path / "base")
     (base / "config.json").write_text(json.dumps(FORMS[form](HFDirectory.open(saved).config)))
-    monkeypatch.setattr("checkpoint.formats.hf._SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("checkpoint.formats.hf_target._SHARD_BYTES", shard_bytes)
     convert.mm_to_hf(mm, base, tmp_path / "out").run(ONE_WORKER)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     for file in files:
@@ -72,8 +72,7 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
 
 
 def test_config_json_says_the_dtype_of_the_source(saved, tmp_path):
-    hf = HFDirectory.open(saved)
-    write_hf(tmp_path / "wide", saved, hf.model_config(), hf.load_weight, dtype=torch.float32)
+    cast(saved, tmp_path / "wide", torch.float32)
     convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(ONE_WORKER)
     convert.mm_to_hf(tmp_path / "mm", without_weights(saved, tmp_path / "base"), tmp_path / "out").run(ONE_WORKER)
     written = HFDirectory.open(tmp_path / "out")

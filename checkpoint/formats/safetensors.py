@@ -1,0 +1,139 @@
+"""Safetensors files as byte ranges: their headers read and written, and their names of dtypes.
+
+Format: 8 bytes little-endian header length, JSON header, data (https://huggingface.co/docs/safetensors).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mm.errors import UserError
+from mm.weights.views import Stored
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "U8": torch.uint8,
+}  # fmt: skip
+"""Everything that we write."""
+FLOAT_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_LFS_MAGIC = b"version https://git-lfs"
+"""First bytes of a Git-LFS pointer: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
+_HEADER_LIMIT_BYTES = 100_000_000
+"""The safetensors library refuses longer headers."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors spells it; a dtype that it does not know in torch's words."""
+    return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+def refuse_lfs_pointer(path: Path, start: bytes) -> None:
+    """Raise UserError when a file that begins with ``start`` is a Git-LFS pointer."""
+    if start.startswith(_LFS_MAGIC):
+        raise UserError(f"{path} is a Git-LFS pointer, not the file itself; run 'git lfs pull' in {path.parent}.")
+
+
+def read_header(
+    path: Path, file: str | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> dict[str, Stored]:
+    """The tensors of one file by name, in its order; ``file`` is what they call it (default: its name).
+
+    Raises:
+        UserError: the file is truncated or damaged, or has a tensor that is of none of ``dtypes``.
+    """
+    size_bytes = path.stat().st_size
+    with path.open("rb") as opened:
+        start = opened.read(len(_LFS_MAGIC))
+        refuse_lfs_pointer(path, start)
+        header_bytes = int.from_bytes(start[:8], "little")
+        if size_bytes < 8 or header_bytes > min(size_bytes - 8, _HEADER_LIMIT_BYTES):
+            raise UserError(f"{path} ({size_bytes} bytes) is truncated or not a safetensors file; download it again.")
+        opened.seek(8)
+        try:
+            header = json.loads(opened.read(header_bytes))
+        except ValueError as error:
+            raise UserError(f"{path} has a damaged safetensors header ({error}); download it again.") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{path} has a damaged safetensors header (not a table of tensors); download it again.")
+    header.pop("__metadata__", None)
+    try:
+        stops = [8 + header_bytes + entry["data_offsets"][1] for entry in header.values()]
+        found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
+                 for name, entry in header.items()}
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{path} has a damaged safetensors header (an entry without {error}); download it again."
+        ) from error
+    end = max(stops, default=8 + header_bytes)
+    if size_bytes != end:
+        raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
+    return found
+
+
+def _stored(
+    path: Path, file: str, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
+) -> Stored:
+    if entry["dtype"] not in dtypes:
+        raise UserError(
+            f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
+            f"weights are not supported: give the unquantized model."
+        )
+    start, stop = entry["data_offsets"]
+    stored = Stored(file, name, dtypes[entry["dtype"]], tuple(entry["shape"]), data_start + start)
+    if stop - start != stored.num_bytes:
+        raise UserError(
+            f"{path}: {name} has {stop - start} bytes, which is not {list(stored.shape)} of {entry['dtype']}; "
+            f"download it again."
+        )
+    return stored
+
+
+Description = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape."""
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file to write: a ``mm.weights.plan.TargetFile``."""
+
+    name: str
+    header: bytes
+    """With its length in front."""
+    tensors: tuple[Stored, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
+        return ((0, self.header),)
+
+    @classmethod
+    def new(cls, name: str, tensors: Iterable[Description]) -> "SafetensorsFile":
+        """Lay ``tensors`` out one after the other, wider dtypes first, which keeps every tensor aligned."""
+        ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
+        header, ends = {"__metadata__": {"format": "pt"}}, [0]
+        for tensor_name, dtype, shape in ordered:
+            ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+            header[tensor_name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        stored = [Stored(name, *tensor, start + end) for tensor, end in zip(ordered, ends, strict=False)]
+        return cls(name, len(text).to_bytes(8, "little") + text, tuple(stored))
+
+    @classmethod
+    def like(cls, path: Path) -> "SafetensorsFile":
+        """A file with the very header of the one at ``path``."""
+        stored = read_header(path)
+        with path.open("rb") as file:
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            return cls(path.name, file.read(header_bytes), tuple(stored.values()))

@@ -1,0 +1,57 @@
+"""The weights that a stage starts from: random ones, or those of a directory of any kind and layout.
+
+Every rank calls these functions together; a mistake on one is the same UserError on all.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint.formats.source import Source
+from mm.parallel.agreement import on_first, together
+from mm.parallel.mesh import Mesh
+from mm.weights.table import Weight, shard, stored_name
+
+
+def initialize(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:
+    """Random weights: norms 1, biases 0, everything else normal with standard deviation ``std``.
+
+    Each whole tensor has a generator seeded by ``seed`` and its name, and is cut afterwards: every layout starts from
+    the same model.
+    """
+    for weight in weights:
+        if weight.name.endswith("norm.weight"):
+            whole = torch.ones(weight.shape)
+        elif weight.name.endswith(".bias"):
+            whole = torch.zeros(weight.shape)
+        else:
+            digest = hashlib.sha256(f"{seed} {stored_name(weight)}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            whole = torch.empty(weight.shape).normal_(std=std, generator=generator)
+        set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank))
+
+
+def fill(stage: nn.Module, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
+    """Set ``weights`` of this rank's ``stage``; each rank reads only what it holds, and what has a checksum in whole.
+
+    Raises:
+        UserError: a tensor is damaged, two copies of a weight differ, or padding is not zero.
+    """
+    if not source.has_checksums:
+        on_first(mesh, source.check)
+
+    def read() -> None:
+        for weight in weights:
+            dtype = stage.get_parameter(weight.name).dtype
+            set_weight(stage, weight, source.read(weight, mesh.tp_size, mesh.tp_rank, dtype))
+
+    together(mesh, read)
+
+
+def set_weight(stage: nn.Module, weight: Weight, values: Tensor) -> None:
+    """Copy a rank's shard into its parameter, which may have another shape of the same size."""
+    parameter = stage.get_parameter(weight.name)
+    with torch.no_grad():
+        parameter.copy_(values.reshape(parameter.shape))
