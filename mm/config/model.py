@@ -5,7 +5,7 @@ The keys of the file that are no fields here stand in ``mm.config.foreign``.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -15,11 +15,11 @@ from mm.config.schema import STRICT, Count, Expected, Int, Key, NotNegative, OrD
 from mm.placement import Placement, layout_problems
 
 
-def _items(value: object) -> object:
+def _items(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _chunks(value: object) -> object:
+def _chunks(value: Any) -> Any:
     """A flat list is one virtual chunk."""
     if not isinstance(value, list):
         return value

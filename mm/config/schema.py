@@ -103,12 +103,18 @@ def read_settings(
         built = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         found.add_invalid(error, places)
-    if not found.problems:
-        found.problems = [(0, f"{path}: {problem}") for problem in rules(built)]
+        raise found.error() from error
     if found.problems:
-        raise UserError(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
+        raise found.error()
+    if broken := list(rules(built)):
+        raise UserError(f"{path}: {problem}" for problem in broken)
     notes = (f"{path}: {why}; no effect: {', '.join(keys)}" for why, keys in found.inert.items())
     return Read(built, tuple(notes), tuple(found.repeated))
+
+
+def fields_of(cls: type) -> Mapping[str, FieldInfo]:
+    """The fields of a pydantic dataclass by name."""
+    return cls.__pydantic_fields__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 _ABSENT = object()
@@ -118,9 +124,9 @@ _Place = tuple[tuple[str, ...], tuple[str, ...], FieldInfo]
 
 def _places(cls: type, names: tuple[str, ...] = (), start: str = "") -> Iterator[_Place]:
     """Where the file has the value of each field of ``cls``, and of the dataclasses in it."""
-    for name, field in cls.__pydantic_fields__.items():
+    for name, field in fields_of(cls).items():
         key = next((one for one in field.metadata if isinstance(one, Key)), Key(name))
-        if is_dataclass(field.annotation):
+        if isinstance(field.annotation, type) and is_dataclass(field.annotation):
             yield from _places(field.annotation, (*names, name), start + key.path)
         else:
             yield (*names, name), tuple(start + path for path in (key.path, key.alias) if path), field
@@ -139,6 +145,9 @@ class _Findings:
 
     def add(self, key_path: str, what: str) -> None:
         self.problems.append((self.document.line(key_path), f"{self.document.at(key_path)} {what}"))
+
+    def error(self) -> UserError:
+        return UserError(problem for _, problem in sorted(self.problems, key=lambda one: one[0]))
 
     def _is_there(self, key_path: str) -> bool:
         """Whether the object that has the key, or should have it, is there."""
@@ -185,7 +194,7 @@ class _Findings:
         Where a whole object is missing, nothing is said of its keys.
         """
         fields = {names: (key_paths, field) for names, key_paths, field in places}
-        told = set()
+        told: set[tuple[str, ...]] = set()
         for one in error.errors():
             names = tuple(part for part in one["loc"] if isinstance(part, str))
             if one["type"] == "default_factory_not_called" or names in told:

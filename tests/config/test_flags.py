@@ -6,14 +6,14 @@ import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, read_flags, split
 from mm.config.foreign import FLAGS, Fixed, Inert
-from mm.config.schema import choices
+from mm.config.schema import choices, fields_of
 from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
 
 
-FIELDS = Arguments.__pydantic_fields__
+FIELDS = fields_of(Arguments)
 
 
 def problems(*argv: str) -> list[str]:
