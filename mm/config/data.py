@@ -19,7 +19,7 @@ _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.bas
 
 def _paths(value: Any) -> Any:
     items = value.split(",") if isinstance(value, str) else value
-    return tuple(items) if isinstance(items, list) else items
+    return tuple(items) if isinstance(items, list) else items  # pydantic is strict, and the field is a tuple
 
 
 Paths = Annotated[

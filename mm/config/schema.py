@@ -114,7 +114,7 @@ def read_settings(
 
 def fields_of(cls: type) -> Mapping[str, FieldInfo]:
     """The fields of a pydantic dataclass by name."""
-    return cls.__pydantic_fields__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    return typing.cast(Any, cls).__pydantic_fields__
 
 
 _ABSENT = object()
