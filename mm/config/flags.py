@@ -192,14 +192,15 @@ def read_flags(words: Words) -> Read[Arguments]:
 
 def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
     """What is wrong with how many values a flag has."""
-    meaning, last = _FIELDS[flag].description, occurrences[-1]
-    if _FIELDS[flag].annotation is bool:
-        given = " ".join(word for one in occurrences for word in one)
-        return f"{flag} takes no value, but has {given!r}; it is on when given, else off" if given else None
+    field, last = _FIELDS[flag], occurrences[-1]
+    if field.annotation is bool:
+        given = [word for one in occurrences for word in one]
+        return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
-        return f"{flag} {what}; expected one: {meaning}"
-    return None if last[0].strip() else f"{flag} is empty; expected {meaning}"
+        return f"{flag} {what}; expected one: {field.description}"
+    is_text = expected(field).startswith("a string")
+    return f"{flag} is empty; expected {field.description}" if is_text and not last[0].strip() else None
 
 
 def _invalid_problems(error: ValidationError, words: Words) -> Iterator[str]:

@@ -69,6 +69,8 @@ def test_forms_of_values():
     (["--save"], "--save has no value; expected one: directory of the training checkpoints"),
     (["--save", "a", "b"], "--save has 2 values (a b); expected one: directory of the training checkpoints"),
     (["--save", ""], "--save is empty; expected directory of the training checkpoints"),
+    (["--seed", ""], "--seed is ''; expected an integer of at least 0"),
+    (["--bf16", ""], "--bf16 takes no value, but has ''; it is on when given, else off"),
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; it is on when given, else off"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; it is on when given, else off"),
     (["--device", "gpu"], "--device is 'gpu'; expected one of auto, npu, cuda, cpu"),
