@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from mm.config.run import Run, load_run
 from mm.errors import AgreedError, UserError
-from mm.plan.stages import stage_report
 
 _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
@@ -24,8 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             _wait_for_the_launcher()
         return _refuse(error)
-    if run.args.dry_run or run.args.check:
-        print(stage_report(run) if run.args.dry_run else "Everything that can be checked beforehand is in order.")
+    if run.args.dry_run:
+        from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
+
+        print(stage_report(run))
+        return 0
+    if run.args.check:
+        print("Everything that can be checked beforehand is in order.")
         return 0
     try:
         train(run)

@@ -5,7 +5,7 @@ The keys of the file that are no fields here stand in ``mm.config.foreign``.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator, StringConstraints
@@ -17,8 +17,9 @@ from mm.config.schema import STRICT, Count, Expected, Int, Key, OrDefault, Read,
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
 
-def _paths(value: object) -> object:
-    return tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, str | list) else value
+def _paths(value: Any) -> Any:
+    items = value.split(",") if isinstance(value, str) else value
+    return tuple(items) if isinstance(items, list) else items  # pydantic is strict, and the field is a tuple
 
 
 Paths = Annotated[

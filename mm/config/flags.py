@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 
 from mm.config.foreign import FLAGS, Fixed, Inert
 from mm.config.model import RecomputeConfig, recompute_problems
-from mm.config.schema import STRICT, Count, NotNegative, Number, Read, choices, expected
+from mm.config.schema import STRICT, Count, NotNegative, Number, Read, choices, expected, fields_of
 from mm.errors import UserError, nearest
 
 NaturalNumber = Annotated[int, Ge(0)]
@@ -129,7 +128,7 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-_FIELDS: Mapping[str, FieldInfo] = {flag_name(name): field for name, field in Arguments.__pydantic_fields__.items()}
+_FIELDS = {flag_name(name): field for name, field in fields_of(Arguments).items()}
 
 
 class Words(NamedTuple):
@@ -158,7 +157,8 @@ def split(argv: Sequence[str]) -> Words:
 
 def read_flags(words: Words) -> Read[Arguments]:
     """Check each flag alone; raises UserError with every problem.  Rules between flags are in ``flag_problems``."""
-    problems, notes = _stray_problems(words.strays), []
+    problems = _stray_problems(words.strays)
+    notes: list[str] = []
     inert: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for flag, occurrences in words.given.items():
@@ -181,9 +181,9 @@ def read_flags(words: Words) -> Read[Arguments]:
                     notes.append(f"command line: {flag} is given more than once ({texts}); the last one counts")
     try:
         arguments = TypeAdapter(Arguments).validate_python(
-            {name: values[flag_name(name)] for name in Arguments.__pydantic_fields__ if flag_name(name) in values})
+            {name: values[flag_name(name)] for name in fields_of(Arguments) if flag_name(name) in values})
     except ValidationError as error:
-        problems += _invalid_problems(error, words)
+        raise UserError([*problems, *_invalid_problems(error, words)]) from error
     if problems:
         raise UserError(problems)
     notes += [f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items()]
@@ -192,14 +192,15 @@ def read_flags(words: Words) -> Read[Arguments]:
 
 def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
     """What is wrong with how many values a flag has."""
-    meaning, last = _FIELDS[flag].description, occurrences[-1]
-    if _FIELDS[flag].annotation is bool:
-        given = " ".join(word for one in occurrences for word in one)
-        return f"{flag} takes no value, but has {given!r}; it is on when given, else off" if given else None
+    field, last = _FIELDS[flag], occurrences[-1]
+    if field.annotation is bool:
+        given = [word for one in occurrences for word in one]
+        return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
-        return f"{flag} {what}; expected one: {meaning}"
-    return None if last[0].strip() else f"{flag} is empty; expected {meaning}"
+        return f"{flag} {what}; expected one: {field.description}"
+    is_text = expected(field).startswith("a string")
+    return f"{flag} is empty; expected {field.description}" if is_text and not last[0].strip() else None
 
 
 def _invalid_problems(error: ValidationError, words: Words) -> Iterator[str]:
@@ -248,7 +249,8 @@ def _parser() -> argparse.ArgumentParser:
 def _stray_problems(strays: Sequence[str]) -> list[str]:
     """Unknown flags with their nearest known one; the values after an unknown flag are part of it."""
     known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
-    problems, follows_flag = [], False
+    problems: list[str] = []
+    follows_flag = False
     for stray in strays:
         if stray.startswith("-"):
             flag = stray.split("=", 1)[0]

@@ -25,7 +25,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A key that repeats what a flag says: each value that it may have, with the values of the flag that fit it."""
+    """A key that repeats what a flag says: each legal value, with the values of the flag that agree with it."""
 
     meanings: tuple[tuple[Any, tuple[str, ...]], ...]
 

@@ -5,7 +5,7 @@ The keys of the file that are no fields here stand in ``mm.config.foreign``.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -15,18 +15,15 @@ from mm.config.schema import STRICT, Count, Expected, Int, Key, NotNegative, OrD
 from mm.placement import Placement, layout_problems
 
 
-def _items(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _chunks(value: object) -> object:
-    """A flat list is one virtual chunk."""
+def _chunks(value: Any) -> Any:
+    """A flat list is one virtual chunk.  Tuples, because pydantic is strict and the fields are tuples."""
     if not isinstance(value, list):
         return value
-    return tuple(map(_items, value)) if value and isinstance(value[0], list) else (tuple(value),)
+    chunks = value if value and isinstance(value[0], list) else [value]
+    return tuple(tuple(chunk) if isinstance(chunk, list) else chunk for chunk in chunks)
 
 
-Ints = Annotated[tuple[Int, ...], BeforeValidator(_items), Expected("a list of integers")]
+Ints = Annotated[tuple[Int, ...], Expected("a list of integers")]
 Layers = Annotated[
     tuple[tuple[Int, ...], ...], BeforeValidator(_chunks),
     Expected("a list of integers [pp], or a list of such lists [vpp][pp]"),

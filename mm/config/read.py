@@ -40,7 +40,7 @@ class Document:
 
     def get(self, key_path: str, absent: Any = None) -> Any:
         """The value at ``key_path``, or ``absent``."""
-        found = self.root
+        found: Any = self.root
         for part in key_path.split(".") if key_path else ():
             if not isinstance(found, dict) or part not in found:
                 return absent
@@ -178,3 +178,5 @@ def _keys(text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
             case _ if following and following[0] == ":":
                 place[-1] = json.loads(token[0])
                 yield tuple(place), token.start()
+            case _:  # a value, or what separates two
+                pass

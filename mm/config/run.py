@@ -87,7 +87,8 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
     ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
     """
-    words, problems = split(argv), []
+    words = split(argv)
+    problems: list[str] = []
     flags = _attempt(read_flags, words, problems)
     if flags:
         problems += flag_problems(flags.value)
@@ -175,18 +176,20 @@ def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
 
 
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
-    directories, datasets = {}, ()
     data_path, load = words.last("--mm-data"), words.last("--load")
     if data:
-        directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
-        directories[f"{data_path}: dataset_dir"] = data.dataset_dir
-        datasets = data.dataset
+        what = f"{data_path}: model_name_or_path (a Hugging Face directory)"
+        yield from _unless_directory(what, data.model_name_or_path)
+        yield from _unless_directory(f"{data_path}: dataset_dir", data.dataset_dir)
+        yield from (f"{data_path}: dataset is {path!r}, which is not a file"
+                    for path in data.dataset if not Path(path).is_file())
     if load:
-        directories["--load"] = load
-    yield from (f"{what} is {path!r}, which is not a directory"
-                for what, path in directories.items() if not Path(path).is_dir())
-    yield from (f"{data_path}: dataset is {path!r}, which is not a file"
-                for path in datasets if not Path(path).is_file())
+        yield from _unless_directory("--load", load)
+
+
+def _unless_directory(what: str, path: str) -> Iterator[str]:
+    if not Path(path).is_dir():
+        yield f"{what} is {path!r}, which is not a directory"
 
 
 def _layout_problems(run: Run) -> Iterator[str]:

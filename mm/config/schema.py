@@ -31,8 +31,8 @@ STRICT = ConfigDict(extra="forbid")
 class Key:
     """Where the value of a field stands in its JSON file, if not under the field's name.
 
-    ``path`` starts at the object that holds the keys of the dataclass.  A field that is a dataclass has the start of
-    its keys here, with what joins it to them: ``"text_decoder."``, ``"recompute_"``.
+    ``path`` starts at the object that holds the keys of the dataclass.  For a field that is itself a dataclass it is
+    what all keys of that one begin with: ``"text_decoder."``, ``"recompute_"``.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Read(Generic[Built]):
     notes: tuple[str, ...] = ()
     """What has no effect, and why."""
     repeated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Keys that repeat a flag: what each says (``file:line: key is value``), and the values of the flag that fit."""
+    """For each key that repeats a flag: ``file:line: key is value``, and the values of the flag that agree with it."""
 
 
 def read_settings(
@@ -83,8 +83,8 @@ def read_settings(
 ) -> Read[Built]:
     """Read a JSON file as the dataclass ``cls``; raises UserError with every problem in the file.
 
-    ``tables`` has the keys of each object of the file that are no fields of ``cls``; ``rules`` yields what is wrong
-    between the fields, and is asked when each of them alone is right.
+    ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields what is
+    wrong between fields; it is called only when every single value is right.
     """
     found = _Findings(read_json(path))
     places = list(_places(cls))
@@ -103,12 +103,18 @@ def read_settings(
         built = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         found.add_invalid(error, places)
-    if not found.problems:
-        found.problems = [(0, f"{path}: {problem}") for problem in rules(built)]
+        raise found.error() from error
     if found.problems:
-        raise UserError(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
+        raise found.error()
+    if broken := list(rules(built)):
+        raise UserError(f"{path}: {problem}" for problem in broken)
     notes = (f"{path}: {why}; no effect: {', '.join(keys)}" for why, keys in found.inert.items())
     return Read(built, tuple(notes), tuple(found.repeated))
+
+
+def fields_of(cls: type) -> Mapping[str, FieldInfo]:
+    """The fields of a pydantic dataclass by name."""
+    return typing.cast(Any, cls).__pydantic_fields__
 
 
 _ABSENT = object()
@@ -118,9 +124,9 @@ _Place = tuple[tuple[str, ...], tuple[str, ...], FieldInfo]
 
 def _places(cls: type, names: tuple[str, ...] = (), start: str = "") -> Iterator[_Place]:
     """Where the file has the value of each field of ``cls``, and of the dataclasses in it."""
-    for name, field in cls.__pydantic_fields__.items():
+    for name, field in fields_of(cls).items():
         key = next((one for one in field.metadata if isinstance(one, Key)), Key(name))
-        if is_dataclass(field.annotation):
+        if isinstance(field.annotation, type) and is_dataclass(field.annotation):
             yield from _places(field.annotation, (*names, name), start + key.path)
         else:
             yield (*names, name), tuple(start + path for path in (key.path, key.alias) if path), field
@@ -132,13 +138,16 @@ class _Findings:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.problems: list[tuple[float, str]] = []
-        """With the line, by which they are sorted; what is missing comes last."""
+        """Each with its line, by which they are sorted; a missing key comes last."""
         self.inert: dict[str, list[str]] = {}
         """Reason -> key paths."""
         self.repeated: list[tuple[str, tuple[Any, ...]]] = []
 
     def add(self, key_path: str, what: str) -> None:
         self.problems.append((self.document.line(key_path), f"{self.document.at(key_path)} {what}"))
+
+    def error(self) -> UserError:
+        return UserError(problem for _, problem in sorted(self.problems, key=lambda one: one[0]))
 
     def _is_there(self, key_path: str) -> bool:
         """Whether the object that has the key, or should have it, is there."""
@@ -185,12 +194,12 @@ class _Findings:
         Where a whole object is missing, nothing is said of its keys.
         """
         fields = {names: (key_paths, field) for names, key_paths, field in places}
-        told = set()
+        seen: set[tuple[str, ...]] = set()
         for one in error.errors():
             names = tuple(part for part in one["loc"] if isinstance(part, str))
-            if one["type"] == "default_factory_not_called" or names in told:
+            if one["type"] == "default_factory_not_called" or names in seen:
                 continue
-            told.add(names)
+            seen.add(names)
             if names not in fields:  # deeper nesting than pydantic reads
                 self.problems.append((0, f"{self.document.path}: {one['msg']}"))
                 continue

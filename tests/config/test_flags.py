@@ -6,14 +6,14 @@ import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, read_flags, split
 from mm.config.foreign import FLAGS, Fixed, Inert
-from mm.config.schema import choices
+from mm.config.schema import choices, fields_of
 from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
 
 
-FIELDS = Arguments.__pydantic_fields__
+FIELDS = fields_of(Arguments)
 
 
 def problems(*argv: str) -> list[str]:
@@ -69,6 +69,8 @@ def test_forms_of_values():
     (["--save"], "--save has no value; expected one: directory of the training checkpoints"),
     (["--save", "a", "b"], "--save has 2 values (a b); expected one: directory of the training checkpoints"),
     (["--save", ""], "--save is empty; expected directory of the training checkpoints"),
+    (["--seed", ""], "--seed is ''; expected an integer of at least 0"),
+    (["--bf16", ""], "--bf16 takes no value, but has ''; it is on when given, else off"),
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; it is on when given, else off"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; it is on when given, else off"),
     (["--device", "gpu"], "--device is 'gpu'; expected one of auto, npu, cuda, cpu"),
