@@ -102,7 +102,7 @@ Planned = dict[str, list[tuple[Piece, Tensor]]]
 
 
 def _weight_files(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh) -> Planned:
-    """Every weight once: no second replica, no second copy of a tied embedding or of what TP ranks hold alike."""
+    """Every weight once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold."""
     file = f"weights_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}.safetensors"
     pieces = [
         (Piece.of(parameter, file, weight.name, "weight", mesh.tp_rank), parameter)
