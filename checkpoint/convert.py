@@ -50,7 +50,7 @@ class Conversion:
     target: Path
     plan: Plan
     fingerprint: str
-    """Of source and target, to know an interrupted run of the same conversion by."""
+    """Digest of source and target, by which an interrupted run of the same conversion is known."""
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files of the finished directory; given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]

@@ -2,7 +2,7 @@
 
 Memory is a few buffers for each worker, whatever the size of the model.  Data goes through small buffers that stay in
 the processor's cache between reading, checksum and writing; that is as fast as ``copy_file_range`` followed by a pass
-for the checksum, and what is summed is what is written.  Knows nothing of models or formats.
+for the checksum, and what is summed is what is written.
 """
 
 import os
@@ -22,12 +22,12 @@ from mm.weights.plan import Index, Job, Padding, Plan
 from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
-"""Of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
+"""Size of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
 Progress = Callable[[int], None]
 
 
 def check_copies_and_padding(index: Index, root: Path) -> None:
-    """Make sure that stored tensors that should be equal are, and that padding, which nobody reads, is zero.
+    """Make sure that stored tensors that should be equal are, and that padding, which is not read, is zero.
 
     Raises:
         UserError: naming each pair that differs, and each tensor whose padding is not zero.
@@ -53,7 +53,8 @@ def check_copies_and_padding(index: Index, root: Path) -> None:
 
 
 def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Progress) -> None:
-    """Write all files of ``plan`` that ``output`` has not finished; ``progress`` is told bytes, from any thread.
+    """Write all files of ``plan`` that ``output`` has not finished; ``progress`` gets numbers of bytes, from
+    any thread.
 
     Raises:
         UserError: a source ends early.

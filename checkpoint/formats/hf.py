@@ -3,9 +3,7 @@
 Only headers are read.  Every name and shape comes from ``mm.weights.table``; the two spellings are ``spelling.py``'s.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -179,17 +177,6 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     if problems:
         raise UserError(problems)
     return [view for view in views if view.weight.part == "language"], [directory / file for file in language.contents]
-
-
-def fingerprint(directory: Path, files: Iterable[Path]) -> str:
-    """Tells two versions of the same files apart without reading their weights: sizes, headers, times of change."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        state = path.stat()
-        digest.update(f"{os.path.relpath(path, directory)} {state.st_size} {state.st_mtime_ns}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(65536))
-    return digest.hexdigest()
 
 
 # Finding files

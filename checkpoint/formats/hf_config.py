@@ -37,7 +37,7 @@ class _Key:
     theirs: tuple[str, ...]
     """Its names; the first one that is there counts."""
     default: Any = None
-    """Of ``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``; None for what a config must state."""
+    """Default of ``Qwen2_5_VLTextConfig`` or ``Qwen2_5_VLVisionConfig``; None for what a config must state."""
 
 
 _KEYS = (

@@ -1,4 +1,4 @@
-"""The published sizes of Qwen2.5-VL, to tell by its shapes what model a directory without a manifest holds.
+"""The published sizes of Qwen2.5-VL: which of them a directory without a manifest holds, by its shapes.
 
 Heads cannot be read off the shapes of fused weights, so only these models are known, and only when every tensor fits.
 """

@@ -1,6 +1,6 @@
 """Where the layers of a weight directory live: pipeline lists and tensor parallel size.
 
-Knows nothing of files.  The rules are those of ``mm.placement`` and ``mm.weights.table``; only the names of the flags
+The rules are those of ``mm.placement`` and ``mm.weights.table``; only the names of the flags
 are added here.
 """
 
@@ -13,7 +13,7 @@ from mm.placement import PipelineLayout, layout_problems
 from mm.weights.table import local_shape, model_weights
 
 _MAX_TP_SIZE = 64
-"""Up to which legal sizes are looked for, to be named in a message."""
+"""Largest TP size suggested in messages."""
 
 
 @dataclass(frozen=True)

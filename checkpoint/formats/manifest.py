@@ -1,6 +1,6 @@
 """``manifest.json``: a list of tensors with checksums, and whatever else a directory states about itself.
 
-Conversions and training checkpoints both keep one.  A checksum of the whole tells a damaged or edited manifest.
+Conversions and training checkpoints both keep one.  A checksum of the whole shows damage and edits.
 """
 
 import dataclasses

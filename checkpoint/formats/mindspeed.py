@@ -1,6 +1,6 @@
 """Directories in MindSpeed-MM's layout, as a source of weights for any other layout.
 
-Reads what this project converts and what MindSpeed-MM converts or trains.  Without a manifest, files and names tell the
+Reads what this project converts and what MindSpeed-MM converts or trains.  Without a manifest, files and names show the
 layout; what model it is must be given.
 """
 
@@ -54,7 +54,7 @@ class Manifest:
     tp_size: int
     storage: Storage
     source: Mapping[str, Any]
-    """"kind" and "fingerprint" of what was converted; for people and for telling two sources apart."""
+    """"kind" and "fingerprint" of what was converted; for people, and to know one source from another."""
     tensors: tuple[Stored, ...]
     """Each with its checksum; files are relative to the directory of the manifest."""
 
@@ -150,7 +150,7 @@ class MindSpeedDirectory:
 
     @property
     def layout(self) -> Layout:
-        """Of the files, as their names and tensors tell it."""
+        """The layout that names of files and tensors show."""
         names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
         last_tp_rank = last_stage = 0
         for file, stored in self.contents.items():
@@ -169,8 +169,8 @@ class MindSpeedDirectory:
     ) -> tuple[ModelConfig, int]:
         """The model on the layout of this directory, and its tensor parallel size.
 
-        Model and layout are the manifest's; without a manifest the model is the given one, and the layout the one that
-        the files show.  A ``given`` layout, which ``flag`` gives, must be the same.
+        Model and layout are the manifest's; without a manifest the model is ``model``, and the layout is what the
+        files show.  A ``given`` layout, which ``flag`` gives, must be the same.
 
         Raises:
             UserError: given and found layout differ, the model is not given, or the files do not hold all of it.

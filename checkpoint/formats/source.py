@@ -4,6 +4,8 @@ A source is a set of views that cover the model, whether it is a Hugging Face di
 a training checkpoint.  Opening reads headers only.
 """
 
+import hashlib
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.formats.copy import Files, check_copies_and_padding
-from checkpoint.formats.hf import HFDirectory, fingerprint, language_views
+from checkpoint.formats.hf import HFDirectory, language_views
 from checkpoint.formats.hf_config import FREE_ON_RESUME, hf_problems, stored_problems
 from checkpoint.formats.known_models import recognize
 from checkpoint.formats.layout import Layout
@@ -94,8 +96,14 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Tells two versions of the same directory apart."""
-        return fingerprint(self.path, self.files)
+        """Tells two versions of the same files apart without reading their weights: sizes, headers, times of change."""
+        digest = hashlib.sha256()
+        for path in sorted(self.files):
+            state = path.stat()
+            digest.update(f"{os.path.relpath(path, self.path)} {state.st_size} {state.st_mtime_ns}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(65536))
+        return digest.hexdigest()
 
     @cached_property
     def index(self) -> Index:
@@ -111,7 +119,7 @@ class Source:
         check_copies_and_padding(self.index, self.path)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Make sure that ``model``, on any layout, is the one that is stored.
+        """Make sure that ``model``, on any layout, is what is stored.
 
         Raises:
             UserError: naming every field that differs.
@@ -207,18 +215,17 @@ def _split(whole: range, step: int) -> Iterator[range]:
 
 
 def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
-    """[row, index, place] of a stored tensor, in memory of its own."""
-    unit = view.unit_bytes
-    content = bytearray(len(rows) * len(indices) * unit)
-    files.read_columns(view, rows, indices, memoryview(content))
-    return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
+    """[row, index, place] of a stored tensor, in new memory."""
+    content = torch.empty(len(rows) * len(indices) * view.unit_bytes, dtype=torch.uint8)
+    files.read_columns(view, rows, indices, memoryview(content.numpy()))
+    return content.view(view.stored.dtype).view(len(rows), len(indices), -1)
 
 
 # Opening
 
 
 def find(path: str | Path, flag: str = "--load") -> Directory:
-    """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers tell.
+    """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers show.
 
     Raises:
         UserError: it is of no kind, incomplete or damaged.

@@ -1,7 +1,4 @@
-"""The two ways in which Hugging Face files spell the names of the same weights.
-
-Knows nothing of what the names mean.
-"""
+"""The two ways in which Hugging Face files spell the names of the same weights."""
 
 from collections.abc import Iterable
 from enum import Enum

@@ -118,7 +118,7 @@ def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
     return tuple(parts)
 
 
-# What the names in the files tell
+# What the names in the files show
 
 _LAYER = re.compile(r"(?:model\d*/)?(image_encoder\.encoder\.blocks|text_decoder\.decoder)\.layers\.(\d+)\.")
 

@@ -238,7 +238,7 @@ def complete_iterations(directory: Path) -> list[int]:
 def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
 
-    ``directory`` is the directory of all checkpoints or one of them.  Without ``iteration`` it is the one that
+    ``directory`` is the directory of all checkpoints or one of them.  Without ``iteration`` it is what
     ``latest_checkpointed_iteration.txt`` names.
 
     Raises:

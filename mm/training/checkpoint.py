@@ -103,7 +103,7 @@ Planned = dict[str, list[tuple[Piece, Tensor]]]
 
 
 def _weight_files(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh) -> Planned:
-    """Every weight once: no second replica, no second copy of a tied embedding or of what TP ranks hold alike."""
+    """Every weight once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold."""
     file = f"weights_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}.safetensors"
     pieces = [
         (Piece.of(parameter, file, weight.name, "weight", mesh.tp_rank), parameter)
@@ -282,7 +282,7 @@ def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Of Python, numpy and torch in this process, as tensors."""
+    """The states of Python, numpy and torch in this process, as tensors."""
     _, words, _ = random.getstate()
     _, keys, position, _, _ = np.random.get_state()
     states = {

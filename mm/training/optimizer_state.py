@@ -1,6 +1,6 @@
 """What megatron's optimizers remember of each parameter, as tensors under the parameter's name.
 
-The only file that looks inside megatron's optimizers for it.  Knows nothing of files or layouts.
+The only file that looks inside megatron's optimizers for it.
 """
 
 from dataclasses import dataclass

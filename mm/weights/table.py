@@ -1,8 +1,7 @@
 """The weight table: every tensor of the model once, under our name and under its Hugging Face names.
 
-Conversion both ways, resharding, direct loading, the keys a stage must hold, LoRA targets and verification all ask
-here; nobody else spells a weight name or knows how weights fuse.  Pure shapes and tensor algebra: knows nothing of
-devices, files or processes.
+Conversion both ways, resharding, loading, the keys a stage must hold and verification all ask here: no other module
+spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
 Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``stage_local_name`` gives its
 local ones).  Hugging Face names are the published ones (``visual.*``, ``model.layers.*``, ``lm_head.weight``).
@@ -39,7 +38,7 @@ class Fusion(Enum):
 
 
 class Place(Enum):
-    """Which place of the model a weight belongs to; a stage owns whole places."""
+    """Where in the model a weight belongs; a stage owns whole places."""
 
     PATCH_EMBEDDING = "patch embedding"
     VISION_LAYER = "ViT layer"
@@ -66,7 +65,7 @@ class Weight:
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None = every rank holds the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole fused tensor, without padding."""
+    """Shape of the whole fused tensor, without padding."""
     num_units: int = 1
     """Pieces along ``tp_dim`` that are never cut: heads, key/value groups, ffn columns or vocabulary rows."""
     pads: bool = False
@@ -76,7 +75,7 @@ class Weight:
 
 
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model once, in model order; a tied model has no output layer of its own."""
+    """Every tensor of the model once, in model order; a tied model has no output layer."""
     weights = [*_patch_embedding(model.vision)]
     for layer in range(model.vision.num_layers):
         weights += _vision_layer(model.vision, layer)
@@ -133,24 +132,6 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
             num_groups = hf_tensors[1].shape[0] // weight.head_dim
             grouped = [tensor.reshape(num_groups, -1, *tensor.shape[1:]) for tensor in hf_tensors]
             return torch.cat(grouped, dim=1).flatten(0, 1)
-
-
-def unfuse(weight: Weight, whole: Tensor) -> list[Tensor]:
-    """The Hugging Face tensors of a whole fused tensor; contiguous, and none shares memory with another."""
-    _expect_shape(weight, whole, weight.shape)
-    rest = whole.shape[1:]
-    match weight.fusion:
-        case Fusion.COPY | Fusion.STACKED_QKV:
-            return [whole.contiguous()]
-        case Fusion.GATE_UP:
-            return [half.clone() for half in whole.chunk(2)]
-        case Fusion.PER_HEAD_QKV:
-            per_head = whole.reshape(weight.num_units, 3, weight.head_dim, *rest)
-            return [per_head.transpose(0, 1).reshape(-1, *rest).contiguous()]
-        case Fusion.GROUPED_QKV:
-            grouped = whole.reshape(weight.num_units, -1, *rest)
-            sizes = [shape[0] // weight.num_units for shape in weight.hf_shapes]
-            return [part.reshape(-1, *rest).clone() for part in grouped.split(sizes, dim=1)]
 
 
 def padded_ffn(ffn: int, tp_size: int) -> int:

@@ -153,14 +153,16 @@ def test_padding_that_is_not_zero(kind, tmp_path):
     SmallModel(2, vision_ffn=5).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2,),), ((3,),), 2), kind).run(ONE_WORKER)
     conversion = convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back")
-    padded = [padding for padding in conversion.plan.padding if "image_encoder" in padding.stored.name]
-    assert {padding.stored.name.rsplit(".", 2)[1] for padding in padded} == (
+    padded = [padding for padding in conversion.source.index.padding
+              if "image_encoder" in padding.view.stored.name]
+    assert {padding.view.stored.name.rsplit(".", 2)[1] for padding in padded} == (
         {"gate_proj", "up_proj", "linear_fc2"} if kind.structure is Structure.CANONICAL
         else {"linear_fc1", "linear_fc2"})
     for padding in (padded[0], padded[-1]):
-        path, stored = tmp_path / "mm" / padding.stored.file, padding.stored
+        path, stored = tmp_path / "mm" / padding.view.stored.file, padding.view.stored
         whole = path.read_bytes()
-        last_row = stored.offset + (padding.num_rows - 1) * stored.num_bytes // padding.num_rows
+        num_rows = padding.view.num_rows
+        last_row = stored.offset + (num_rows - 1) * stored.num_bytes // num_rows
         place = last_row + padding.start + padding.num_bytes - 1
         path.write_bytes(whole[:place] + b"\1" + whole[place + 1 :])
         with pytest.raises(UserError, match=f"the padding of {stored.name} is not zero"):
@@ -178,8 +180,9 @@ def test_copies_that_differ_are_told(tmp_path):
         path = tmp_path / "mm" / "release" / file / "model.safetensors"
         whole = path.read_bytes()
         conversion = convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back")
-        twin = next(other for _, other in conversion.plan.twins if other.name == name and file in other.file)
-        path.write_bytes(whole[: twin.offset] + bytes([whole[twin.offset] ^ 1]) + whole[twin.offset + 1 :])
+        copies = [other.stored for _, other in conversion.source.index.copies]
+        (place,) = [other.offset for other in copies if other.name == name and file in other.file]
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(UserError, match=f"{file}/model.safetensors: {name} differs from"):
             conversion.run(ONE_WORKER)
         path.write_bytes(whole)

@@ -171,6 +171,19 @@ def test_a_directory_that_cannot_be_written(inputs: Path):
     assert "--save" in problem and "cannot be written" in problem
 
 
+def test_an_export_over_its_base_is_refused(inputs: Path):
+    for target in (inputs / "hf", inputs / "hf" / ".." / "hf", inputs):
+        (problem,) = problems(inputs, "--export-hf", str(target))
+        assert problem.startswith("--export-hf: The target ") and "is or contains the base directory" in problem
+
+
+def test_a_damaged_base_is_reported_once(inputs: Path):
+    os.truncate(inputs / "hf/model.safetensors", 1000)
+    for flags in ((), ("--load", str(inputs / "hf"))):
+        (problem,) = problems(inputs, "--export-hf", str(inputs / "new"), *flags)
+        assert "model.safetensors (1000 bytes) is truncated" in problem
+
+
 def test_what_is_missing_is_left_to_the_notes_of_a_dry_run(inputs: Path):
     shutil.rmtree(inputs / "hf")
     (inputs / "samples.json").unlink()

@@ -26,9 +26,9 @@ from mm.weights.table import (
     shard,
     stage_local_name,
     stage_weights,
-    unfuse,
     unshard,
 )
+from tests.unfuse import unfuse
 
 REAL_SIZES = {
     # hidden, layers, heads, kv heads, ffn, vocabulary, ViT ffn, tied, parameters (transformers' own count)
@@ -234,7 +234,7 @@ def test_what_must_not_be_padded_is_refused(tiny, name):
 
 def test_wrong_shapes_are_refused(tiny):
     weight = weight_named(tiny, EMBEDDING_NAME)
-    for act in (lambda x: shard(weight, x, 2, 0), lambda x: unfuse(weight, x), lambda x: unshard(weight, [x, x])):
+    for act in (lambda x: shard(weight, x, 2, 0), lambda x: unshard(weight, [x, x])):
         with pytest.raises(UserError, match=r"has shape \[5, 4\]"):
             act(torch.zeros(5, 4))
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from checkpoint.formats.source import open as open_source
-from mm.weights.table import model_weights, stage_weights, unfuse, unshard
+from mm.weights.table import model_weights, stage_weights, unshard
 from tests.parallel.cases import CASES
 from tests.tiny import hf_model, hf_tensors, our_config
+from tests.unfuse import unfuse
 
 LAYOUTS = sorted({(case.vision, case.language, case.tp, case.tied) for case in CASES})
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
+from checkpoint.formats.copy import Files
 from checkpoint.formats.hf_config import model_from_hf, stored_problems
 from checkpoint.formats.known_models import published_model
 from checkpoint.formats.layout import Layout
@@ -25,6 +26,7 @@ from checkpoint.formats.source import open_to_train
 from checkpoint.formats.storage import Format, Storage, Structure
 from mm.config.model import ModelConfig, load_model
 from mm.errors import UserError
+from mm.weights.cut import cut_dim
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
 from tests.launch import ROOT
@@ -65,6 +67,27 @@ def test_any_layout_from_any_other(case):
                     for dtype in (torch.bfloat16, torch.float32):
                         found = source.read(weight, wanted.tp_size, tp_rank, dtype, block_bytes)
                         assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(small_models().flatmap(lambda small: st.tuples(st.just(small), layouts(small))), st.data())
+def test_blocks_of_published_tensors(case, data):
+    (small, stored), storage = case, data.draw(st.sampled_from(STORAGES))
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        tensors = small.save(root / "hf")
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
+        source = open_source(root / "mm")
+        weight = data.draw(st.sampled_from(model_weights(small.model)))
+        key = data.draw(st.sampled_from(weight.hf_names))
+        dim = cut_dim(weight)
+        expected = tensors[key].flatten(0, dim - 1) if dim else tensors[key][None]
+        expected = expected.reshape(*expected.shape[:2], -1)
+        rows, indices = (range(start, data.draw(st.integers(start + 1, size))) for size in expected.shape[:2]
+                         for start in [data.draw(st.integers(0, size - 1))])
+        with Files(source.path) as files:
+            found = source.read_block(files, key, rows, indices)
+        assert torch.equal(found, expected[rows.start : rows.stop, indices.start : indices.stop])
 
 
 @pytest.fixture(scope="module")

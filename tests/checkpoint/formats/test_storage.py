@@ -3,8 +3,9 @@
 import torch
 
 from checkpoint.formats.storage import Structure, is_canonical_name, stored_weights
-from mm.weights.table import fuse, model_weights, shard, unfuse, unshard
+from mm.weights.table import fuse, model_weights, shard, unshard
 from tests.checkpoint.models import SmallModel
+from tests.unfuse import unfuse
 
 MODEL = SmallModel(4, vision_layers=1, language_layers=1, vision_ffn=6).model
 
