@@ -22,7 +22,7 @@ from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, We
 from mm.weights.views import Misfit, Stored
 
 PADDING = -1
-SAMPLE_ELEMENTS = 1 << 20
+SAMPLE_ELEMENTS = 1 << 18
 _LAYER_SIZE = 64
 """Indices and places that are enough to know a layer by, where all layers are looked at."""
 _JOINED_TP_SIZES = (2, 4, 8)
@@ -124,16 +124,19 @@ def _gathered(rows: Tensor, order: Tensor) -> Tensor:
 
 def _order_causes(weight: Weight, unequal: Unequal, right: Source, found: Source) -> Iterator[str]:
     """The wrong orders in which ``found`` holds the rows of ``right``."""
+    is_cut = found.kind is not Kind.HUGGING_FACE and weight.tp_dim is not None
+    tp_size = found.tp_size if is_cut else 1
+    mistakes = list(_mistakes(weight, tp_size))
+    if tp_size == 1 and not mistakes:
+        return
     places = _window(unequal.place, weight, sum(shape[unequal.dim] for shape in weight.hf_shapes))
     samples = [_whole_sample(side, weight, places) for side in (right, found)]
     if samples[0] is None or samples[1] is None:
         return
     expected, content = _as_coarser(samples)
-    is_cut = found.kind is not Kind.HUGGING_FACE and weight.tp_dim is not None
-    tp_size = found.tp_size if is_cut else 1
     ours = _numbers_in_files(weight, found, tp_size)
     is_kept = ours != PADDING
-    for cause, theirs in (*_mistakes(weight, tp_size), *_swapped_ranks(expected, content, ours, tp_size)):
+    for cause, theirs in (*mistakes, *_swapped_ranks(expected, content, ours, tp_size)):
         if len(theirs) == len(ours) and not torch.equal(theirs, ours):
             misread = torch.empty_like(expected)
             misread[ours[is_kept]] = _gathered(expected, theirs[is_kept])

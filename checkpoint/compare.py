@@ -17,7 +17,7 @@ from mm.weights.plan import Padding
 from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_ELEMENTS = 1 << 19
 """How much of one tensor in one directory is read at a time by each worker."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -158,7 +158,7 @@ def _compare_tensor(one: Unequal, sides: Sequence[tuple[Source, Files]], progres
         left, right = (side.read_block(files, one.key, rows, indices) for side, files in sides)
         progress(left.nbytes)
         left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
-        if torch.equal(left_bits, right_bits):
+        if np.array_equal(left_bits.numpy(), right_bits.numpy()):
             continue
         unlike = left_bits != right_bits
         amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -176,7 +176,7 @@ def _compare_tensor(one: Unequal, sides: Sequence[tuple[Source, Files]], progres
 def _blocks(shape: tuple[int, ...], dim: int) -> Iterator[tuple[range, range]]:
     """(rows, indices) for ``Source.read_block`` that cover a tensor in small blocks."""
     rows, indices, unit = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-    step = max(1, _BLOCK_BYTES // (torch.float32.itemsize * (indices if dim else unit)))
+    step = max(1, _BLOCK_ELEMENTS // (indices if dim else unit))
     for start in range(0, rows if dim else indices, step):
         part = range(start, min(start + step, rows if dim else indices))
         yield (part, range(indices)) if dim else (range(1), part)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,9 +170,15 @@ class Source:
         ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
         source must hold all of them, in one dtype.  ``files`` are those of ``path``, of one thread.
         """
-        found = [_read(files, part.view, rows, range(part.start, part.stop))
-                 for part in self.index.find(Run(key, indices.start, len(indices)))]
-        return torch.cat(found, dim=1) if len(found) != 1 else found[0]
+        parts = list(self.index.find(Run(key, indices.start, len(indices))))
+        content = np.empty((len(rows), len(indices), parts[0].view.unit_bytes), np.uint8)
+        for part in parts:
+            into = content[:, part.run.start - indices.start : part.run.stop - indices.start]
+            block = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
+            files.read_columns(part.view, rows, range(part.start, part.stop), memoryview(block).cast("B"))
+            if block is not into:
+                into[:] = block
+        return torch.from_numpy(content).view(parts[0].view.stored.dtype)
 
     def _blocks(
         self, files: Files, view: View, parts: list[Part], block_bytes: int
