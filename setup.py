@@ -19,6 +19,7 @@ setup(
         "numpy>=1.26",
         "pillow>=11",
         "pydantic>=2.10,<3",
+        "annotated-types",
         "psutil",
         "tqdm",
         "jsonargparse>=4.40,<5",
