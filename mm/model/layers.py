@@ -46,7 +46,7 @@ class LayerContext:
         )
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter held whole on every rank; its values come from ``mm.training.checkpoint``."""
+        """A parameter held whole on every rank; its values come from ``mm.model.load``."""
         return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=self.device.torch_device))
 
 
