@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import auto_cli
+from jsonargparse import auto_cli, set_parsing_settings
 
 from checkpoint import convert
 from checkpoint.convert import Options
@@ -89,6 +89,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit status: 0, 1 where ``diff`` found differences, or 2 after telling the user's mistakes."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
     components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **COMMANDS}}
     try:
         status = auto_cli(components, as_positional=False, args=list(sys.argv[1:] if argv is None else argv))

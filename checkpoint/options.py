@@ -137,13 +137,13 @@ class CommonModelConfig:
 
 
 @dataclass(kw_only=True)
-class _Parallel:
+class _Workers:
     num_workers: int = 0
     """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
-class RunConfig(_Parallel):
+class RunConfig(_Workers):
     """What every conversion understands."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
@@ -218,7 +218,7 @@ class ResplitConfig(RunConfig):
 
 
 @dataclass(kw_only=True)
-class VerifyConfig(_Parallel):
+class VerifyConfig(_Workers):
     """verify."""
 
     mm_dir: str
@@ -230,7 +230,7 @@ class VerifyConfig(_Parallel):
 
 
 @dataclass(kw_only=True)
-class DiffConfig(_Parallel):
+class DiffConfig(_Workers):
     """diff."""
 
     source_dir: str
