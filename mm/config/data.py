@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import BeforeValidator, StringConstraints
+from pydantic import BeforeValidator, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
@@ -18,13 +18,12 @@ _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.bas
 
 
 def _paths(value: Any) -> Any:
-    items = value.split(",") if isinstance(value, str) else value
-    return tuple(items) if isinstance(items, list) else items  # pydantic is strict, and the field is a tuple
+    return value.split(",") if isinstance(value, str) else value
 
 
 Paths = Annotated[
     tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
-    BeforeValidator(_paths), MinLen(1), Expected("paths separated by commas, or a list of paths"),
+    Strict(False), BeforeValidator(_paths), MinLen(1), Expected("paths separated by commas, or a list of paths"),
 ]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
 

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import FLAGS, Fixed, Inert
 from mm.config.model import RecomputeConfig, recompute_problems
-from mm.config.schema import STRICT, Count, NotNegative, Number, Read, choices, expected, fields_of
+from mm.config.schema import STRICT, Count, NotNegative, Number, choices, expected, fields_of
 from mm.errors import UserError, nearest
 
 NaturalNumber = Annotated[int, Ge(0)]
@@ -146,7 +146,7 @@ class Words(NamedTuple):
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line; raises UserError with every problem of single flags."""
-    return read_flags(split(argv)).value
+    return read_flags(split(argv))
 
 
 def split(argv: Sequence[str]) -> Words:
@@ -155,17 +155,15 @@ def split(argv: Sequence[str]) -> Words:
     return Words({flag: words for flag, words in vars(found).items() if words is not None}, strays)
 
 
-def read_flags(words: Words) -> Read[Arguments]:
+def read_flags(words: Words) -> Arguments:
     """Check each flag alone; raises UserError with every problem.  Rules between flags are in ``flag_problems``."""
     problems = _stray_problems(words.strays)
-    notes: list[str] = []
-    inert: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for flag, occurrences in words.given.items():
         last = occurrences[-1]
         match FLAGS.get(flag):
-            case Inert(why):
-                inert.setdefault(why, []).append(flag)
+            case Inert():
+                pass
             case Fixed((), why):
                 problems.append(f"{flag} is not available here: {why}")
             case Fixed(supported, why):
@@ -175,19 +173,27 @@ def read_flags(words: Words) -> Read[Arguments]:
             case _ if problem := _words_problem(flag, occurrences):
                 problems.append(problem)
             case _:
-                values[flag] = last[0] if last else True
-                if any(one != last for one in occurrences):
-                    texts = ", ".join(" ".join(one) for one in occurrences)
-                    notes.append(f"command line: {flag} is given more than once ({texts}); the last one counts")
+                values[flag.removeprefix("--").replace("-", "_")] = last[0] if last else True
     try:
-        arguments = TypeAdapter(Arguments).validate_python(
-            {name: values[flag_name(name)] for name in fields_of(Arguments) if flag_name(name) in values})
+        arguments = TypeAdapter(Arguments).validate_python(values)
     except ValidationError as error:
         raise UserError([*problems, *_invalid_problems(error, words)]) from error
     if problems:
         raise UserError(problems)
-    notes += [f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items()]
-    return Read(arguments, tuple(notes))
+    return arguments
+
+
+def usage_notes(words: Words) -> Iterator[str]:
+    """Which flags have no effect, or are given more than once."""
+    inert: dict[str, list[str]] = {}
+    for flag, occurrences in words.given.items():
+        row = FLAGS.get(flag)
+        if isinstance(row, Inert):
+            inert.setdefault(row.why, []).append(flag)
+        elif any(one != occurrences[-1] for one in occurrences):
+            texts = ", ".join(" ".join(one) for one in occurrences)
+            yield f"command line: {flag} is given more than once ({texts}); the last one counts"
+    yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
 
 
 def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:

@@ -23,14 +23,7 @@ class Inert:
     why: str
 
 
-@dataclass(frozen=True)
-class Repeated:
-    """A key that repeats what a flag says: each legal value, with the values of the flag that agree with it."""
-
-    meanings: tuple[tuple[Any, tuple[str, ...]], ...]
-
-
-Row = Fixed | Inert | Repeated
+Row = Fixed | Inert
 
 
 def _all(row: Row, words: str) -> dict[str, Row]:
@@ -106,14 +99,11 @@ _NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), _NOT_HERE)
 _NULL = Fixed((None,), _NOT_HERE)
 _PACKED = Fixed((None, False), "the samples of a microbatch are packed anyway; --micro-batch-size says how many")
+_PRECISION = "it repeats --bf16 or --fp16"
 
 _TOWER: dict[str, Row] = {
-    "fp16": Repeated(((True, ("fp16",)), (False, ("bf16", "fp32")))),
-    "bf16": Repeated(((True, ("bf16",)), (False, ("fp16", "fp32")))),
-    "params_dtype": Repeated((
-        ("bf16", ("bf16",)), ("fp16", ("fp16",)), ("fp32", ("fp32",)),
-        ("bfloat16", ("bf16",)), ("float16", ("fp16",)), ("float32", ("fp32",)),
-    )),
+    **_all(Fixed((True, False), _PRECISION), "fp16 bf16"),
+    "params_dtype": Fixed(("bf16", "fp16", "fp32", "bfloat16", "float16", "float32"), _PRECISION),
     "normalization": Fixed(("RMSNorm",)),
     **_all(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
     **_all(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),

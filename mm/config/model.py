@@ -3,11 +3,12 @@
 The keys of the file that are no fields here stand in ``mm.config.foreign``.
 """
 
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
@@ -16,16 +17,17 @@ from mm.placement import Placement, layout_problems
 
 
 def _chunks(value: Any) -> Any:
-    """A flat list is one virtual chunk.  Tuples, because pydantic is strict and the fields are tuples."""
-    if not isinstance(value, list):
-        return value
-    chunks = value if value and isinstance(value[0], list) else [value]
-    return tuple(tuple(chunk) if isinstance(chunk, list) else chunk for chunk in chunks)
+    """A flat list is one virtual chunk."""
+    match value:
+        case [[*_], *_]:
+            return typing.cast(Any, value)
+        case _:
+            return [value]
 
 
-Ints = Annotated[tuple[Int, ...], Expected("a list of integers")]
+Ints = Annotated[tuple[Int, ...], Strict(False), Expected("a list of integers")]
 Layers = Annotated[
-    tuple[tuple[Int, ...], ...], BeforeValidator(_chunks),
+    tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),
     Expected("a list of integers [pp], or a list of such lists [vpp][pp]"),
 ]
 Granularity = Literal["full", "selective"]

@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, Words, flag_problems, read_flags, split
+from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, usage_notes
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
-from mm.config.schema import Read
+from mm.config.read import Document
+from mm.config.schema import shown
 from mm.errors import UserError
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
+
+_PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "fp32": {"fp16": (False,), "bf16": (False,), "params_dtype": ("fp32", "float32")},
+    "bf16": {"fp16": (False,), "bf16": (True,), "params_dtype": ("bf16", "bfloat16")},
+    "fp16": {"fp16": (True,), "bf16": (False,), "params_dtype": ("fp16", "float16")},
+}
+"""Keys of a tower in the model JSON that repeat the precision of the flags: the values that agree with it."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +97,21 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     """
     words = split(argv)
     problems: list[str] = []
-    flags = _attempt(read_flags, words, problems)
-    if flags:
-        problems += flag_problems(flags.value)
+    args = _attempt(read_flags, words, problems)
+    problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None))
     is_dry_run = "--dry-run" in words.given
     problems += [] if is_dry_run else missing
-    if not (flags and model and data):
+    if not (args and model and data):
         raise UserError(problems)
-    args = flags.value
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
     run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
-              (*flags.notes, *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
-    problems += (*_layout_problems(run), *_model_problems(run, model))
+              (*usage_notes(words), *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
+    problems += (*_layout_problems(run), *_model_problems(run, model.document))
     if problems:
         raise UserError(problems)
     return run
@@ -131,7 +137,7 @@ def resolved(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(whole))
 
 
-def _attempt(read: Callable[[Given], Read[Value]], given: Given | None, problems: list[str]) -> Read[Value] | None:
+def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
     """What ``read`` returns, or None after adding its problems; a path that is missing is reported with the flags."""
     try:
         return read(given) if given else None
@@ -229,13 +235,18 @@ def _nearest_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _model_problems(run: Run, read: Read[ModelConfig]) -> Iterator[str]:
+def _model_problems(run: Run, document: Document) -> Iterator[str]:
     """Where the model JSON contradicts the flags."""
     args, limit = run.args, run.model.language.max_position_embeddings
     if args.seq_length > limit:
         yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
                f"{args.mm_model}")
-    contrary = [said for said, fitting in read.repeated if run.precision not in fitting]
+    contrary = [
+        f"{document.at(key_path)} is {shown(document.get(key_path))}"
+        for tower in ("image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder")
+        for key, values in _PRECISION_KEYS[run.precision].items()
+        if document.get(key_path := f"{tower}.{key}") not in (None, *values)
+    ]
     if contrary:
         flag = "Neither --bf16 nor --fp16 is given" if run.precision == "fp32" else f"--{run.precision} is given"
         yield f"{flag}, which means {run.precision}, but {', '.join(contrary)}; change the flag or the file"
