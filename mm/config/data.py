@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import BeforeValidator, Strict, StringConstraints
+from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Expected, Int, Key, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, OrDefault, Read, read_settings
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
@@ -23,7 +23,7 @@ def _paths(value: Any) -> Any:
 
 Paths = Annotated[
     tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
-    Strict(False), BeforeValidator(_paths), MinLen(1), Expected("paths separated by commas, or a list of paths"),
+    Strict(False), BeforeValidator(_paths), MinLen(1), Field(title="paths separated by commas, or a list of paths"),
 ]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
 

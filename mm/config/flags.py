@@ -6,15 +6,15 @@ help in that one place.  Every flag works; those that other programs know are in
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import FLAGS, Fixed, Inert
-from mm.config.model import RecomputeConfig, recompute_problems
-from mm.config.schema import STRICT, Count, NotNegative, Number, choices, expected, fields_of
+from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
+from mm.config.schema import STRICT, Count, NotNegative, Number, choices, converted, expected, fields_of
 from mm.errors import UserError, nearest
 
 NaturalNumber = Annotated[int, Ge(0)]
@@ -88,9 +88,9 @@ class Arguments:
     hysteresis: Count = Field(2, description="overflows before the scale is halved")
 
     # Memory
-    recompute_granularity: Literal["full", "selective"] | None = Field(
+    recompute_granularity: Granularity | None = Field(
         None, description="recompute in towers whose JSON says nothing of it")
-    recompute_method: Literal["uniform", "block"] | None = Field(
+    recompute_method: Method | None = Field(
         None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(
         None, description="layers per recomputed group (uniform) or in all (block)")
@@ -152,7 +152,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 def split(argv: Sequence[str]) -> Words:
     """Split the command line into flags and their values."""
     found, strays = _parser().parse_known_args(list(argv))
-    return Words({flag: words for flag, words in vars(found).items() if words is not None}, strays)
+    return Words(vars(found), strays)
 
 
 def read_flags(words: Words) -> Arguments:
@@ -170,17 +170,15 @@ def read_flags(words: Words) -> Arguments:
                 if last != list(supported):
                     value = " ".join(last)
                     problems.append(f"{flag} is {value if value.isdecimal() else repr(value)}; {why}")
-            case _ if problem := _words_problem(flag, occurrences):
+            case _ if problem := _value_problem(flag, occurrences):
                 problems.append(problem)
             case _:
                 values[flag.removeprefix("--").replace("-", "_")] = last[0] if last else True
-    try:
-        arguments = TypeAdapter(Arguments).validate_python(values)
-    except ValidationError as error:
-        raise UserError([*problems, *_invalid_problems(error, words)]) from error
+    problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
+                 if field.is_required() and flag not in words.given)
     if problems:
         raise UserError(problems)
-    return arguments
+    return TypeAdapter(Arguments).validate_python(values)
 
 
 def usage_notes(words: Words) -> Iterator[str]:
@@ -196,8 +194,8 @@ def usage_notes(words: Words) -> Iterator[str]:
     yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
 
 
-def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
-    """What is wrong with how many values a flag has."""
+def _value_problem(flag: str, occurrences: list[list[str]]) -> str | None:
+    """What is wrong with the words that follow a flag."""
     field, last = _FIELDS[flag], occurrences[-1]
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
@@ -205,26 +203,16 @@ def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
         return f"{flag} {what}; expected one: {field.description}"
-    is_text = expected(field).startswith("a string")
-    return f"{flag} is empty; expected {field.description}" if is_text and not last[0].strip() else None
-
-
-def _invalid_problems(error: ValidationError, words: Words) -> Iterator[str]:
-    """One sentence for each flag that is missing or whose value is wrong."""
-    for one in error.errors():
-        flag = flag_name(str(one["loc"][0]))
-        field = _FIELDS[flag]
-        if flag not in words.given:
-            yield f"{flag} is missing: {field.description}"
-        elif one["type"] != "missing":  # else it has no value that could be looked at, which was reported
-            is_word = one["type"] == "literal_error" or one["type"].endswith("_parsing")
-            value = repr(words.last(flag)) if is_word else words.last(flag)
-            yield f"{flag} is {value}; expected {expected(field).removesuffix(' or null')}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}")
+    legal = expected(field).removesuffix(" or null")
+    if legal == "a string" and not last[0].strip():
+        return f"{flag} is empty; expected {field.description}"
+    try:
+        converted(last[0], field, strict=False)
+    except ValidationError as error:
+        kind = error.errors()[0]["type"]
+        is_word = kind == "literal_error" or kind.endswith("_parsing")
+        return f"{flag} is {repr(last[0]) if is_word else last[0]}; expected {legal}"
+    return None
 
 
 class _Help(argparse.HelpFormatter):
@@ -236,10 +224,11 @@ class _Help(argparse.HelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     """All known flags, each taking any number of strings: values are checked later, all of them at once."""
-    parser = _Parser("mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
-                     usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N "
-                           "--train-iters N --lr X [flags]",
-                     allow_abbrev=False, formatter_class=_Help)
+    parser = argparse.ArgumentParser(
+        "mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
+        usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X "
+              "[flags]",
+        allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
     for flag, field in _FIELDS.items():
         is_switch = field.annotation is bool
         has_default = field.default is not None and not is_switch and not field.is_required()

@@ -58,7 +58,7 @@ def read_json(path: str | Path) -> Document:
     except UnicodeEncodeError as error:
         raise UserError(f"{path}: a string has half of a surrogate pair (\\ud800 to \\udfff)") from error
     except json.JSONDecodeError as error:
-        raise UserError(_syntax_problem(path, text, *_explained(text, error))) from error
+        raise _syntax_error(path, text, *_explained(text, error)) from error
     except RecursionError as error:
         raise UserError(f"{path}: too many levels of nesting") from error
     lines: dict[tuple[str | int, ...], list[int]] = {}
@@ -101,12 +101,12 @@ def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def _syntax_problem(path: str | Path, text: str, position: int, problem: str) -> str:
+def _syntax_error(path: str | Path, text: str, position: int, problem: str) -> UserError:
     """``problem`` with its place and the line of the file under it."""
     start = text.rfind("\n", 0, position) + 1
     shown = text[start:].split("\n", 1)[0].rstrip("\r")
     column = position - start
-    return f"{path}:{_line(text, position)}:{column + 1}: {problem}\n    {shown}\n    {' ' * column}^"
+    return UserError(f"{path}:{_line(text, position)}:{column + 1}: {problem}\n    {shown}\n    {' ' * column}^")
 
 
 def _explained(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
@@ -158,9 +158,9 @@ def _keys(path: str | Path, text: str) -> Iterator[tuple[tuple[str | int, ...], 
                 place[-1] = json.loads(token[0])
                 yield tuple(place), token.start()
             case "NaN" | "Infinity" | "-Infinity" as word:
-                what = f"{word} is not JSON; expected a finite number or null"
-                raise UserError(_syntax_problem(path, text, token.start(), what))
+                raise _syntax_error(
+                    path, text, token.start(), f"{word} is not JSON; expected a finite number or null")
             case word if word[0] in "-0123456789" and math.isinf(float(word)):
-                raise UserError(_syntax_problem(path, text, token.start(), f"the number {word} is too large"))
+                raise _syntax_error(path, text, token.start(), f"the number {word} is too large")
             case _:  # another value, or what separates two
                 pass

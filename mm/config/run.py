@@ -4,13 +4,14 @@ Every problem of all three is reported at once, before torch is loaded.
 """
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import to_jsonable_python
 
 from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, usage_notes
@@ -119,10 +120,10 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
 
 def resolved(run: Run) -> dict[str, Any]:
     """The whole run as JSON-ready values, what was derived included; to be written beside the logs."""
-    whole = {
-        "arguments": dataclasses.asdict(run.args),
-        "model": dataclasses.asdict(run.model),
-        "data": dataclasses.asdict(run.data),
+    return to_jsonable_python({
+        "arguments": run.args,
+        "model": run.model,
+        "data": run.data,
         "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
         "data_parallel_size": run.dp_size,
@@ -133,8 +134,7 @@ def resolved(run: Run) -> dict[str, Any]:
         "lr_decay_iters": run.lr_decay_iters,
         "lr_warmup_iters": run.lr_warmup_iters,
         "notes": run.notes,
-    }
-    return json.loads(json.dumps(whole))
+    })
 
 
 def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
@@ -182,20 +182,17 @@ def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
 
 
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
-    data_path, load = words.last("--mm-data"), words.last("--load")
+    data_path = words.last("--mm-data")
+    directories = {"--load": words.last("--load")}
     if data:
-        what = f"{data_path}: model_name_or_path (a Hugging Face directory)"
-        yield from _unless_directory(what, data.model_name_or_path)
-        yield from _unless_directory(f"{data_path}: dataset_dir", data.dataset_dir)
-        yield from (f"{data_path}: dataset is {path!r}, which is not a file"
-                    for path in data.dataset if not Path(path).is_file())
-    if load:
-        yield from _unless_directory("--load", load)
-
-
-def _unless_directory(what: str, path: str) -> Iterator[str]:
-    if not Path(path).is_dir():
-        yield f"{what} is {path!r}, which is not a directory"
+        directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
+        directories[f"{data_path}: dataset_dir"] = data.dataset_dir
+    for what, path in directories.items():
+        if path and not Path(path).is_dir():
+            yield f"{what} is {path!r}, which is not a directory"
+    for path in data.dataset if data else ():
+        if not Path(path).is_file():
+            yield f"{data_path}: dataset is {path!r}, which is not a file"
 
 
 def _layout_problems(run: Run) -> Iterator[str]:

@@ -39,13 +39,6 @@ class Key:
     """Another name that is accepted for the same value."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What to call a value of this type, where the type itself does not say enough."""
-
-    words: str
-
-
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -134,8 +127,7 @@ class _Findings:
     def _value(self, key_path: str, field: FieldInfo) -> Any:
         value = self.document.get(key_path)
         try:
-            kind = typing.cast(Any, Annotated[field.annotation, Key(key_path), *field.metadata])
-            return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+            return converted(value, field, strict=True)
         except ValidationError:
             words = choices(field)
             legal = f"supported: {_any_of(words)}{nearest(str(value), words)}" if words else (
@@ -176,9 +168,18 @@ class _Findings:
                     self._add(key_path, f"is {shown(value)}; supported: {_any_of(supported)} ({why})")
 
 
+def converted(value: Any, field: FieldInfo, *, strict: bool) -> Any:
+    """The value as the type of the field; raises pydantic's ValidationError.
+
+    With ``strict``, text is no number.
+    """
+    kind = typing.cast(Any, Annotated[field.annotation, Key(""), *field.metadata])
+    return TypeAdapter(kind, config=ConfigDict(strict=strict)).validate_python(value)
+
+
 def expected(field: FieldInfo) -> str:
-    """What a value of the field must be, in words: ``an integer of at least 1 or null``."""
-    return _in_words(field.annotation, field.metadata)
+    """What a value of the field must be: its title, or what its type says: ``an integer of at least 1 or null``."""
+    return field.title or _in_words(field.annotation, field.metadata)
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
@@ -188,16 +189,14 @@ def choices(field: FieldInfo) -> tuple[str, ...]:
 
 
 def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
-    given = next((one.words for one in metadata if isinstance(one, Expected)), "")
-    if given:
-        return given
     if typing.get_origin(kind) is Annotated:
         return _in_words(kind.__origin__, kind.__metadata__)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_in_words(one, ()) for one in typing.get_args(kind))
+    inner = typing.get_args(kind)
+    if types.NoneType in inner:
+        return f"{_in_words(inner[0], ())} or null"
     if typing.get_origin(kind) is typing.Literal:
-        return f"one of {', '.join(typing.get_args(kind))}"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+        return f"one of {', '.join(inner)}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}"}
     limits = "".join(bounds[type(one)].format(one) for one in metadata if type(one) in bounds)
     return words[kind] + limits + (" or null" if OrDefault in metadata else "")
