@@ -1,6 +1,6 @@
 """The data JSON as frozen dataclasses, with every rule between its fields.
 
-The keys of the file that are no fields here stand in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.foreign``.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The command line as a frozen dataclass, with Megatron's flag names, and its defaults unless the help says otherwise.
+"""The command line as a frozen dataclass, with Megatron's names and, unless the help says otherwise, its defaults.
 
-Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with its type, bound, default and
-help in that one place.  Every flag works; those that other programs know are in ``mm.config.foreign``.
+Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
+help.  Flags of other programs that do nothing here are in ``mm.config.foreign``.
 """
 
 import argparse
@@ -30,8 +30,7 @@ class Arguments:
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
     save: str | None = Field(None, description="directory of the training checkpoints")
-    export_hf: str | None = Field(
-        None, description="at the end, write the model in Hugging Face format to this directory")
+    export_hf: str | None = Field(None, description="directory of the Hugging Face export at the end")
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
@@ -55,8 +54,7 @@ class Arguments:
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
-    calculate_per_token_loss: bool = Field(
-        False, description="mean over the target tokens of the global batch (our default)")
+    calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
 
     # Optimizer (Adam)
@@ -64,8 +62,7 @@ class Arguments:
     min_lr: NotNegative = Field(0.0, description="lowest learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
         "linear", description="shape of the decay")
-    lr_decay_iters: Count | None = Field(
-        None, description="step at which the lowest rate is reached; absent = train_iters")
+    lr_decay_iters: Count | None = Field(None, description="step that reaches the lowest rate; absent = train_iters")
     lr_warmup_iters: NaturalNumber = Field(0, description="steps of linear warm-up")
     lr_warmup_fraction: Fraction | None = Field(None, description="warm-up as a fraction of the decay steps")
     lr_warmup_init: NotNegative = Field(0.0, description="learning rate at the start of the warm-up")
@@ -88,10 +85,8 @@ class Arguments:
     hysteresis: Count = Field(2, description="overflows before the scale is halved")
 
     # Memory
-    recompute_granularity: Granularity | None = Field(
-        None, description="recompute in towers whose JSON says nothing of it")
-    recompute_method: Method | None = Field(
-        None, description="which layers of a stage to recompute")
+    recompute_granularity: Granularity | None = Field(None, description="recompute in towers without it in the JSON")
+    recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(
         None, description="layers per recomputed group (uniform) or in all (block)")
 
@@ -102,8 +97,7 @@ class Arguments:
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(
-        None, description="delete all but this many newest checkpoints; absent = keep all")
+    keep_last_checkpoints: Count | None = Field(None, description="keep only so many newest checkpoints; absent = all")
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
@@ -132,15 +126,15 @@ _FIELDS = {flag_name(name): field for name, field in fields_of(Arguments).items(
 
 
 class Words(NamedTuple):
-    """The command line, split and not looked at yet."""
+    """The command line, split and unchecked."""
 
     given: Mapping[str, list[list[str]]]
-    """Known flag -> the words that follow it, once for each time that it stands there."""
+    """Known flag -> the words after it, one list for each time that it is given."""
     strays: Sequence[str]
     """Unknown flags and words that belong to no flag."""
 
     def last(self, flag: str) -> str | None:
-        """The value of a flag, which may still be wrong; None where there is none."""
+        """The value of a flag, unchecked; None where there is none."""
         return next(iter(self.given.get(flag, [[]])[-1]), None)
 
 
@@ -242,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stray_problems(strays: Sequence[str]) -> list[str]:
-    """Unknown flags with their nearest known one; the values after an unknown flag are part of it."""
+    """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""
     known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
     problems: list[str] = []
     follows_flag = False
@@ -268,20 +262,14 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield ("--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
                "residuals are held whole on every tensor-parallel rank")
     if args.save is None and args.save_interval is not None:
-        yield (f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the "
-               f"checkpoints")
+        yield f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the checkpoints"
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
-    yield from _optimizer_problems(args)
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
-
-
-def _optimizer_problems(args: Arguments) -> Iterator[str]:
-    decay_iters = args.lr_decay_iters or args.train_iters
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
-    if args.lr_warmup_iters >= decay_iters:
+    if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")

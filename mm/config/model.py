@@ -1,6 +1,6 @@
 """The model JSON as frozen dataclasses, with every rule between its fields.
 
-The keys of the file that are no fields here stand in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.foreign``.
 """
 
 import typing
@@ -143,7 +143,7 @@ class ModelConfig:
         return getattr(self, part).freeze
 
     def placement(self) -> Placement:
-        """Which stage holds what; the pipeline lists must be legal, as those of every model that was read are."""
+        """Which stage holds what.  The pipeline lists must be legal, as they are after ``read_model``."""
         return Placement.of(
             self.vision.pipeline_num_layers, self.language.pipeline_num_layers, vision_frozen=self.vision.freeze,
             projector_frozen=self.projector.freeze, language_frozen=self.language.freeze)

@@ -1,6 +1,6 @@
-"""One run: flags, model JSON, data JSON and world size, read together and checked together.
+"""One training run: flags, model JSON, data JSON and world size, read and checked together.
 
-Every problem of all three is reported at once, before torch is loaded.
+All problems are reported at once, before torch is loaded.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "bf16": {"fp16": (False,), "bf16": (True,), "params_dtype": ("bf16", "bfloat16")},
     "fp16": {"fp16": (True,), "bf16": (False,), "params_dtype": ("fp16", "float16")},
 }
-"""Keys of a tower in the model JSON that repeat the precision of the flags: the values that agree with it."""
+"""Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
     data: DataConfig
     world_size: int
     notes: tuple[str, ...] = ()
-    """What was given and has no effect, or is missing in a dry run; to be shown once."""
+    """What has no effect, or is missing in a dry run; to be shown once."""
 
     @property
     def tp_size(self) -> int:
@@ -119,7 +119,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON-ready values, what was derived included; to be written beside the logs."""
+    """The whole run as JSON values, derived numbers included; to be written beside the logs."""
     return to_jsonable_python({
         "arguments": run.args,
         "model": run.model,
@@ -138,7 +138,7 @@ def resolved(run: Run) -> dict[str, Any]:
 
 
 def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
-    """What ``read`` returns, or None after adding its problems; a path that is missing is reported with the flags."""
+    """What ``read`` returns, or None after adding its problems.  A missing path is a problem of the flags."""
     try:
         return read(given) if given else None
     except UserError as error:
@@ -151,10 +151,7 @@ def _is_count(text: str) -> bool:
 
 
 def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator[str]:
-    """How the environment of the launcher contradicts itself or the flags.
-
-    A run that waits for ranks which nobody started would wait until its time is up.
-    """
+    """How the launcher's environment contradicts itself or the flags: a run would wait in vain for missing ranks."""
     launched = environment.get("WORLD_SIZE")
     given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
     if not (args.dry_run or args.check):
@@ -173,7 +170,7 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
 
 
 def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """The flags count for each tower whose JSON says nothing of recompute."""
+    """The flags count for each tower without recompute in its JSON."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -196,7 +193,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
 
 
 def _layout_problems(run: Run) -> Iterator[str]:
-    """How ranks, stages, heads and batches do not divide."""
+    """Where ranks, stages, heads and batches do not divide."""
     args, replica_size = run.args, run.tp_size * run.num_stages
     counts = {
         "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
@@ -254,11 +251,11 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
     if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
-        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: every layer is a "
-               "group of its own, which keeps one hidden state per layer")
+        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: each layer is "
+               "recomputed alone, which keeps one hidden state per layer")
     if args.recompute_granularity == "selective":
         yield ("command line: --recompute-granularity selective has no effect: attention never keeps its score matrix "
-               "here, so there is nothing of it to recompute; full recomputes whole layers")
+               "here, so nothing is left to recompute; full recomputes whole layers")
     if args.load is None:
         yield "command line: no --load, so training starts from random weights"
     if args.save is None:

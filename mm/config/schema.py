@@ -1,7 +1,6 @@
 """From a JSON file to frozen dataclasses, with every problem as a sentence that says where it is.
 
-The dataclasses say what a value must be (``mm.config.model``, ``mm.config.data``), pydantic checks it, and this module
-turns what pydantic finds into words.
+The dataclasses (``mm.config.model``, ``mm.config.data``) say what a value must be, and pydantic checks it.
 """
 
 import json
@@ -28,10 +27,10 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True)
 class Key:
-    """Where the value of a field stands in its JSON file, if not under the field's name.
+    """Where the JSON file has the value of a field, if not under the field's name.
 
-    ``path`` starts at the object that holds the keys of the dataclass.  For a field that is itself a dataclass it is
-    what all keys of that one begin with: ``"text_decoder."``, ``"recompute_"``.
+    ``path`` starts at the object with the keys of the dataclass.  For a field that is itself a dataclass, ``path`` is
+    the start of all its keys: ``"text_decoder."``, ``"recompute_"``.
     """
 
     path: str
@@ -169,10 +168,7 @@ class _Findings:
 
 
 def converted(value: Any, field: FieldInfo, *, strict: bool) -> Any:
-    """The value as the type of the field; raises pydantic's ValidationError.
-
-    With ``strict``, text is no number.
-    """
+    """The value as the type of the field, from text unless ``strict``; raises pydantic's ValidationError."""
     kind = typing.cast(Any, Annotated[field.annotation, Key(""), *field.metadata])
     return TypeAdapter(kind, config=ConfigDict(strict=strict)).validate_python(value)
 
