@@ -97,7 +97,7 @@ class Arguments:
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(None, description="keep only so many newest checkpoints; absent = all")
+    keep_last_checkpoints: Count | None = Field(None, description="how many newest checkpoints to keep; absent = all")
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
