@@ -1,6 +1,6 @@
 """The data JSON as frozen dataclasses, with every rule between its fields.
 
-The keys of the file that are no fields here stand in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.foreign``.
 """
 
 from collections.abc import Iterator
@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import BeforeValidator, StringConstraints
+from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Expected, Int, Key, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, OrDefault, Read, read_settings
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
 
 def _paths(value: Any) -> Any:
-    items = value.split(",") if isinstance(value, str) else value
-    return tuple(items) if isinstance(items, list) else items  # pydantic is strict, and the field is a tuple
+    return value.split(",") if isinstance(value, str) else value
 
 
 Paths = Annotated[
     tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
-    BeforeValidator(_paths), MinLen(1), Expected("paths separated by commas, or a list of paths"),
+    Strict(False), BeforeValidator(_paths), MinLen(1), Field(title="paths separated by commas, or a list of paths"),
 ]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
 

@@ -1,20 +1,20 @@
-"""The command line as a frozen dataclass, with Megatron's flag names, and its defaults unless the help says otherwise.
+"""The command line as a frozen dataclass, with Megatron's names and, unless the help says otherwise, its defaults.
 
-Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with its type, bound, default and
-help in that one place.  Every flag works; those that other programs know are in ``mm.config.foreign``.
+Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
+help.  Flags of other programs that do nothing here are in ``mm.config.foreign``.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import FLAGS, Fixed, Inert
-from mm.config.model import RecomputeConfig, recompute_problems
-from mm.config.schema import STRICT, Count, NotNegative, Number, Read, choices, expected, fields_of
+from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
+from mm.config.schema import STRICT, Count, NotNegative, Number, choices, converted, expected, fields_of
 from mm.errors import UserError, nearest
 
 NaturalNumber = Annotated[int, Ge(0)]
@@ -30,8 +30,7 @@ class Arguments:
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
     save: str | None = Field(None, description="directory of the training checkpoints")
-    export_hf: str | None = Field(
-        None, description="at the end, write the model in Hugging Face format to this directory")
+    export_hf: str | None = Field(None, description="directory of the Hugging Face export at the end")
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
@@ -55,8 +54,7 @@ class Arguments:
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
-    calculate_per_token_loss: bool = Field(
-        False, description="mean over the target tokens of the global batch (our default)")
+    calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
 
     # Optimizer (Adam)
@@ -64,8 +62,7 @@ class Arguments:
     min_lr: NotNegative = Field(0.0, description="lowest learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
         "linear", description="shape of the decay")
-    lr_decay_iters: Count | None = Field(
-        None, description="step at which the lowest rate is reached; absent = train_iters")
+    lr_decay_iters: Count | None = Field(None, description="step that reaches the lowest rate; absent = train_iters")
     lr_warmup_iters: NaturalNumber = Field(0, description="steps of linear warm-up")
     lr_warmup_fraction: Fraction | None = Field(None, description="warm-up as a fraction of the decay steps")
     lr_warmup_init: NotNegative = Field(0.0, description="learning rate at the start of the warm-up")
@@ -88,10 +85,8 @@ class Arguments:
     hysteresis: Count = Field(2, description="overflows before the scale is halved")
 
     # Memory
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        None, description="recompute in towers whose JSON says nothing of it")
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        None, description="which layers of a stage to recompute")
+    recompute_granularity: Granularity | None = Field(None, description="recompute in towers without it in the JSON")
+    recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(
         None, description="layers per recomputed group (uniform) or in all (block)")
 
@@ -102,8 +97,7 @@ class Arguments:
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(
-        None, description="delete all but this many newest checkpoints; absent = keep all")
+    keep_last_checkpoints: Count | None = Field(None, description="how many newest checkpoints to keep; absent = all")
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
@@ -132,66 +126,70 @@ _FIELDS = {flag_name(name): field for name, field in fields_of(Arguments).items(
 
 
 class Words(NamedTuple):
-    """The command line, split and not looked at yet."""
+    """The command line, split and unchecked."""
 
     given: Mapping[str, list[list[str]]]
-    """Known flag -> the words that follow it, once for each time that it stands there."""
+    """Known flag -> the words after it, one list for each time that it is given."""
     strays: Sequence[str]
     """Unknown flags and words that belong to no flag."""
 
     def last(self, flag: str) -> str | None:
-        """The value of a flag, which may still be wrong; None where there is none."""
+        """The value of a flag, unchecked; None where there is none."""
         return next(iter(self.given.get(flag, [[]])[-1]), None)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line; raises UserError with every problem of single flags."""
-    return read_flags(split(argv)).value
+    return read_flags(split(argv))
 
 
 def split(argv: Sequence[str]) -> Words:
     """Split the command line into flags and their values."""
     found, strays = _parser().parse_known_args(list(argv))
-    return Words({flag: words for flag, words in vars(found).items() if words is not None}, strays)
+    return Words(vars(found), strays)
 
 
-def read_flags(words: Words) -> Read[Arguments]:
+def read_flags(words: Words) -> Arguments:
     """Check each flag alone; raises UserError with every problem.  Rules between flags are in ``flag_problems``."""
     problems = _stray_problems(words.strays)
-    notes: list[str] = []
-    inert: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for flag, occurrences in words.given.items():
         last = occurrences[-1]
         match FLAGS.get(flag):
-            case Inert(why):
-                inert.setdefault(why, []).append(flag)
+            case Inert():
+                pass
             case Fixed((), why):
                 problems.append(f"{flag} is not available here: {why}")
             case Fixed(supported, why):
                 if last != list(supported):
                     value = " ".join(last)
                     problems.append(f"{flag} is {value if value.isdecimal() else repr(value)}; {why}")
-            case _ if problem := _words_problem(flag, occurrences):
+            case _ if problem := _value_problem(flag, occurrences):
                 problems.append(problem)
             case _:
-                values[flag] = last[0] if last else True
-                if any(one != last for one in occurrences):
-                    texts = ", ".join(" ".join(one) for one in occurrences)
-                    notes.append(f"command line: {flag} is given more than once ({texts}); the last one counts")
-    try:
-        arguments = TypeAdapter(Arguments).validate_python(
-            {name: values[flag_name(name)] for name in fields_of(Arguments) if flag_name(name) in values})
-    except ValidationError as error:
-        raise UserError([*problems, *_invalid_problems(error, words)]) from error
+                values[flag.removeprefix("--").replace("-", "_")] = last[0] if last else True
+    problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
+                 if field.is_required() and flag not in words.given)
     if problems:
         raise UserError(problems)
-    notes += [f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items()]
-    return Read(arguments, tuple(notes))
+    return TypeAdapter(Arguments).validate_python(values)
 
 
-def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
-    """What is wrong with how many values a flag has."""
+def usage_notes(words: Words) -> Iterator[str]:
+    """Which flags have no effect, or are given more than once."""
+    inert: dict[str, list[str]] = {}
+    for flag, occurrences in words.given.items():
+        row = FLAGS.get(flag)
+        if isinstance(row, Inert):
+            inert.setdefault(row.why, []).append(flag)
+        elif any(one != occurrences[-1] for one in occurrences):
+            texts = ", ".join(" ".join(one) for one in occurrences)
+            yield f"command line: {flag} is given more than once ({texts}); the last one counts"
+    yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
+
+
+def _value_problem(flag: str, occurrences: list[list[str]]) -> str | None:
+    """What is wrong with the words that follow a flag."""
     field, last = _FIELDS[flag], occurrences[-1]
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
@@ -199,26 +197,16 @@ def _words_problem(flag: str, occurrences: list[list[str]]) -> str | None:
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
         return f"{flag} {what}; expected one: {field.description}"
-    is_text = expected(field).startswith("a string")
-    return f"{flag} is empty; expected {field.description}" if is_text and not last[0].strip() else None
-
-
-def _invalid_problems(error: ValidationError, words: Words) -> Iterator[str]:
-    """One sentence for each flag that is missing or whose value is wrong."""
-    for one in error.errors():
-        flag = flag_name(str(one["loc"][0]))
-        field = _FIELDS[flag]
-        if flag not in words.given:
-            yield f"{flag} is missing: {field.description}"
-        elif one["type"] != "missing":  # else it has no value that could be looked at, which was reported
-            is_word = one["type"] == "literal_error" or one["type"].endswith("_parsing")
-            value = repr(words.last(flag)) if is_word else words.last(flag)
-            yield f"{flag} is {value}; expected {expected(field).removesuffix(' or null')}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}")
+    legal = expected(field).removesuffix(" or null")
+    if legal == "a string" and not last[0].strip():
+        return f"{flag} is empty; expected {field.description}"
+    try:
+        converted(last[0], field, strict=False)
+    except ValidationError as error:
+        kind = error.errors()[0]["type"]
+        is_word = kind == "literal_error" or kind.endswith("_parsing")
+        return f"{flag} is {repr(last[0]) if is_word else last[0]}; expected {legal}"
+    return None
 
 
 class _Help(argparse.HelpFormatter):
@@ -230,10 +218,11 @@ class _Help(argparse.HelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     """All known flags, each taking any number of strings: values are checked later, all of them at once."""
-    parser = _Parser("mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
-                     usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N "
-                           "--train-iters N --lr X [flags]",
-                     allow_abbrev=False, formatter_class=_Help)
+    parser = argparse.ArgumentParser(
+        "mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
+        usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X "
+              "[flags]",
+        allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
     for flag, field in _FIELDS.items():
         is_switch = field.annotation is bool
         has_default = field.default is not None and not is_switch and not field.is_required()
@@ -247,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stray_problems(strays: Sequence[str]) -> list[str]:
-    """Unknown flags with their nearest known one; the values after an unknown flag are part of it."""
+    """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""
     known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
     problems: list[str] = []
     follows_flag = False
@@ -273,20 +262,14 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield ("--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
                "residuals are held whole on every tensor-parallel rank")
     if args.save is None and args.save_interval is not None:
-        yield (f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the "
-               f"checkpoints")
+        yield f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the checkpoints"
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
-    yield from _optimizer_problems(args)
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
-
-
-def _optimizer_problems(args: Arguments) -> Iterator[str]:
-    decay_iters = args.lr_decay_iters or args.train_iters
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
-    if args.lr_warmup_iters >= decay_iters:
+    if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")

@@ -1,6 +1,6 @@
-"""Words of Megatron and MindSpeed-MM that do nothing here, or that this version refuses: flags and JSON keys.
+"""Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here, or that this version refuses.
 
-Tables only.  What has an effect is a field: of ``mm.config.flags``, ``mm.config.model`` or ``mm.config.data``.
+Words that have an effect are fields in ``mm.config.flags``, ``mm.config.model`` and ``mm.config.data``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fixed:
-    """A word whose every value except ``supported`` is an error; ``why`` says why, or what to write instead."""
+    """A word with no legal value but ``supported``; ``why`` says why, or what to write instead."""
 
     supported: tuple[Any, ...]
     why: str = "this is the only way the model is computed here"
@@ -23,14 +23,7 @@ class Inert:
     why: str
 
 
-@dataclass(frozen=True)
-class Repeated:
-    """A key that repeats what a flag says: each legal value, with the values of the flag that agree with it."""
-
-    meanings: tuple[tuple[Any, tuple[str, ...]], ...]
-
-
-Row = Fixed | Inert | Repeated
+Row = Fixed | Inert
 
 
 def _all(row: Row, words: str) -> dict[str, Row]:
@@ -56,7 +49,7 @@ FLAGS: Mapping[str, Row] = {
     **_all(Inert("checkpoints have one format here: safetensors and JSON"),
            "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --async-save"),
     "--use-mcore-models": Inert("megatron-core is the only engine"),
-    **_all(Inert("the tokenizer is that of model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
+    **_all(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
     "--context-parallel-algo": Inert(_NO_CONTEXT_PARALLEL),
     "--mm-tool": Inert("the profiler is not configured by that file"),
@@ -99,21 +92,18 @@ FLAGS: Mapping[str, Row] = {
 
 _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
 _KERNEL = Inert(_KERNELS)
-_STRUCTURE = Inert("the model is that of Hugging Face either way, and --load reads both structures")
+_STRUCTURE = Inert("the model has Hugging Face's structure either way, and --load reads both")
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
 _NO_VIDEO = "this version trains on images and text, not on video or audio"
 _NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), _NOT_HERE)
 _NULL = Fixed((None,), _NOT_HERE)
 _PACKED = Fixed((None, False), "the samples of a microbatch are packed anyway; --micro-batch-size says how many")
+_PRECISION = "it repeats --bf16 or --fp16"
 
 _TOWER: dict[str, Row] = {
-    "fp16": Repeated(((True, ("fp16",)), (False, ("bf16", "fp32")))),
-    "bf16": Repeated(((True, ("bf16",)), (False, ("fp16", "fp32")))),
-    "params_dtype": Repeated((
-        ("bf16", ("bf16",)), ("fp16", ("fp16",)), ("fp32", ("fp32",)),
-        ("bfloat16", ("bf16",)), ("float16", ("fp16",)), ("float32", ("fp32",)),
-    )),
+    **_all(Fixed((True, False), _PRECISION), "fp16 bf16"),
+    "params_dtype": Fixed(("bf16", "fp16", "fp32", "bfloat16", "float16", "float32"), _PRECISION),
     "normalization": Fixed(("RMSNorm",)),
     **_all(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
     **_all(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),
@@ -131,7 +121,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     },
     "image_encoder": {},
     "patch": {
-        "bridge_patch": Inert("--load reads Hugging Face and converted weights alike"),
+        "bridge_patch": Inert("--load reads both Hugging Face and converted weights"),
         "infer_fa": Inert("it concerns inference only"),
         "clip_grad_async": Inert("gradient clipping never waits for the host here"),
         **_all(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "

@@ -1,32 +1,35 @@
 """The model JSON as frozen dataclasses, with every rule between its fields.
 
-The keys of the file that are no fields here stand in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.foreign``.
 """
 
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
-from mm.config.schema import STRICT, Count, Expected, Int, Key, NotNegative, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, NotNegative, OrDefault, Read, read_settings
 from mm.placement import Placement, layout_problems
 
 
 def _chunks(value: Any) -> Any:
-    """A flat list is one virtual chunk.  Tuples, because pydantic is strict and the fields are tuples."""
-    if not isinstance(value, list):
-        return value
-    chunks = value if value and isinstance(value[0], list) else [value]
-    return tuple(tuple(chunk) if isinstance(chunk, list) else chunk for chunk in chunks)
+    """A flat list is one virtual chunk."""
+    match value:
+        case [[*_], *_]:
+            return typing.cast(Any, value)
+        case _:
+            return [value]
 
 
-Ints = Annotated[tuple[Int, ...], Expected("a list of integers")]
+# Strict(False): a list of JSON becomes a tuple.
+Ints = Annotated[tuple[Int, ...], Strict(False), Field(title="a list of integers")]
 Layers = Annotated[
-    tuple[tuple[Int, ...], ...], BeforeValidator(_chunks),
-    Expected("a list of integers [pp], or a list of such lists [vpp][pp]"),
+    tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),
+    Field(title="a list of integers [pp], or a list of such lists [vpp][pp]"),
 ]
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -140,14 +143,10 @@ class ModelConfig:
         return getattr(self, part).freeze
 
     def placement(self) -> Placement:
-        """Which stage holds what; the pipeline lists must be legal, as those of every model that was read are."""
+        """Which stage holds what.  The pipeline lists must be legal, as they are after ``read_model``."""
         return Placement.of(
-            self.vision.pipeline_num_layers,
-            self.language.pipeline_num_layers,
-            vision_frozen=self.vision.freeze,
-            projector_frozen=self.projector.freeze,
-            language_frozen=self.language.freeze,
-        )
+            self.vision.pipeline_num_layers, self.language.pipeline_num_layers, vision_frozen=self.vision.freeze,
+            projector_frozen=self.projector.freeze, language_frozen=self.language.freeze)
 
 
 def read_model(path: str | Path) -> Read[ModelConfig]:
@@ -206,16 +205,15 @@ def _vision_problems(vision: VisionConfig) -> Iterator[str]:
 
 
 def _projector_problems(model: ModelConfig) -> Iterator[str]:
-    key, projector = "image_encoder.vision_projector", model.projector
-    merged_size = projector.input_size * model.vision.spatial_merge_size**2
-    if projector.input_size != model.vision.hidden_size:
-        yield f"{key}.input_size is {projector.input_size}; expected the ViT's hidden_size = {model.vision.hidden_size}"
-    if projector.ffn_hidden_size != merged_size:
-        yield (f"{key}.ffn_hidden_size is {projector.ffn_hidden_size}; expected input_size x spatial_merge_size^2 = "
-               f"{merged_size}")
-    if projector.hidden_size != model.language.hidden_size:
-        yield (f"{key}.hidden_size is {projector.hidden_size}; expected text_decoder.hidden_size = "
-               f"{model.language.hidden_size}")
+    sizes = (
+        ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
+        ("ffn_hidden_size", "input_size x spatial_merge_size^2",
+         model.projector.input_size * model.vision.spatial_merge_size**2),
+        ("hidden_size", "text_decoder.hidden_size", model.language.hidden_size),
+    )
+    for name, rule, size in sizes:
+        if (found := getattr(model.projector, name)) != size:
+            yield f"image_encoder.vision_projector.{name} is {found}; expected {rule} = {size}"
 
 
 def _language_problems(language: LanguageConfig) -> Iterator[str]:

@@ -4,11 +4,10 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, cast
 
 from mm.errors import UserError
 
@@ -18,16 +17,9 @@ class Document:
     """A JSON file and its value."""
 
     path: str
-    text: str
     root: Any
-
-    @cached_property
-    def lines(self) -> Mapping[tuple[str | int, ...], list[int]]:
-        """Where each key stands: the keys and list positions that lead to it -> the lines."""
-        found: dict[tuple[str | int, ...], list[int]] = {}
-        for place, position in _keys(self.text):
-            found.setdefault(place, []).append(_line(self.text, position))
-        return found
+    lines: Mapping[tuple[str | int, ...], Sequence[int]]
+    """The keys and list positions that lead to a key, itself included -> the lines where it stands."""
 
     def line(self, key_path: str) -> float:
         """The line of the key ``key.path``; infinity where it is absent."""
@@ -38,38 +30,18 @@ class Document:
         line = self.line(key_path)
         return f"{self.path}{'' if math.isinf(line) else f':{line}'}: {key_path or 'the file'}"
 
-    def get(self, key_path: str, absent: Any = None) -> Any:
-        """The value at ``key_path``, or ``absent``."""
+    def get(self, key_path: str) -> Any:
+        """The value at ``key_path``, or None."""
         found: Any = self.root
-        for part in key_path.split(".") if key_path else ():
-            if not isinstance(found, dict) or part not in found:
-                return absent
-            found = found[part]
+        for key in key_path.split(".") if key_path else ():
+            found = cast(dict[str, Any], found).get(key) if isinstance(found, dict) else None
         return found
 
-
-class _BadWord(ValueError):
-    """A number or word that Python reads and JSON does not have."""
-
-    def __init__(self, word: str, problem: str) -> None:
-        super().__init__(problem)
-        self.word = word
+    def has(self, key_path: str) -> bool:
+        """Whether the key is there, be it null."""
+        return tuple(key_path.split(".")) in self.lines or not key_path
 
 
-def _finite(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    def number(word: str) -> Any:
-        if math.isinf(float(word)):
-            raise _BadWord(word, f"the number {word} is too large")
-        return convert(word)
-
-    return number
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise _BadWord(word, f"{word} is not JSON; expected a finite number or null")
-
-
-_DECODER = json.JSONDecoder(parse_float=_finite(float), parse_int=_finite(int), parse_constant=_refuse_constant)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
@@ -81,23 +53,27 @@ def read_json(path: str | Path) -> Document:
     """
     text = _decoded(Path(path))
     try:
-        root = _DECODER.decode(text)
+        root = json.loads(text, parse_int=_integer)
         json.dumps(root, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{path}: a string has half of a surrogate pair (\\ud800 to \\udfff)") from error
     except json.JSONDecodeError as error:
-        raise UserError(_syntax_problem(path, text, *_explained(text, error))) from error
-    except _BadWord as error:
-        position = next(token.start() for token in _TOKEN.finditer(text) if token[0].startswith(error.word))
-        raise UserError(_syntax_problem(path, text, position, str(error))) from error
+        raise _syntax_error(path, text, *_explained(text, error)) from error
     except RecursionError as error:
         raise UserError(f"{path}: too many levels of nesting") from error
-    document = Document(str(path), text, root)
+    lines: dict[tuple[str | int, ...], list[int]] = {}
+    for place, position in _keys(path, text):
+        lines.setdefault(place, []).append(_line(text, position))
     twice = [f"{path}:{line}: {_key_path(place)} appears twice (first on line {found[0]}); remove one of the two"
-             for place, found in document.lines.items() for line in found[1:]]
+             for place, found in lines.items() for line in found[1:]]
     if twice:
         raise UserError(twice)
-    return document
+    return Document(str(path), root, lines)
+
+
+def _integer(word: str) -> float:
+    """Also of words with more digits than ``int`` takes; ``_keys`` refuses those."""
+    return int(word) if math.isfinite(float(word)) else math.inf
 
 
 def _decoded(path: Path) -> str:
@@ -125,12 +101,12 @@ def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def _syntax_problem(path: str | Path, text: str, position: int, problem: str) -> str:
+def _syntax_error(path: str | Path, text: str, position: int, problem: str) -> UserError:
     """``problem`` with its place and the line of the file under it."""
     start = text.rfind("\n", 0, position) + 1
     shown = text[start:].split("\n", 1)[0].rstrip("\r")
     column = position - start
-    return f"{path}:{_line(text, position)}:{column + 1}: {problem}\n    {shown}\n    {' ' * column}^"
+    return UserError(f"{path}:{_line(text, position)}:{column + 1}: {problem}\n    {shown}\n    {' ' * column}^")
 
 
 def _explained(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
@@ -163,8 +139,11 @@ def _key_path(place: tuple[str | int, ...]) -> str:
     return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place).removeprefix(".")
 
 
-def _keys(text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
-    """Every key of a correct JSON text: what leads to it, and its first character."""
+def _keys(path: str | Path, text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """Every key of a text that Python reads as JSON: what leads to it, and its first character.
+
+    Raises UserError for a number that JSON does not have.
+    """
     tokens = list(_TOKEN.finditer(text))
     place: list[str | int] = []  # for each open object its current key, for each open list the number of its item
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
@@ -178,5 +157,10 @@ def _keys(text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
             case _ if following and following[0] == ":":
                 place[-1] = json.loads(token[0])
                 yield tuple(place), token.start()
-            case _:  # a value, or what separates two
+            case "NaN" | "Infinity" | "-Infinity" as word:
+                raise _syntax_error(
+                    path, text, token.start(), f"{word} is not JSON; expected a finite number or null")
+            case word if word[0] in "-0123456789" and math.isinf(float(word)):
+                raise _syntax_error(path, text, token.start(), f"the number {word} is too large")
+            case _:  # another value, or what separates two
                 pass

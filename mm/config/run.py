@@ -1,10 +1,9 @@
-"""One run: flags, model JSON, data JSON and world size, read together and checked together.
+"""One training run: flags, model JSON, data JSON and world size, read and checked together.
 
-Every problem of all three is reported at once, before torch is loaded.
+All problems are reported at once, before torch is loaded.
 """
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic_core import to_jsonable_python
+
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, Words, flag_problems, read_flags, split
+from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, usage_notes
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
-from mm.config.schema import Read
+from mm.config.read import Document
+from mm.config.schema import shown
 from mm.errors import UserError
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
+
+_PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "fp32": {"fp16": (False,), "bf16": (False,), "params_dtype": ("fp32", "float32")},
+    "bf16": {"fp16": (False,), "bf16": (True,), "params_dtype": ("bf16", "bfloat16")},
+    "fp16": {"fp16": (True,), "bf16": (False,), "params_dtype": ("fp16", "float16")},
+}
+"""Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Run:
     data: DataConfig
     world_size: int
     notes: tuple[str, ...] = ()
-    """What was given and has no effect, or is missing in a dry run; to be shown once."""
+    """What has no effect, or is missing in a dry run; to be shown once."""
 
     @property
     def tp_size(self) -> int:
@@ -89,34 +98,32 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     """
     words = split(argv)
     problems: list[str] = []
-    flags = _attempt(read_flags, words, problems)
-    if flags:
-        problems += flag_problems(flags.value)
+    args = _attempt(read_flags, words, problems)
+    problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None))
     is_dry_run = "--dry-run" in words.given
     problems += [] if is_dry_run else missing
-    if not (flags and model and data):
+    if not (args and model and data):
         raise UserError(problems)
-    args = flags.value
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
     run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
-              (*flags.notes, *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
-    problems += (*_layout_problems(run), *_model_problems(run, model))
+              (*usage_notes(words), *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
+    problems += (*_layout_problems(run), *_model_problems(run, model.document))
     if problems:
         raise UserError(problems)
     return run
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON-ready values, what was derived included; to be written beside the logs."""
-    whole = {
-        "arguments": dataclasses.asdict(run.args),
-        "model": dataclasses.asdict(run.model),
-        "data": dataclasses.asdict(run.data),
+    """The whole run as JSON values, derived numbers included; to be written beside the logs."""
+    return to_jsonable_python({
+        "arguments": run.args,
+        "model": run.model,
+        "data": run.data,
         "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
         "data_parallel_size": run.dp_size,
@@ -127,12 +134,11 @@ def resolved(run: Run) -> dict[str, Any]:
         "lr_decay_iters": run.lr_decay_iters,
         "lr_warmup_iters": run.lr_warmup_iters,
         "notes": run.notes,
-    }
-    return json.loads(json.dumps(whole))
+    })
 
 
-def _attempt(read: Callable[[Given], Read[Value]], given: Given | None, problems: list[str]) -> Read[Value] | None:
-    """What ``read`` returns, or None after adding its problems; a path that is missing is reported with the flags."""
+def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
+    """What ``read`` returns, or None after adding its problems.  A missing path is a problem of the flags."""
     try:
         return read(given) if given else None
     except UserError as error:
@@ -145,10 +151,7 @@ def _is_count(text: str) -> bool:
 
 
 def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator[str]:
-    """How the environment of the launcher contradicts itself or the flags.
-
-    A run that waits for ranks which nobody started would wait until its time is up.
-    """
+    """How the launcher's environment contradicts itself or the flags: a run would wait in vain for missing ranks."""
     launched = environment.get("WORLD_SIZE")
     given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
     if not (args.dry_run or args.check):
@@ -167,7 +170,7 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
 
 
 def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """The flags count for each tower whose JSON says nothing of recompute."""
+    """The flags count for each tower without recompute in its JSON."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -176,24 +179,21 @@ def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
 
 
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
-    data_path, load = words.last("--mm-data"), words.last("--load")
+    data_path = words.last("--mm-data")
+    directories = {"--load": words.last("--load")}
     if data:
-        what = f"{data_path}: model_name_or_path (a Hugging Face directory)"
-        yield from _unless_directory(what, data.model_name_or_path)
-        yield from _unless_directory(f"{data_path}: dataset_dir", data.dataset_dir)
-        yield from (f"{data_path}: dataset is {path!r}, which is not a file"
-                    for path in data.dataset if not Path(path).is_file())
-    if load:
-        yield from _unless_directory("--load", load)
-
-
-def _unless_directory(what: str, path: str) -> Iterator[str]:
-    if not Path(path).is_dir():
-        yield f"{what} is {path!r}, which is not a directory"
+        directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
+        directories[f"{data_path}: dataset_dir"] = data.dataset_dir
+    for what, path in directories.items():
+        if path and not Path(path).is_dir():
+            yield f"{what} is {path!r}, which is not a directory"
+    for path in data.dataset if data else ():
+        if not Path(path).is_file():
+            yield f"{data_path}: dataset is {path!r}, which is not a file"
 
 
 def _layout_problems(run: Run) -> Iterator[str]:
-    """How ranks, stages, heads and batches do not divide."""
+    """Where ranks, stages, heads and batches do not divide."""
     args, replica_size = run.args, run.tp_size * run.num_stages
     counts = {
         "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
@@ -229,13 +229,18 @@ def _nearest_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _model_problems(run: Run, read: Read[ModelConfig]) -> Iterator[str]:
+def _model_problems(run: Run, document: Document) -> Iterator[str]:
     """Where the model JSON contradicts the flags."""
     args, limit = run.args, run.model.language.max_position_embeddings
     if args.seq_length > limit:
         yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
                f"{args.mm_model}")
-    contrary = [said for said, fitting in read.repeated if run.precision not in fitting]
+    contrary = [
+        f"{document.at(key_path)} is {shown(document.get(key_path))}"
+        for tower in ("image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder")
+        for key, values in _PRECISION_KEYS[run.precision].items()
+        if document.get(key_path := f"{tower}.{key}") not in (None, *values)
+    ]
     if contrary:
         flag = "Neither --bf16 nor --fp16 is given" if run.precision == "fp32" else f"--{run.precision} is given"
         yield f"{flag}, which means {run.precision}, but {', '.join(contrary)}; change the flag or the file"
@@ -246,11 +251,11 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
     if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
-        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: every layer is a "
-               "group of its own, which keeps one hidden state per layer")
+        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: each layer is "
+               "recomputed alone, which keeps one hidden state per layer")
     if args.recompute_granularity == "selective":
         yield ("command line: --recompute-granularity selective has no effect: attention never keeps its score matrix "
-               "here, so there is nothing of it to recompute; full recomputes whole layers")
+               "here, so nothing is left to recompute; full recomputes whole layers")
     if args.load is None:
         yield "command line: no --load, so training starts from random weights"
     if args.save is None:

@@ -4,7 +4,7 @@ import typing
 
 import pytest
 
-from mm.config.flags import Arguments, flag_name, parse, read_flags, split
+from mm.config.flags import Arguments, flag_name, parse, read_flags, split, usage_notes
 from mm.config.foreign import FLAGS, Fixed, Inert
 from mm.config.schema import choices, fields_of
 from mm.errors import UserError
@@ -23,7 +23,7 @@ def problems(*argv: str) -> list[str]:
 
 
 def notes(*argv: str) -> tuple[str, ...]:
-    return read_flags(split([*REQUIRED, *argv])).notes
+    return tuple(usage_notes(split([*REQUIRED, *argv])))
 
 
 def test_defaults_are_megatrons():

@@ -92,13 +92,6 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     assert any("without a cache" in note and "basic_parameters.cache_dir" in note for note in notes)
 
 
-def test_keys_that_repeat_the_precision():
-    said = {what.split(": ")[1]: fitting for what, fitting in read_model(EXAMPLES / "model_7b.json").repeated}
-    assert said[f"{VISION}.fp16 is false"] == ("bf16", "fp32")
-    assert said[f"{VISION}.bf16 is true"] == ("bf16",)
-    assert said[f'{LANGUAGE}.params_dtype is "bf16"'] == ("bf16",)
-
-
 @pytest.mark.parametrize(("changes", "what"), [
     ({f"{LANGUAGE}.num_layer": 28}, "text_decoder.num_layer is not a known key (did you mean 'num_layers'?)"),
     ({f"{LANGUAGE}.activation_func": "gelu"}, 'text_decoder.activation_func is "gelu"; supported: "silu"'),

@@ -93,6 +93,8 @@ def test_sources_of_the_world_size(tmp_path):
                     f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}}, "have 2 virtual chunks per stage"),
     ([], {"model": {f"{LANGUAGE}.bf16": False}}, "text_decoder.bf16 is false; change the flag or the file"),
     ([], {"model": {f"{VISION}.params_dtype": "fp32"}}, "--bf16 is given, which means bf16, but"),
+    ([], {"model": {f"{VISION}.params_dtype": "float16"}}, 'vision_encoder.params_dtype is "float16"; change'),
+    ([], {"model": {f"{VISION}.fp16": True}}, "image_encoder.vision_encoder.fp16 is true; change the flag or the file"),
     ([], {"data": {"dataset_param.preprocess_parameters.image_min_pixels": 300000}}, "above image_max_pixels = 262144"),
 ])
 def test_rules_across_files(tmp_path, flags, how, what):
@@ -165,6 +167,25 @@ def test_precision_keys_may_be_absent(tmp_path):
             *(flag for flag in FLAGS if flag != "--bf16")]
     assert load_run(argv, 2, {}).precision == "fp32"
     assert load_run([*argv, "--fp16"], 2, {}).precision == "fp16"
+
+
+@pytest.mark.parametrize(("flags", "values"), [
+    ([], {"fp16": False, "bf16": False, "params_dtype": "float32"}),
+    (["--bf16"], {"fp16": False, "bf16": True, "params_dtype": "bfloat16"}),
+    (["--fp16"], {"fp16": True, "bf16": False, "params_dtype": "float16"}),
+])
+def test_precision_keys_may_repeat_the_flags(tmp_path, flags, values):
+    towers = (VISION, "image_encoder.vision_projector", LANGUAGE)
+    changes = {f"{tower}.{key}": value for tower in towers for key, value in values.items()}
+    for name, how in (("model_7b.json", changes), ("data_7b.json", {})):
+        (tmp_path / name).write_text(json.dumps(changed(name, how), indent=1))
+    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            *(flag for flag in FLAGS if flag != "--bf16")]
+    assert load_run([*argv, *flags], 2, {}).precision == (flags or ["--fp32"])[0].removeprefix("--")
+    for other in {"--bf16", "--fp16"}.difference(flags):
+        told = [problem for problem in refused([*argv, other], {}) if problem.endswith("; change the flag or the file")]
+        assert len(told) == 1
+        assert all(f"{tower}.params_dtype is" in told[0] for tower in towers)
 
 
 def test_real_environment_is_the_default(tmp_path, monkeypatch):
