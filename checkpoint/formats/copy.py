@@ -8,7 +8,7 @@ for the checksum, and what is summed is what is written.
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
@@ -70,7 +70,7 @@ def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress
             for job, wanted in todo:
                 if stop.is_set():
                     return
-                todo.done(dict(zip(wanted, worker.run(job, wanted), strict=True)))
+                todo.done(worker.run(job, wanted))
         finally:
             worker.close()
             targets.close()
@@ -92,7 +92,7 @@ def differing(plan: Plan, source: Path, target: Path, num_workers: int, progress
                     job = next(jobs, None)
                 if job is None:
                     break
-                worker.run(job, list(job.targets))
+                worker.run(job, job.targets)
         finally:
             worker.close()
             compared.close()
@@ -254,11 +254,11 @@ class _Worker:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._progress = progress
 
-    def run(self, job: Job, targets: list[Stored]) -> list[int]:
+    def run(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
         """Write ``targets``, which are some of the job's; return their checksums."""
         if job.num_rows == 1:
             (target,) = targets
-            return [self._gather(job, target)]
+            return {target: self._gather(job, target)}
         return self._cut(job, targets)
 
     def _gather(self, job: Job, target: Stored) -> int:
@@ -281,29 +281,29 @@ class _Worker:
         assert written == target.num_bytes, target
         return crc32
 
-    def _cut(self, job: Job, targets: list[Stored]) -> list[int]:
+    def _cut(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
         """Write tensors that take columns of the same rows, a block of rows at a time."""
-        source_widths = [source.num_bytes // job.num_rows for source in job.sources]
-        target_widths = [target.num_bytes // job.num_rows for target in targets]
-        block = max(1, BUFFER_BYTES // max(*source_widths, *target_widths))
-        sources = [np.empty((block, width), np.uint8) for width in source_widths]
-        blocks = [np.zeros((block, width), np.uint8) for width in target_widths]  # padding stays zero
-        number = {job.targets.index(target): index for index, target in enumerate(targets)}
-        moves = [(move, number[move.target]) for move in job.moves if move.target in number]
-        needed = {move.source for move, _ in moves}
-        crc32s = [0] * len(targets)
+        moves = [move for move in job.moves if move.target in targets]
+        widest = max(stored.num_bytes for stored in (*(move.source for move in moves), *targets)) // job.num_rows
+        block = max(1, BUFFER_BYTES // widest)
+        sources = {move.source: _rows(block, move.source, job) for move in moves}
+        blocks = {target: _rows(block, target, job) for target in targets}  # padding stays zero
+        copies = [
+            (blocks[move.target][:, move.target_start : move.target_start + move.num_bytes],
+             sources[move.source][:, move.source_start : move.source_start + move.num_bytes])
+            for move in moves
+        ]
+        crc32s = dict.fromkeys(targets, 0)
         for row in range(0, job.num_rows, block):
             rows = min(block, job.num_rows - row)
-            for index in needed:
-                self._sources.read(job.sources[index], row * source_widths[index], _bytes(sources[index][:rows]))
-            for move, index in moves:
-                blocks[index][:rows, move.target_start : move.target_start + move.num_bytes] = sources[move.source][
-                    :rows, move.source_start : move.source_start + move.num_bytes
-                ]
-            for index, target in enumerate(targets):
-                data = _bytes(blocks[index][:rows])
-                crc32s[index] = zlib.crc32(data, crc32s[index])
-                self._targets.write(target, row * target_widths[index], data)
+            for source, content in sources.items():
+                self._sources.read(source, row * content.shape[1], _bytes(content[:rows]))
+            for into, content in copies:
+                into[:rows] = content[:rows]
+            for target, content in blocks.items():
+                data = _bytes(content[:rows])
+                crc32s[target] = zlib.crc32(data, crc32s[target])
+                self._targets.write(target, row * content.shape[1], data)
                 self._progress(len(data))
         return crc32s
 
@@ -317,11 +317,15 @@ def _pieces(job: Job) -> Iterator[tuple[Stored | None, int, int]]:
     for move in job.moves:
         if move.target_start > reached:
             yield None, 0, move.target_start - reached
-        yield job.sources[move.source], move.source_start, move.num_bytes
+        yield move.source, move.source_start, move.num_bytes
         reached = move.target_start + move.num_bytes
     if reached < job.targets[0].num_bytes:
         yield None, 0, job.targets[0].num_bytes - reached
 
 
+def _rows(num_rows: int, stored: Stored, job: Job) -> np.ndarray:
+    return np.zeros((num_rows, stored.num_bytes // job.num_rows), np.uint8)
+
+
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array).cast("B")
+    return array.data.cast("B")

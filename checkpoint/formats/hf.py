@@ -113,8 +113,8 @@ class HFDirectory:
                     misfits.append(self._misfit(weight, name, shape))
         for name in self.tensors.keys() - claimed:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
-            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME and embedding is not None
-            if is_copy and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
+            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
+            if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
                 weight = next(view.weight for view in views if view.weight.hf_names == (HF_EMBEDDING_NAME,))
                 views.append(whole_view(stored, HF_EMBEDDING_NAME, weight))
             else:
