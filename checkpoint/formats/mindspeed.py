@@ -288,11 +288,7 @@ class MindSpeedDirectory:
 
 
 def _read_file(path: Path, file: str) -> tuple[Mapping[str, Stored], tuple[str, ...]]:
-    """The tensors of one file by name, and its chunk keys, also of chunks without tensors.
-
-    Raises:
-        UserError: the file is truncated, damaged, a Git-LFS pointer, or a pickle with code in it.
-    """
+    """The tensors of one file by name, and its chunk keys, also of chunks without tensors."""
     if not file.endswith(".pt"):
         return read_header(path / file, file), (Path(file).stem,)
     return read_torch_file(path / file, file)

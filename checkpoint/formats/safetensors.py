@@ -132,7 +132,7 @@ class SafetensorsFile:
 
     @classmethod
     def like(cls, path: Path) -> "SafetensorsFile":
-        """A file with the very header of the one at ``path``."""
+        """A file with the same header, to the byte, as that at ``path``."""
         stored = read_header(path)
         with path.open("rb") as file:
             header_bytes = 8 + int.from_bytes(file.read(8), "little")

@@ -223,14 +223,10 @@ def find(path: str | Path, flag: str = "--load") -> Directory:
     Raises:
         UserError: it is of no kind, incomplete or damaged.
     """
-    path = Path(path)
-    match find_kind(path, flag):
-        case Kind.HUGGING_FACE:
-            return HFDirectory.open(path)
-        case Kind.MINDSPEED:
-            return MindSpeedDirectory.open(path)
-        case Kind.TRAINING:
-            return TrainingDirectory.open(path)
+    classes = {
+        Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
+    }  # fmt: skip
+    return classes[find_kind(path, flag)].open(path)
 
 
 def open(
@@ -300,7 +296,7 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
 
 
 def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source:
-    """The weights of a training checkpoint, as they were trained with; optimizer state is no part of a source."""
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
     manifest = directory.manifest
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
                    is_trained=True, notes=directory.notes)
