@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint.compare import Unequal, bits, coarser, held_dtype, sample, tensors
 from checkpoint.formats.source import Kind, Source
 from checkpoint.formats.storage import Structure, stored_weights
-from mm.weights.cut import Run, cut_dim, shard_runs
+from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, Weight, local_shape
 from mm.weights.views import Misfit, Stored
 
@@ -149,19 +149,19 @@ def _numbers_in_files(weight: Weight, source: Source, tp_size: int) -> Tensor:
     if source.kind is Kind.HUGGING_FACE:
         return torch.arange(sum(shape[cut_dim(weight)] for shape in weight.hf_shapes))
     parts = stored_weights(weight, Structure.FUSED if source.storage is None else source.storage.structure)
-    return torch.cat([numbers(weight, shard_runs(part, tp_size, rank)) for rank in range(tp_size) for part in parts])
+    return torch.cat([numbers(weight, shard_spans(part, tp_size, rank)) for rank in range(tp_size) for part in parts])
 
 
-def numbers(weight: Weight, runs: Iterable[Run]) -> Tensor:
-    """The numbers of ``weight`` that ``runs`` hold."""
+def numbers(weight: Weight, spans: Iterable[Span]) -> Tensor:
+    """The numbers of ``weight`` that ``spans`` hold."""
     firsts, first = {}, 0
     for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
         firsts[name] = first
         first += shape[cut_dim(weight)]
     return torch.cat([
-        torch.full((run.length,), PADDING) if run.key is None
-        else torch.arange(run.start, run.stop) + firsts[run.key]
-        for run in runs
+        torch.full((span.length,), PADDING) if span.key is None
+        else torch.arange(span.start, span.stop) + firsts[span.key]
+        for span in spans
     ])
 
 
@@ -257,8 +257,8 @@ def _cut_causes(weight: Weight, unequal: Sequence[Unequal], right: Source, found
     """Tried on matrices that hold one Hugging Face tensor, in shards of the right shape."""
     for part in stored_weights(weight, Structure.CANONICAL):
         (key,) = part.hf_names
-        views = list(dict.fromkeys(one.view for one in found.index.parts(key)))
-        is_alone = all({run.key for run in view.runs} <= {key, None} for view in views)
+        views = list(dict.fromkeys(one.view for one in found.index.stretches(key)))
+        is_alone = all({span.key for span in view.spans} <= {key, None} for view in views)
         if is_alone and any(one.key == key for one in unequal):
             causes = {cut_cause(part, view.stored, len(views), rank, found, right) for rank, view in enumerate(views)}
             if len(causes) == 1 and None not in causes:
@@ -283,10 +283,10 @@ def cut_cause(
         return None
     dim = cut_dim(weight)
     size = weight.shape[1 - dim]
-    own = numbers(weight, shard_runs(weight, tp_size, tp_rank))
+    own = numbers(weight, shard_spans(weight, tp_size, tp_rank))
     tries = [("the matrix is transposed", own, range(size), True)]
     if tp_size > 1 and weight.tp_dim is not None:
-        every, width = numbers(weight, shard_runs(weight, 1, 0)), size // tp_size
+        every, width = numbers(weight, shard_spans(weight, 1, 0)), size // tp_size
         part = range(tp_rank * width, (tp_rank + 1) * width)
         tries += [("every rank holds the whole, which is not cut", every, range(size), False),
                   (f"it is cut along dimension {1 - dim} instead of {dim}", every, part, False),

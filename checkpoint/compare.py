@@ -125,11 +125,11 @@ def tensors(weight: Weight, *sides: Source) -> Iterator[tuple[str, tuple[int, ..
 
 def held_dtype(source: Source, key: str, shape: tuple[int, ...], dim: int) -> torch.dtype | None:
     """The dtype in which ``source`` holds the Hugging Face tensor ``key``; None if not in whole, or in two dtypes."""
-    parts = source.index.parts(key)
+    parts = source.index.stretches(key)
     dtypes = {part.view.stored.dtype for part in parts}
     fits = all(one[:dim] + one[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
                for one in (part.view.stored.shape for part in parts))
-    is_whole = fits and sum(part.run.length for part in parts) == shape[dim]
+    is_whole = fits and sum(part.span.length for part in parts) == shape[dim]
     return dtypes.pop() if is_whole and len(dtypes) == 1 else None
 
 

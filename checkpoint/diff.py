@@ -20,7 +20,7 @@ from checkpoint.formats.source import Kind, Source, find_kind
 from checkpoint.formats.source import open as open_source
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.cut import Run
+from mm.weights.cut import Span
 from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 from mm.weights.views import Misfit, Stored
 
@@ -175,11 +175,11 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
         if None not in dtypes:
             continue
         for side, other, dtype in ((source, target, dtypes[0]), (target, source, dtypes[1])):
-            parts = side.index.parts(key)
+            parts = side.index.stretches(key)
             names = sorted({dtype_name(part.view.stored.dtype) for part in parts})
             if dtype is not None:
                 yield f"    {_where(side, parts[0].view.stored)}"
-                causes.append(None if other.index.parts(key) else missing_head_cause(side, finding.weight))
+                causes.append(None if other.index.stretches(key) else missing_head_cause(side, finding.weight))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
             elif not any(side is one for one, _, _ in finding.misfits):
@@ -196,7 +196,7 @@ def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> I
                f"{list(one.index)}")
     index = 0 if one.first is None else one.index[one.dim]
     for side in (source, target):
-        yield f"    {_where(side, next(side.index.find(Run(one.key, index, 1))).view.stored)}"
+        yield f"    {_where(side, next(side.index.find(Span(one.key, index, 1))).view.stored)}"
 
 
 def _where(side: Source, stored: Stored) -> str:

@@ -8,7 +8,7 @@ for the checksum, and what is summed is what is written.
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
@@ -61,64 +61,54 @@ def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress
         OSError: the disk is full or fails.  What was finished stays finished.
     """
     todo = _Todo(plan, output)
-    stop = threading.Event()
 
-    def work() -> None:
-        targets = Files(output.folder, os.O_WRONLY)
-        worker = _Worker(source, targets, progress)
-        try:
-            for job, wanted in todo:
-                if stop.is_set():
-                    return
-                todo.done(dict(zip(wanted, worker.run(job, wanted), strict=True)))
-        finally:
-            worker.close()
-            targets.close()
+    def work(jobs: Iterator[Job]) -> None:
+        with Files(source) as sources, Files(output.folder, os.O_WRONLY) as targets:
+            worker = _Worker(sources, targets, progress)
+            for job in jobs:
+                todo.done(worker.run(job, todo.targets(job)))
 
-    _run_workers(work, num_workers, stop)
+    _run_workers(work, plan.jobs, num_workers)
 
 
 def differing(plan: Plan, source: Path, target: Path, num_workers: int, progress: Progress) -> list[Stored]:
     """The tensors under ``target`` that are not what ``plan`` would make of ``source``; writes nothing."""
-    jobs, lock, stop = iter(plan.jobs), threading.Lock(), threading.Event()
     found: set[Stored] = set()
 
-    def work() -> None:
-        compared = _Compared(target)
-        worker = _Worker(source, compared, progress)
-        try:
-            while not stop.is_set():
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    break
-                worker.run(job, list(job.targets))
-        finally:
-            worker.close()
-            compared.close()
-        with lock:
-            found.update(compared.differing)
+    def work(jobs: Iterator[Job]) -> None:
+        with Files(source) as sources, _Compared(target, found) as compared:
+            worker = _Worker(sources, compared, progress)
+            for job in jobs:
+                worker.run(job, job.targets)
 
-    _run_workers(work, num_workers, stop)
+    _run_workers(work, plan.jobs, num_workers)
     return [tensor for job in plan.jobs for tensor in job.targets if tensor in found]
 
 
-def _run_workers(work: Callable[[], None], num_workers: int, stop: threading.Event) -> None:
-    """Run ``work`` in threads; when one fails, or the user interrupts, the others stop after their job."""
+def _run_workers(work: Callable[[Iterator[Job]], None], jobs: Sequence[Job], num_workers: int) -> None:
+    """Run ``work`` in threads, which share ``jobs``; when one fails, or the user interrupts, none gets another job."""
+    left, lock, stop = iter(jobs), threading.Lock(), threading.Event()
+
+    def shared() -> Iterator[Job]:
+        while not stop.is_set():
+            with lock:
+                job = next(left, None)
+            if job is None:
+                return
+            yield job
+
     with ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(work) for _ in range(num_workers)]
+        futures = [pool.submit(work, shared()) for _ in range(num_workers)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            stop_early = any(future.done() and future.exception() for future in futures)
-            if stop_early or not all(future.done() for future in futures):
-                stop.set()
+            stop.set()
     for future in futures:
         future.result()
 
 
 class _Todo:
-    """Hands out the jobs of unfinished files in order, and finishes a file after its last tensor."""
+    """Knows the unfinished files, and finishes each after its last tensor."""
 
     def __init__(self, plan: Plan, output: Output) -> None:
         self._output = output
@@ -126,22 +116,14 @@ class _Todo:
         self._left = {name: len(file.tensors) for name, file in self._files.items()}
         self._crc32s: dict[str, dict[str, int]] = {name: {} for name in self._files}
         self._lock = threading.Lock()
-        self._jobs = iter(plan.jobs)
         for file in self._files.values():
             output.create(file)
             if not file.tensors:
                 output.finish(file, {})
 
-    def __iter__(self) -> Iterator[tuple[Job, list[Stored]]]:
-        """Jobs, each with those of its targets that are to be written."""
-        while True:
-            with self._lock:
-                job = next(self._jobs, None)
-            if job is None:
-                return
-            targets = [target for target in job.targets if target.file in self._files]
-            if targets:
-                yield job, targets
+    def targets(self, job: Job) -> list[Stored]:
+        """Those of the job that are to be written."""
+        return [target for target in job.targets if target.file in self._files]
 
     def done(self, crc32s: dict[Stored, int]) -> None:
         complete = []
@@ -232,9 +214,9 @@ class Files:
 class _Compared(Files):
     """Takes what would be written and notes where the files hold something else."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, differing: set[Stored]) -> None:
         super().__init__(directory)
-        self.differing: set[Stored] = set()
+        self._differing = differing
         self._found = memoryview(bytearray(BUFFER_BYTES))
 
     def write(self, stored: Stored, start: int, data: memoryview) -> None:
@@ -243,23 +225,22 @@ class _Compared(Files):
             found = self._found[: len(part)]
             self.read(stored, start + at, found)
             if found != part:
-                self.differing.add(stored)
+                self._differing.add(stored)
 
 
 class _Worker:
-    """One thread's buffers and open files; closes the sources only."""
+    """What one thread writes with."""
 
-    def __init__(self, source: Path, targets: Files, progress: Progress) -> None:
-        self._sources, self._targets = Files(source), targets
+    def __init__(self, sources: Files, targets: Files, progress: Progress) -> None:
+        self._sources, self._targets = sources, targets
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._progress = progress
 
-    def run(self, job: Job, targets: list[Stored]) -> list[int]:
-        """Write ``targets``, which are some of the job's; return their checksums."""
+    def run(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
+        """Write ``targets``, which are some of the job's or none; return their checksums."""
         if job.num_rows == 1:
-            (target,) = targets
-            return [self._gather(job, target)]
-        return self._cut(job, targets)
+            return {target: self._gather(job, target) for target in targets}
+        return self._cut(job, targets) if targets else {}
 
     def _gather(self, job: Job, target: Stored) -> int:
         """Write one tensor from first to last byte."""
@@ -281,34 +262,31 @@ class _Worker:
         assert written == target.num_bytes, target
         return crc32
 
-    def _cut(self, job: Job, targets: list[Stored]) -> list[int]:
+    def _cut(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
         """Write tensors that take columns of the same rows, a block of rows at a time."""
-        source_widths = [source.num_bytes // job.num_rows for source in job.sources]
-        target_widths = [target.num_bytes // job.num_rows for target in targets]
-        block = max(1, BUFFER_BYTES // max(*source_widths, *target_widths))
-        sources = [np.empty((block, width), np.uint8) for width in source_widths]
-        blocks = [np.zeros((block, width), np.uint8) for width in target_widths]  # padding stays zero
-        number = {job.targets.index(target): index for index, target in enumerate(targets)}
-        moves = [(move, number[move.target]) for move in job.moves if move.target in number]
-        needed = {move.source for move, _ in moves}
-        crc32s = [0] * len(targets)
+        moves = [move for move in job.moves if move.target in targets]
+        widest = max(stored.num_bytes for stored in (*(move.source for move in moves), *targets)) // job.num_rows
+        block = max(1, BUFFER_BYTES // widest)
+        sources = {move.source: _rows(block, move.source, job) for move in moves}
+        blocks = {target: _rows(block, target, job) for target in targets}  # padding stays zero
+        copies = [
+            (blocks[move.target][:, move.target_start : move.target_start + move.num_bytes],
+             sources[move.source][:, move.source_start : move.source_start + move.num_bytes])
+            for move in moves
+        ]
+        crc32s = dict.fromkeys(targets, 0)
         for row in range(0, job.num_rows, block):
             rows = min(block, job.num_rows - row)
-            for index in needed:
-                self._sources.read(job.sources[index], row * source_widths[index], _bytes(sources[index][:rows]))
-            for move, index in moves:
-                blocks[index][:rows, move.target_start : move.target_start + move.num_bytes] = sources[move.source][
-                    :rows, move.source_start : move.source_start + move.num_bytes
-                ]
-            for index, target in enumerate(targets):
-                data = _bytes(blocks[index][:rows])
-                crc32s[index] = zlib.crc32(data, crc32s[index])
-                self._targets.write(target, row * target_widths[index], data)
+            for source, content in sources.items():
+                self._sources.read(source, row * content.shape[1], _bytes(content[:rows]))
+            for into, content in copies:
+                into[:rows] = content[:rows]
+            for target, content in blocks.items():
+                data = _bytes(content[:rows])
+                crc32s[target] = zlib.crc32(data, crc32s[target])
+                self._targets.write(target, row * content.shape[1], data)
                 self._progress(len(data))
         return crc32s
-
-    def close(self) -> None:
-        self._sources.close()
 
 
 def _pieces(job: Job) -> Iterator[tuple[Stored | None, int, int]]:
@@ -317,11 +295,15 @@ def _pieces(job: Job) -> Iterator[tuple[Stored | None, int, int]]:
     for move in job.moves:
         if move.target_start > reached:
             yield None, 0, move.target_start - reached
-        yield job.sources[move.source], move.source_start, move.num_bytes
+        yield move.source, move.source_start, move.num_bytes
         reached = move.target_start + move.num_bytes
     if reached < job.targets[0].num_bytes:
         yield None, 0, job.targets[0].num_bytes - reached
 
 
+def _rows(num_rows: int, stored: Stored, job: Job) -> np.ndarray:
+    return np.zeros((num_rows, stored.num_bytes // job.num_rows), np.uint8)
+
+
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array).cast("B")
+    return array.data.cast("B")

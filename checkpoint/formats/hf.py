@@ -113,8 +113,8 @@ class HFDirectory:
                     misfits.append(self._misfit(weight, name, shape))
         for name in self.tensors.keys() - claimed:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
-            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME and embedding is not None
-            if is_copy and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
+            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
+            if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
                 weight = next(view.weight for view in views if view.weight.hf_names == (HF_EMBEDDING_NAME,))
                 views.append(whole_view(stored, HF_EMBEDDING_NAME, weight))
             else:
@@ -156,7 +156,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     directory = Path(path).resolve()
     if not (directory / "config.json").is_file():
         raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
-    found = _parsed(directory / "config.json", (directory / "config.json").read_bytes())
+    found = _parsed(directory / "config.json")
     ours, theirs = (one.get("text_config") or one for one in (config, found))
     problems = [
         f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give the "
@@ -184,9 +184,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
-    raw = path.read_bytes()
-    refuse_lfs_pointer(path, raw)
-    config = _parsed(path, raw)
+    config = _parsed(path)
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != MODEL_TYPE:
         raise UserError(
@@ -247,9 +245,7 @@ def _no_weights(directory: Path, files: list[str]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    raw = path.read_bytes()
-    refuse_lfs_pointer(path, raw)
-    index = _parsed(path, raw)
+    index = _parsed(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} has no 'weight_map' from tensor names to shard files; download it again.")
@@ -294,7 +290,9 @@ def _some(names: list[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def _parsed(path: Path, raw: bytes) -> Any:
+def _parsed(path: Path) -> Any:
+    raw = path.read_bytes()
+    refuse_lfs_pointer(path, raw)
     try:
         return json.loads(raw)
     except ValueError as error:

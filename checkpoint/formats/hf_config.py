@@ -4,14 +4,18 @@ Also what a config must say for either version to read that model from it.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from pydantic import TypeAdapter, ValidationError
+
+from mm.config.model import ModelConfig
 from mm.config.read import read_json
+from mm.config.schema import expected, fields_of, shown
 from mm.errors import UserError
 
 Section = Mapping[str, Any]
@@ -81,34 +85,57 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
     Absent keys take the value of ``otherwise``, or without it transformers' defaults.
 
     Raises:
-        UserError: the config lacks a size, or asks for a rotary embedding that is not computed here.
+        UserError: the config lacks a size, has a value that no model can have, or asks for a rotary embedding that is
+            not computed here.
     """
-    sections, found = _sections(config), {"vision": {}, "projector": {}, "language": {}, "": {}}
+    sections, found = _sections(config), {"vision": {}, "projector": {}, "language": {}}
     if otherwise is not None:
-        found = {part: _values(getattr(otherwise, part)) for part in ("vision", "projector", "language")}
-        found[""] = {key: value for key, value in _values(otherwise).items() if key not in found}
+        found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
         raise UserError("config.json lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
     for key in _KEYS:
         part, _, name = key.ours.rpartition(".")
+        values = found[part] if part else found
         value = next((sections[key.section][one] for one in key.theirs if sections[key.section].get(one) is not None),
-                     found[part].get(name, key.default))
+                     values.get(name, key.default))
         if value is None:
             raise UserError(f"config.json lacks {key.theirs[0]!r}; expected a complete config of Qwen2.5-VL.")
-        found[part][name] = tuple(value) if isinstance(value, list) else value
+        values[name] = value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
-    vision.setdefault("pipeline_num_layers", ((vision["num_layers"],),))
-    language.setdefault("pipeline_num_layers", ((language["num_layers"],),))
+    vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
+    language.setdefault("pipeline_num_layers", [[language["num_layers"]]])
     if tied is not None or otherwise is None:
         language["untie_embeddings_and_output_weights"] = not tied
-    language["kv_channels"] = language["hidden_size"] // language["num_attention_heads"]
-    merged_size = vision["hidden_size"] * vision["spatial_merge_size"] ** 2
-    projector = found["projector"] | {"input_size": vision["hidden_size"], "ffn_hidden_size": merged_size}
-    return ModelConfig(VisionConfig(**vision), ProjectorConfig(**projector), LanguageConfig(**language), **found[""])
+    language["kv_channels"] = None  # what heads and hidden size make it
+    sizes = vision["hidden_size"], vision["spatial_merge_size"]
+    merged_size = sizes[0] * sizes[1] ** 2 if all(isinstance(size, int) for size in sizes) else None
+    found["projector"] |= {"input_size": vision["hidden_size"], "ffn_hidden_size": merged_size}
+    try:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        raise UserError(dict.fromkeys(_value_problems(error, found))) from error
+
+
+def _value_problems(error: ValidationError, found: Section) -> Iterator[str]:
+    """What is wrong with the values of config.json; nothing of what only follows from them."""
+    for one in error.errors():
+        *parts, name = (part for part in one["loc"] if isinstance(part, str))
+        key = next((key for key in _KEYS if key.ours == ".".join((*parts, name))), None)
+        if key is not None:
+            values, fields = found, fields_of(ModelConfig)
+            for inner in parts:
+                values, fields = values[inner], fields_of(cast(type, fields[inner].annotation))
+            yield f"config.json: {key.theirs[0]} is {shown(values[name])}; expected {expected(fields[name])}."
 
 
 def _sections(config: Section) -> dict[str, Section]:
     text = config.get("text_config") or config
+    broken = [("text_config", text), ("vision_config", config.get("vision_config"))]
+    if isinstance(text, dict):
+        broken += [(key, text.get(key)) for key in ("rope_parameters", "rope_scaling")]
+    broken = [(key, value) for key, value in broken if not isinstance(value, dict | None)]
+    if broken:
+        raise UserError(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in broken)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
     if not types <= {"default", "mrope"}:
@@ -118,10 +145,6 @@ def _sections(config: Section) -> dict[str, Section]:
         )
     theta = {"rope_theta": text.get("rope_theta")}
     return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
-
-
-def _values(section: Any) -> dict[str, Any]:
-    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 # Comparing models
@@ -179,9 +202,6 @@ def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> l
         model_type = config.get("model_type") if isinstance(config, dict) else None
         if model_type != MODEL_TYPE:
             return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
-        broken = _broken_sections(config)
-        if broken:
-            return [f"{path}: {key} is {value!r}; expected an object {{...}}" for key, value in broken]
         found = differences(model, model_from_hf(config, otherwise=model))
     except UserError as error:
         return list(error.problems)
@@ -191,15 +211,6 @@ def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> l
     table = "\n".join(f"    {one.json_name:<{width}}  {one.one}  |  {one.other}" for one in found)
     return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
             f"(model JSON | config.json):\n{table}"]
-
-
-def _broken_sections(config: Section) -> list[tuple[str, Any]]:
-    """Where a value stands in the place of the sections that are read above."""
-    text = config.get("text_config")
-    inner = text if isinstance(text, dict) and text else config
-    sections = [("text_config", text), ("vision_config", config.get("vision_config"))]
-    sections += [(key, inner.get(key)) for key in ("rope_parameters", "rope_scaling")]
-    return [(key, value) for key, value in sections if not isinstance(value, dict | None)]
 
 
 def stored_problems(

@@ -54,7 +54,7 @@ class Opaque:
 
 
 class _InertUnpickler(pickle._Unpickler):
-    """Python's unpickler written in Python: the one in C allocates gigabytes if a memo index in the file says so."""
+    """Python's unpickler written in Python: that in C allocates gigabytes if a memo index in the file says so."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))

@@ -3,17 +3,18 @@
 Conversions and training checkpoints both keep one.  A checksum of the whole shows damage and edits.
 """
 
-import dataclasses
 import json
-import types
-import typing
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from checkpoint.formats.safetensors import DTYPE_NAMES, DTYPES
 from mm.config.model import ModelConfig
 from mm.errors import UserError
+from mm.weights.views import Stored
 
 MANIFEST_FILE = "manifest.json"
 
@@ -46,28 +47,31 @@ def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[st
     return content
 
 
+def tensor_json(stored: Stored) -> dict[str, Any]:
+    """A tensor as a manifest lists it."""
+    return {
+        "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
+        "crc32": stored.crc32,
+    }  # fmt: skip
+
+
+def tensor_from_json(entry: Mapping[str, Any]) -> Stored:
+    """A tensor that a manifest lists; where in its file it lies, the file itself says."""
+    return Stored(entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
+
+
 def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
     """A ``ModelConfig`` from its ``asdict`` in JSON.
 
     Raises:
-        UserError: it has other fields than ours.
+        UserError: it has other fields than ours, or a value that none of ours can have.
     """
     try:
-        return _built(ModelConfig, content)
-    except TypeError as error:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
         raise UserError(f"{MANIFEST_FILE} describes a model of another version ({error}); use the version that wrote "
                         f"it.") from error
 
 
 def _crc32(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _built(kind: Any, value: Any) -> Any:
-    """A dataclass of ``kind`` from its ``asdict`` in JSON, where tuples have become lists."""
-    if isinstance(kind, types.UnionType):
-        return value
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{key: _built(hints.get(key), item) for key, item in value.items()})
-    return tuple(_built(None, item) for item in value) if isinstance(value, list | tuple) else value

@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.formats.layout import Layout, check_layout
-from checkpoint.formats.manifest import MANIFEST_FILE, manifest_text, model_from_json, read_manifest
-from checkpoint.formats.safetensors import DTYPE_NAMES, DTYPES, dtype_name, read_header
+from checkpoint.formats.manifest import (
+    MANIFEST_FILE,
+    manifest_text,
+    model_from_json,
+    read_manifest,
+    tensor_from_json,
+    tensor_json,
+)
+from checkpoint.formats.safetensors import dtype_name, read_header
 from checkpoint.formats.storage import (
     RELEASE,
     TORCH_FILE,
@@ -75,10 +82,7 @@ class Manifest:
         layout, model = content["layout"], content["model"]
         for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
             model[tower]["pipeline_num_layers"] = layout[key]
-        tensors = tuple(
-            Stored(one["file"], one["name"], DTYPES[one["dtype"]], tuple(one["shape"]), 0, one["crc32"])
-            for one in content["tensors"]
-        )
+        tensors = tuple(tensor_from_json(entry) for entry in content["tensors"])
         storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"])
         return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
 
@@ -95,12 +99,7 @@ class Manifest:
             "save_format": self.storage.format.value, "structure": self.storage.structure.value,
             "vit_only": self.storage.vit_only, "layout": layout, "model": model,
         }  # fmt: skip
-        tensors = [
-            {"file": one.file, "name": one.name, "dtype": DTYPE_NAMES[one.dtype], "shape": one.shape,
-             "crc32": one.crc32}
-            for one in self.tensors
-        ]
-        return manifest_text(content, "tensors", tensors)
+        return manifest_text(content, "tensors", [tensor_json(tensor) for tensor in self.tensors])
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,10 @@ class MindSpeedDirectory:
     def layout(self) -> Layout:
         """The layout that names of files and tensors show."""
         names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
-        last_tp_rank = last_stage = 0
-        for file, stored in self.contents.items():
-            tp_rank, stage = rank_of(Path(file).parent.name)
-            last_tp_rank, last_stage = max(last_tp_rank, tp_rank), max(last_stage, stage)
-            for name in stored if tp_rank == 0 else ():
+        ranks = {file: rank_of(Path(file).parent.name) or (0, 0) for file in self.contents}
+        last_tp_rank, last_stage = (max(rank[axis] for rank in ranks.values()) for axis in range(2))
+        for file, (tp_rank, stage) in ranks.items():
+            for name in self.contents[file] if tp_rank == 0 else ():
                 chunk = _chunk(name if self.storage.format is Format.TORCH else Path(file).name)
                 names.setdefault((chunk, stage), []).append(name)
         counts = [[num_layers(names.get((chunk, stage), ())) for stage in range(last_stage + 1)]
@@ -175,11 +173,6 @@ class MindSpeedDirectory:
         Raises:
             UserError: given and found layout differ, the model is not given, or the files do not hold all of it.
         """
-        if self.manifest is None and model is None:
-            raise UserError(
-                f"{self.path} has no manifest that says what model it is; give --cfg.hf_config.hf_dir, the Hugging "
-                f"Face directory that it was converted from."
-            )
         found = self.manifest.layout if self.manifest else self.layout
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
@@ -188,6 +181,11 @@ class MindSpeedDirectory:
             )
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
+        if model is None:
+            raise UserError(
+                f"{self.path} has no manifest that says what model it is; give --cfg.hf_config.hf_dir, the Hugging "
+                f"Face directory that it was converted from."
+            )
         if self.storage.vit_only:
             raise UserError(
                 f"{self.path} holds no LLM and no manifest that says on how many stages one would be; convert from the "
@@ -290,11 +288,7 @@ class MindSpeedDirectory:
 
 
 def _read_file(path: Path, file: str) -> tuple[Mapping[str, Stored], tuple[str, ...]]:
-    """The tensors of one file by name, and its chunk keys, also of chunks without tensors.
-
-    Raises:
-        UserError: the file is truncated, damaged, a Git-LFS pointer, or a pickle with code in it.
-    """
+    """The tensors of one file by name, and its chunk keys, also of chunks without tensors."""
     if not file.endswith(".pt"):
         return read_header(path / file, file), (Path(file).stem,)
     return read_torch_file(path / file, file)

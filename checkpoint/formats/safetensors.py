@@ -119,7 +119,8 @@ class SafetensorsFile:
     def new(cls, name: str, tensors: Iterable[Description]) -> "SafetensorsFile":
         """Lay ``tensors`` out one after the other, wider dtypes first, which keeps every tensor aligned."""
         ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-        header, ends = {"__metadata__": {"format": "pt"}}, [0]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = [0]
         for tensor_name, dtype, shape in ordered:
             ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
             header[tensor_name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
@@ -131,7 +132,7 @@ class SafetensorsFile:
 
     @classmethod
     def like(cls, path: Path) -> "SafetensorsFile":
-        """A file with the very header of the one at ``path``."""
+        """A file with the same header, to the byte, as that at ``path``."""
         stored = read_header(path)
         with path.open("rb") as file:
             header_bytes = 8 + int.from_bytes(file.read(8), "little")

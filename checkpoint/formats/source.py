@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +29,8 @@ from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoin
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.cut import Run, shard_runs
-from mm.weights.plan import Index, Part
+from mm.weights.cut import Span, shard_spans
+from mm.weights.plan import Index, Stretch
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, View
 
@@ -88,7 +87,7 @@ class Source:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """By published name; where one tensor is held in two dtypes, a plan refuses it."""
-        return {run.key: view.stored.dtype for view in self.views for run in view.runs if run.key is not None}
+        return {span.key: view.stored.dtype for view in self.views for span in view.spans if span.key is not None}
 
     @property
     def layout(self) -> Layout:
@@ -145,22 +144,22 @@ class Source:
             UserError: a tensor is damaged; the message names it and its file.
         """
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
-        needed: dict[View, list[tuple[Part, int]]] = {}
+        needed: dict[View, list[tuple[Stretch, int]]] = {}
         filled = 0
-        for run in shard_runs(weight, tp_size, tp_rank):
-            found = [] if run.key is None else list(self.index.find(run))
-            assert run.key is None or sum(part.run.length for part in found) == run.length, (weight.name, run)
-            for part in found:
-                needed.setdefault(part.view, []).append((part, filled + part.run.start - run.start))
-            filled += run.length
+        for span in shard_spans(weight, tp_size, tp_rank):
+            found = list(self.index.find(span))
+            assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
+            for one in found:
+                needed.setdefault(one.view, []).append((one, filled + one.span.start - span.start))
+            filled += span.length
         with Files(self.path) as files:
-            for view, parts in needed.items():
+            for view, stretches in needed.items():
                 whole = shard.view(view.num_rows, filled, -1)
-                for rows, indices, block in self._blocks(files, view, [part for part, _ in parts], block_bytes):
-                    for part, target in parts:
-                        start, stop = max(indices.start, part.start), min(indices.stop, part.stop)
+                for rows, indices, block in self._blocks(files, view, [one for one, _ in stretches], block_bytes):
+                    for one, target in stretches:
+                        start, stop = max(indices.start, one.start), min(indices.stop, one.stop)
                         if start < stop:
-                            into = whole[rows.start : rows.stop, target + start - part.start :][:, : stop - start]
+                            into = whole[rows.start : rows.stop, target + start - one.start :][:, : stop - start]
                             into.copy_(block[:, start - indices.start : stop - indices.start])
         return shard
 
@@ -170,30 +169,24 @@ class Source:
         ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
         source must hold all of them, in one dtype.  ``files`` are those of ``path``, of one thread.
         """
-        parts = list(self.index.find(Run(key, indices.start, len(indices))))
-        content = np.empty((len(rows), len(indices), parts[0].view.unit_bytes), np.uint8)
-        for part in parts:
-            into = content[:, part.run.start - indices.start : part.run.stop - indices.start]
-            block = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
-            files.read_columns(part.view, rows, range(part.start, part.stop), memoryview(block).cast("B"))
-            if block is not into:
-                into[:] = block
-        return torch.from_numpy(content).view(parts[0].view.stored.dtype)
+        found = list(self.index.find(Span(key, indices.start, len(indices))))
+        blocks = [_read(files, one.view, rows, range(one.start, one.stop)) for one in found]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def _blocks(
-        self, files: Files, view: View, parts: list[Part], block_bytes: int
+        self, files: Files, view: View, stretches: list[Stretch], block_bytes: int
     ) -> Iterator[tuple[range, range, Tensor]]:
-        """Rows, indices and content of blocks that cover ``parts`` of a stored tensor, or all of it with a checksum.
+        """Rows, indices and content of blocks that cover ``stretches``, or with a checksum all of the stored tensor.
 
         The checksum is known, and refused, after the last block.
         """
         stored, crc32 = view.stored, 0
         is_checked = stored.crc32 is not None
-        for span in [range(view.num_indices)] if is_checked else [range(part.start, part.stop) for part in parts]:
+        for span in [range(view.num_indices)] if is_checked else [range(one.start, one.stop) for one in stretches]:
             for rows, indices in _steps(view, span, block_bytes):
                 block = _read(files, view, rows, indices)
                 if is_checked:
-                    crc32 = zlib.crc32(block.view(torch.uint8).numpy(), crc32)
+                    crc32 = zlib.crc32(block.view(torch.uint8).numpy().data, crc32)
                 yield rows, indices, block
         if is_checked and crc32 != stored.crc32:
             mend = USE_ANOTHER if self.kind is Kind.TRAINING else "convert again"
@@ -216,9 +209,9 @@ def _split(whole: range, step: int) -> Iterator[range]:
 
 def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
     """[row, index, place] of a stored tensor, in new memory."""
-    content = torch.empty(len(rows) * len(indices) * view.unit_bytes, dtype=torch.uint8)
-    files.read_columns(view, rows, indices, memoryview(content.numpy()))
-    return content.view(view.stored.dtype).view(len(rows), len(indices), -1)
+    content = bytearray(len(rows) * len(indices) * view.unit_bytes)
+    files.read_columns(view, rows, indices, memoryview(content))
+    return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
 
 # Opening
@@ -230,14 +223,10 @@ def find(path: str | Path, flag: str = "--load") -> Directory:
     Raises:
         UserError: it is of no kind, incomplete or damaged.
     """
-    path = Path(path)
-    match find_kind(path, flag):
-        case Kind.HUGGING_FACE:
-            return HFDirectory.open(path)
-        case Kind.MINDSPEED:
-            return MindSpeedDirectory.open(path)
-        case Kind.TRAINING:
-            return TrainingDirectory.open(path)
+    classes = {
+        Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
+    }  # fmt: skip
+    return classes[find_kind(path, flag)].open(path)
 
 
 def open(
@@ -307,8 +296,9 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
 
 
 def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source:
-    """The weights of a training checkpoint, as they were trained with; optimizer state is no part of a source."""
-    return _source(directory, Kind.TRAINING, directory.model, directory.manifest.tp_size, directory.views(), lenient,
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
+    manifest = directory.manifest
+    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
                    is_trained=True, notes=directory.notes)
 
 

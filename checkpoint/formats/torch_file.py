@@ -73,9 +73,9 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
         UserError: it is no whole, plain torch.save file: another format, truncated, a pickle with code in it, tensors
             that are not contiguous.
     """
-    with _open(path) as file:
-        records, folder = _read_directory(path, file)
-        content = _read_pickle(path, file, f"{folder}data.pkl")
+    with _open(path) as file, _open_zip(path, file) as archive:
+        records, pickled = _read_directory(path, file, archive)
+        content = _read_pickle(path, archive, pickled)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"{path} holds a {_kind(content)}; expected a dictionary with the key 'model' or 'model0'.")
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", key)}
@@ -122,20 +122,25 @@ def _open(path: Path) -> BinaryIO:
     raise UserError(f"{path} {what}; expected a file of torch.save, which starts with b'PK\\x03\\x04'.")
 
 
-def _read_directory(path: Path, file: BinaryIO) -> tuple[dict[str, _Record], str]:
-    """The records by name without the archive's folder, and that folder with its slash."""
+def _open_zip(path: Path, file: BinaryIO) -> zipfile.ZipFile:
     try:
-        with zipfile.ZipFile(file) as archive:
-            infos, data_end = archive.infolist(), archive.start_dir
+        return zipfile.ZipFile(file)
     except Exception as error:  # zipfile raises many kinds on damaged files
         raise UserError(
             f"{path} starts like a file of torch.save but its zip directory cannot be read ({error}); it is probably "
             f"truncated. Copy or download it again."
         ) from error
-    folder = next((info.filename[:-8] for info in infos if re.fullmatch(r"[^/]*/data\.pkl", info.filename)), None)
-    if folder is None:
+
+
+def _read_directory(
+    path: Path, file: BinaryIO, archive: zipfile.ZipFile
+) -> tuple[dict[str, _Record], zipfile.ZipInfo]:
+    """The records by name without the archive's folder, and where the pickle is."""
+    infos, data_end = archive.infolist(), archive.start_dir
+    pickled = next((info for info in infos if re.fullmatch(r"[^/]*/data\.pkl", info.filename)), None)
+    if pickled is None:
         raise UserError(f"{path} is a zip archive without <name>/data.pkl; expected a file of torch.save.")
-    records: dict[str, _Record] = {}
+    folder, records = pickled.filename.removesuffix("data.pkl"), {}
     for info in infos:
         name, offset = info.filename.removeprefix(folder), _data_offset(path, file, info)
         if info.compress_type or info.flag_bits & 1:
@@ -146,7 +151,7 @@ def _read_directory(path: Path, file: BinaryIO) -> tuple[dict[str, _Record], str
     order = records.get("byteorder")  # absent before torch 2.1
     if order is not None and (found := os.pread(file.fileno(), min(order.num_bytes, 16), order.offset)) != b"little":
         raise UserError(f"{path} has the byte order {found!r}; expected b'little'. Save it again on another machine.")
-    return records, folder
+    return records, pickled
 
 
 def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
@@ -158,21 +163,19 @@ def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
     return info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
 
 
-def _read_pickle(path: Path, file: BinaryIO, name: str) -> Any:
+def _read_pickle(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Any:
     """What data.pkl holds, with placeholders for all that is not a plain value; zipfile compares its checksum."""
-    with zipfile.ZipFile(file) as archive:
-        num_bytes = archive.getinfo(name).file_size
-        if num_bytes > _MAX_PICKLE_BYTES:
-            raise UserError(f"{path}: data.pkl has {num_bytes} bytes; expected at most {_MAX_PICKLE_BYTES}.")
-        try:
-            return load(archive.read(name))
-        except CodeInPickle as error:
-            raise UserError(
-                f"{path}: its pickle asks for {error}, which no checkpoint needs and which can run code. Nothing was "
-                f"executed. Do not load this file with other tools; get the checkpoint again from where you trust it."
-            ) from error
-        except Exception as error:  # a damaged pickle can fail in any way
-            raise UserError(f"{path}: data.pkl is damaged ({type(error).__name__}: {error}); get it again.") from error
+    if record.file_size > _MAX_PICKLE_BYTES:
+        raise UserError(f"{path}: data.pkl has {record.file_size} bytes; expected at most {_MAX_PICKLE_BYTES}.")
+    try:
+        return load(archive.read(record))
+    except CodeInPickle as error:
+        raise UserError(
+            f"{path}: its pickle asks for {error}, which no checkpoint needs and which can run code. Nothing was "
+            f"executed. Do not load this file with other tools; get the checkpoint again from where you trust it."
+        ) from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise UserError(f"{path}: data.pkl is damaged ({type(error).__name__}: {error}); get it again.") from error
 
 
 def _is_no_tensor(name: str, value: Any) -> bool:
@@ -192,7 +195,8 @@ def _locate(file: str, name: str, value: Any, records: Mapping[str, _Record]) ->
     _require(not any(metadata), f"is a conjugate or negative view ({metadata[:1]}); save it after .contiguous().")
     if function == _REBUILD_V3:
         dtype = _DTYPE_OF_NAME.get(global_name(args[6]))
-        _require(dtype is not None, f"has the unknown dtype {_kind(args[6])}.")
+        if dtype is None:
+            raise _Unusable(f"has the unknown dtype {_kind(args[6])}.")
     expected = row_major(shape)
     contiguous = 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
     _require(contiguous, f"has the strides {stride} for the shape {shape}; expected {expected}: save it .contiguous().")
@@ -225,8 +229,10 @@ def _storage(described: Any, records: Mapping[str, _Record]) -> tuple[torch.dtyp
     _require(isinstance(described, tuple) and len(described) == 5, "has no storage.")
     _, kind, key, _, num_elements = described
     dtype, record = _DTYPE_OF_STORAGE.get(global_name(kind)), records.get(f"data/{key}")
-    _require(dtype is not None, f"has a storage of the unknown kind {_kind(kind)}.")
-    _require(record is not None, f"lies in the record data/{key}, which the file lacks; it is damaged.")
+    if dtype is None:
+        raise _Unusable(f"has a storage of the unknown kind {_kind(kind)}.")
+    if record is None:
+        raise _Unusable(f"lies in the record data/{key}, which the file lacks; it is damaged.")
     _require(
         type(num_elements) is int and num_elements * dtype.itemsize == record.num_bytes,
         f"lies in the record data/{key} of {record.num_bytes} bytes; expected {num_elements} x {dtype.itemsize}.",

@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from checkpoint.formats.torch_file import STORAGES, row_major
 from mm.errors import UserError
@@ -55,7 +56,7 @@ class TorchFile:
             raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
         space = _Space()
         # The records in the order of torch.save; torch's alignment is 64 bytes.
-        writer = torch._C.PyTorchFileWriter(space, True, 64)
+        writer = cast(Any, torch._C).PyTorchFileWriter(space, True, 64)  # its stub lacks most of it
         for record, content in (("data.pkl", _pickled(chunks)), (".format_version", b"1"),
                                 (".storage_alignment", b"64"), ("byteorder", b"little")):
             writer.write_record(record, content, len(content))
@@ -106,11 +107,8 @@ class _Space:
         return self.num_bytes
 
 
-class _Storage:
+class _Storage(tuple):
     """Pickled as a reference to the record that will hold the bytes."""
-
-    def __init__(self, number: int, dtype: torch.dtype, num_elements: int) -> None:
-        self.reference = ("storage", STORAGES[dtype], str(number), "cpu", num_elements)
 
 
 class _Tensor:
@@ -119,16 +117,16 @@ class _Tensor:
     def __init__(self, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         # A new tuple: pickle writes one that other tensors share as a reference, which would move every offset.
         self._shape = tuple(list(shape))
-        self._storage = _Storage(number, dtype, math.prod(shape))
+        self._storage = _Storage(("storage", STORAGES[dtype], str(number), "cpu", math.prod(shape)))
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         args = (self._storage, 0, self._shape, row_major(self._shape), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, args
+        return _rebuild_tensor_v2, args
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return obj.reference if isinstance(obj, _Storage) else None
+        return tuple(obj) if isinstance(obj, _Storage) else None
 
 
 def _pickled(chunks: Mapping[str, Tensors]) -> bytes:

@@ -23,8 +23,16 @@ import torch
 from torch import Tensor
 
 from checkpoint.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
-from checkpoint.formats.manifest import MANIFEST_FILE, manifest_text, read_manifest
-from checkpoint.formats.safetensors import DTYPE_NAMES, DTYPES, SafetensorsFile
+from checkpoint.formats.manifest import (
+    MANIFEST_FILE,
+    manifest_text,
+    model_from_json,
+    read_manifest,
+    tensor_from_json,
+    tensor_json,
+)
+from checkpoint.formats.safetensors import SafetensorsFile
+from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.views import Stored
 
@@ -62,15 +70,13 @@ class Piece:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "Piece":
-        name, part, dtype, shape = (entry[key] for key in ("name", "part", "dtype", "shape"))
-        stored = Stored(entry["file"], _key(name, part), DTYPES[dtype], tuple(shape), 0, entry["crc32"])
-        return cls(name, part, entry["tp_rank"], entry["start"], stored)
+        stored = tensor_from_json({**entry, "name": _key(entry["name"], entry["part"])})
+        return cls(entry["name"], entry["part"], entry["tp_rank"], entry["start"], stored)
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "part": self.part, "tp_rank": self.tp_rank, "start": self.start,
-            "shape": self.stored.shape, "dtype": DTYPE_NAMES[self.stored.dtype], "file": self.stored.file,
-            "crc32": self.stored.crc32,
+            **tensor_json(self.stored), "name": self.name, "part": self.part, "tp_rank": self.tp_rank,
+            "start": self.start,
         }  # fmt: skip
 
 
@@ -83,8 +89,8 @@ class Manifest:
     world_size: int
     tp_size: int
     pp_size: int
-    model: Mapping[str, Any]
-    """``ModelConfig`` as JSON."""
+    model: ModelConfig
+    """On the layout of the run that saved it."""
     optimizer: Mapping[str, Any] | None
     """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
     facts: Mapping[str, Any]
@@ -99,18 +105,17 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError when it is missing, damaged or of another version."""
         content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
-        pieces = tuple(Piece.from_json(piece) for piece in content.pop("pieces"))
+        pieces = tuple(Piece.from_json(piece) for piece in content["pieces"])
         outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
         if outside is not None:
             raise UserError(
                 f"{folder / MANIFEST_FILE} names the file {outside!r}; expected plain file names beside it."
             )
-        return cls(**content, pieces=pieces)
+        return cls(**content | {"model": model_from_json(content["model"]), "pieces": pieces})
 
     def text(self) -> str:
         """The file."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "pieces"}
-        content = {"format": FORMAT, "version": VERSION, **facts}
+        content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 

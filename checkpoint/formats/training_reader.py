@@ -1,7 +1,6 @@
 """Reads training checkpoints for any layout: weights as views, optimizer state as flat ranges, random states."""
 
 import dataclasses
-import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from checkpoint.formats.copy import Files
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.manifest import MANIFEST_FILE, model_from_json
+from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
-from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
 from mm.weights.views import Misfit, Stored, View, shard_view
@@ -43,11 +41,6 @@ class TrainingDirectory:
         return cls(folder, Manifest.read(folder), notes)
 
     @property
-    def model(self) -> ModelConfig:
-        """On the layout of the run that saved it."""
-        return model_from_json(json.loads(json.dumps(self.manifest.model)))
-
-    @property
     def files(self) -> tuple[Path, ...]:
         """The manifest and all files of weights."""
         names = {piece.stored.file for piece in self.manifest.pieces if piece.part == "weight"}
@@ -67,7 +60,7 @@ class TrainingDirectory:
         """What it is, for ``show``."""
         manifest = self.manifest
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
-                f"{manifest.consumed_samples} samples", f"layout: {Layout.of(self.model, manifest.tp_size)}"]
+                f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and what is missing.
@@ -76,7 +69,7 @@ class TrainingDirectory:
             UserError: naming each tensor that is not in its file as the manifest says.
         """
         views, misfits, problems = [], [], []
-        for weight in model_weights(self.model):
+        for weight in model_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from mm.config.model import ModelConfig
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.model.load import fill, set_weight
+from mm.model.stage import Stage
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
@@ -84,7 +85,7 @@ def save(
         written = together(mesh, lambda: [
             piece for file, pieces in planned.items() for piece in files.write_pieces(temporary, file, pieces)
         ])
-        final = _commit(mesh, temporary, progress, model.module.model, written, counters, run_facts)
+        final = _commit(mesh, temporary, progress, _model(model), written, counters, run_facts)
     except UserError:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -104,7 +105,7 @@ Planned = dict[str, list[tuple[Piece, Tensor]]]
 def _weight_files(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh) -> Planned:
     """Every weight once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold."""
     file = f"weights_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}.safetensors"
-    pieces = [
+    pieces: list[tuple[Piece, Tensor]] = [
         (Piece.of(parameter, file, weight.name, "weight", mesh.tp_rank), parameter)
         for weight in weights
         if _stores(weight, mesh)
@@ -158,8 +159,8 @@ def _commit(
             world_size=mesh.world_size,
             tp_size=mesh.tp_size,
             pp_size=mesh.pp_size,
-            model=dataclasses.asdict(model),
-            optimizer=None if counters is None else _optimizer_facts([counters for _, counters in gathered]),
+            model=model,
+            optimizer=None if counters is None else _optimizer_facts([one for _, one in gathered if one is not None]),
             facts=run_facts,
             pieces=tuple(piece for pieces, _ in gathered for piece in pieces),
         ))
@@ -203,7 +204,7 @@ def load(
     def find() -> tuple[TrainingDirectory, Source]:
         stored = TrainingDirectory.open(folder)
         source = open_training(stored)
-        source.check_model(model.module.model)
+        source.check_model(_model(model))
         return stored, source
 
     stored, source = together(mesh, find)
@@ -270,8 +271,13 @@ def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
     """Returns notes for the user."""
     if stored.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
-    found = {name: stored.read_random(f"{name}.{mesh.rank}") for name in random_states()}
-    if any(state is None for state in found.values()):
+    states = {name: stored.read_random(f"{name}.{mesh.rank}") for name in random_states()}
+    found = {name: state for name, state in states.items() if state is not None}
+    if len(found) < len(states):
         return (f"{stored.path} holds no random states for this device, so none are restored",)
     set_random_states(found)
     return ()
+
+
+def _model(model: DistributedDataParallel) -> ModelConfig:
+    return cast(Stage, model.module).model

@@ -4,7 +4,7 @@ The only file that looks inside megatron's optimizers for it.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -82,7 +82,7 @@ def owned_states(optimizer: MegatronOptimizer, model: DistributedDataParallel) -
 
 def is_split(optimizer: MegatronOptimizer) -> bool:
     """Whether data-parallel ranks own different parts; otherwise all of them hold the same."""
-    return any(isinstance(chained, DistributedOptimizer) for chained in optimizer.chained_optimizers)
+    return any(isinstance(chained, DistributedOptimizer) for chained in _chained(optimizer))
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
@@ -99,15 +99,20 @@ def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float]) -> Non
         scaler.load_state_dict({**counters, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
+def _chained(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers in megatron's, which has no types for them."""
+    return cast(Any, optimizer).chained_optimizers
+
+
 def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
     """megatron's loss scalers that have a state (a constant one has none)."""
-    scalers = [getattr(chained, "grad_scaler", None) for chained in optimizer.chained_optimizers]
+    scalers = [getattr(chained, "grad_scaler", None) for chained in _chained(optimizer)]
     return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]
 
 
 def _main_parameter(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor:
-    for chained in optimizer.chained_optimizers:
+    for chained in _chained(optimizer):
         if isinstance(chained, DistributedOptimizer) and parameter in chained.model_param_group_index_map:
             group, index = chained.model_param_group_index_map[parameter]
             return chained.optimizer.param_groups[group]["params"][index]
-    return parameter if parameter.dtype == torch.float32 else parameter.main_param
+    return parameter if parameter.dtype == torch.float32 else cast(Any, parameter).main_param

@@ -1,4 +1,4 @@
-"""Which indices of which Hugging Face tensors one rank's shard of a weight is made of, as runs.
+"""Which indices of which Hugging Face tensors one rank's shard of a weight is made of, as spans.
 
 Byte plans need to know where every element of a shard comes from without holding one.  No rule of layout is written
 here: the rules of ``mm.weights.table`` are applied to numbered indices, and the numbers are read off.
@@ -12,7 +12,7 @@ from mm.weights.table import Weight, fuse_parts, hf_ranges
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Neighbouring indices of one Hugging Face tensor along the dimension that is cut (``cut_dim``)."""
 
     key: str | None
@@ -32,7 +32,7 @@ def cut_dim(weight: Weight) -> int:
     return weight.tp_dim or 0
 
 
-def shard_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Run, ...]:
+def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     """One rank's shard from its first index along ``cut_dim`` to its last.
 
     Raises:
@@ -42,21 +42,21 @@ def shard_runs(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Run, ...]:
     sizes = [shape[dim] for shape in weight.hf_shapes]
     is_cut = weight.tp_dim is not None
     ranges = hf_ranges(weight, tp_size, tp_rank) if is_cut else tuple((range(size),) for size in sizes)
-    # Numbers start at 1, because padding is 0, and leave one out between tensors, so that no run goes over an end.
+    # Numbers start at 1, because padding is 0, and leave one out between tensors, so that no span goes over an end.
     firsts = [1 + sum(sizes[:index]) + index for index in range(len(sizes))]
-    parts = []
+    parts: list[torch.Tensor] = []
     for first, kept in zip(firsts, ranges, strict=True):
         numbers = torch.cat([torch.arange(first + part.start, first + part.stop) for part in kept])
         parts.append(numbers.reshape((1,) * dim + (-1,)))
     numbers = fuse_parts(weight, parts, tp_size).flatten()
     continues = numbers[1:] - numbers[:-1] == (numbers[:-1] != 0).long()
-    starts = [0, *(torch.nonzero(~continues).flatten() + 1).tolist()]
-    runs = []
+    starts = [0, *(int(place) + 1 for place in torch.nonzero(~continues))]
+    spans: list[Span] = []
     for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True):
         number = int(numbers[start])
         if number == 0:
-            runs.append(Run(None, 0, stop - start))
+            spans.append(Span(None, 0, stop - start))
         else:
             index = max(index for index, first in enumerate(firsts) if first <= number)
-            runs.append(Run(weight.hf_names[index], number - firsts[index], stop - start))
-    return tuple(runs)
+            spans.append(Span(weight.hf_names[index], number - firsts[index], stop - start))
+    return tuple(spans)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from mm.errors import UserError
-from mm.weights.cut import Run
+from mm.weights.cut import Span
 from mm.weights.views import Stored, View
 
 
@@ -21,6 +21,7 @@ class TargetFile(Protocol):
     @property
     def name(self) -> str:
         """Relative to the directory that is written."""
+        ...
 
     @property
     def tensors(self) -> tuple[Stored, ...]: ...
@@ -30,15 +31,16 @@ class TargetFile(Protocol):
 
     def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
         """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name."""
+        ...
 
 
 @dataclass(frozen=True)
 class Move:
-    """The same columns of bytes of every row: from a source to a target of the job."""
+    """The same columns of bytes of every row, from a stored tensor to a target of the job."""
 
-    source: int
+    source: Stored
     source_start: int
-    target: int
+    target: Stored
     target_start: int
     num_bytes: int
 
@@ -52,7 +54,6 @@ class Job:
     """
 
     num_rows: int
-    sources: tuple[Stored, ...]
     targets: tuple[Stored, ...]
     moves: tuple[Move, ...]
 
@@ -68,72 +69,73 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class Part:
+class Stretch:
     """A range of one tensor of the model, as a view holds it."""
 
     view: View
     start: int
     """Index along the view's ``dim`` at which the range begins."""
-    run: Run
+    span: Span
 
     @property
     def stop(self) -> int:
         """One after the last index along the view's ``dim``."""
-        return self.start + self.run.length
+        return self.start + self.span.length
 
 
 class Index:
     """Finds which view holds a range of a tensor of the model.
 
-    Several views may hold the same runs (replicas on tensor-parallel ranks, the copy of a tied embedding): the first is
-    read, the others are its ``copies``.
+    Several views may hold the same spans (replicas on tensor-parallel ranks, the copy of a tied embedding): the first
+    is read, the others are its ``copies``.
     """
 
     def __init__(self, views: Iterable[View]) -> None:
-        first: dict[tuple[Run, ...], View] = {}
-        copies, padding = [], []
+        first: dict[tuple[Span, ...], View] = {}
+        copies: list[tuple[View, View]] = []
+        padding: list[Padding] = []
         for view in views:
-            kept = view if view.is_padding else first.setdefault(view.runs, view)
+            kept = view if view.is_padding else first.setdefault(view.spans, view)
             if kept is not view:
                 copies.append((kept, view))
-            padding += [Padding(view, position * view.unit_bytes, run.length * view.unit_bytes)
-                        for position, run in view.positions() if run.key is None]
+            padding += [Padding(view, position * view.unit_bytes, span.length * view.unit_bytes)
+                        for position, span in view.positions() if span.key is None]
         self.views = tuple(first.values())
         """What is read: no copies, and nothing that is padding only."""
-        self.copies: tuple[tuple[View, View], ...] = tuple(copies)
+        self.copies = tuple(copies)
         """Pairs that must be equal, because only the first of each is read."""
-        self.padding: tuple[Padding, ...] = tuple(padding)
+        self.padding = tuple(padding)
         """What must be zero, because it is not read; also of copies and of views that hold nothing else."""
-        self._parts: dict[str, list[Part]] = {}
+        self._stretches: dict[str, list[Stretch]] = {}
         for view in self.views:
-            for position, run in view.positions():
-                if run.key is not None:
-                    self._parts.setdefault(run.key, []).append(Part(view, position, run))
-        for parts in self._parts.values():
-            parts.sort(key=lambda part: part.run.start)
+            for position, span in view.positions():
+                if span.key is not None:
+                    self._stretches.setdefault(span.key, []).append(Stretch(view, position, span))
+        for stretches in self._stretches.values():
+            stretches.sort(key=lambda stretch: stretch.span.start)
 
-    def parts(self, key: str) -> Sequence[Part]:
+    def stretches(self, key: str) -> Sequence[Stretch]:
         """Everything there is of the Hugging Face tensor ``key``, in the order of its indices."""
-        return self._parts.get(key, ())
+        return self._stretches.get(key, ())
 
-    def find(self, run: Run) -> Iterator[Part]:
-        """The parts of ``run``, cut to it, in order; where something is missing, they do not reach to its end."""
-        reached = run.start
-        for part in self.parts(run.key) if run.key is not None else ():
-            held = part.run
-            if held.start <= reached < min(held.stop, run.stop):
-                stop = min(held.stop, run.stop)
-                yield Part(part.view, part.start + reached - held.start, Run(run.key, reached, stop - reached))
+    def find(self, span: Span) -> Iterator[Stretch]:
+        """What is held of ``span``, in order; where something is missing, it does not reach to the end."""
+        reached = span.start
+        for stretch in self.stretches(span.key) if span.key is not None else ():
+            held, stop = stretch.span, min(stretch.span.stop, span.stop)
+            if held.start <= reached < stop:
+                start = stretch.start + reached - held.start
+                yield Stretch(stretch.view, start, Span(span.key, reached, stop - reached))
                 reached = stop
 
     def overlaps(self) -> Iterator[str]:
-        """Problems: two views that hold the same index, and are no copies."""
-        for key, parts in self._parts.items():
-            for before, after in itertools.pairwise(parts):
-                if after.run.start < before.run.stop:
+        """Problems: two views that hold the same index and are no copies."""
+        for key, stretches in self._stretches.items():
+            for before, after in itertools.pairwise(stretches):
+                if after.span.start < before.span.stop:
                     one, other = before.view.stored, after.view.stored
                     yield (
-                        f"{one.file}: {one.name} and {other.file}: {other.name} both hold index {after.run.start} of "
+                        f"{one.file}: {one.name} and {other.file}: {other.name} both hold index {after.span.start} of "
                         f"{key}; expected each weight once. Were the files of two layouts mixed?"
                     )
 
@@ -163,7 +165,7 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
     planner = _Planner(sources)
     groups: dict[tuple[str, str], list[View]] = {}
     for view in targets:
-        keys = [run.key for run in view.runs if run.key is not None]
+        keys = [span.key for span in view.spans if span.key is not None]
         shares_rows = view.dim > 0 and keys
         # Targets that are cut by columns share their sources' rows, so they are written together.
         group = ("key", keys[0]) if shares_rows else (view.stored.file, view.stored.name)
@@ -177,10 +179,6 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
     return Plan(tuple(files), tuple(jobs))
 
 
-_Moves = list[tuple[Stored, Move]]
-"""Moves with ``source`` and ``target`` still 0, and the source of each."""
-
-
 class _Planner:
     """Makes jobs, and keeps account of what was used of each source."""
 
@@ -191,38 +189,34 @@ class _Planner:
 
     def jobs(self, targets: Sequence[View]) -> Iterator[Job]:
         """The jobs that write ``targets``, which have their number of rows in common unless they are alone."""
-        shared: list[tuple[View, _Moves]] = []
+        num_rows = targets[0].num_rows
+        shared: list[Stored] = []
+        shared_moves: list[Move] = []
         for target in targets:
             moves = list(self._moves(target))
-            if target.num_rows == 1 or all(self._is_whole_row(target, source, move) for source, move in moves):
-                yield _job(1, [(target, [(source, _whole(move, target)) for source, move in moves])])
+            if all(_is_whole(move, num_rows) for move in moves):
+                yield Job(1, (target.stored,), tuple(_of_all_rows(move, num_rows) for move in moves))
             else:
-                shared.append((target, moves))
+                shared.append(target.stored)
+                shared_moves += moves
         if shared:
-            yield _job(shared[0][0].num_rows, shared)
+            yield Job(num_rows, tuple(shared), tuple(shared_moves))
 
-    def _is_whole_row(self, target: View, source: Stored, move: Move) -> bool:
-        return all(move.num_bytes * target.num_rows == stored.num_bytes for stored in (target.stored, source))
-
-    def _moves(self, target: View) -> Iterator[tuple[Stored, Move]]:
+    def _moves(self, target: View) -> Iterator[Move]:
         """In the order of the target."""
         unit = target.unit_bytes
-        for position, run in target.positions():
-            reached = run.start
-            for part in self._index.find(run):
-                self._check(part.view, target)
-                self._used[part.view.stored] += part.run.length
-                yield part.view.stored, Move(
-                    source=0,
-                    source_start=part.start * unit,
-                    target=0,
-                    target_start=(position + part.run.start - run.start) * unit,
-                    num_bytes=part.run.length * unit,
-                )
-                reached = part.run.stop
-            if run.key is not None and reached != run.stop:
+        for position, span in target.positions():
+            reached = span.start
+            for found in self._index.find(span):
+                source = found.view.stored
+                self._check(found.view, target)
+                self._used[source] += found.span.length
+                target_start = (position + found.span.start - span.start) * unit
+                yield Move(source, found.start * unit, target.stored, target_start, found.span.length * unit)
+                reached = found.span.stop
+            if span.key is not None and reached != span.stop:
                 self.problems.append(
-                    f"The source holds no index {reached} to {run.stop - 1} of {run.key}, needed for "
+                    f"The source holds no index {reached} to {span.stop - 1} of {span.key}, needed for "
                     f"{target.stored.name} in {target.stored.file}; give the complete source."
                 )
 
@@ -238,24 +232,19 @@ class _Planner:
     def unused(self) -> Iterator[str]:
         """Problems: sources that were not used in whole."""
         for view in self._index.views:
-            if self._used[view.stored] < sum(run.length for run in view.runs if run.key is not None):
+            if self._used[view.stored] < sum(span.length for span in view.spans if span.key is not None):
                 yield f"{view.stored.file}: {view.stored.name} has no place in the target."
 
 
-def _whole(move: Move, target: View) -> Move:
+def _is_whole(move: Move, num_rows: int) -> bool:
+    """Whether the rows of a move lie one after the other in source and target."""
+    return num_rows == 1 or all(move.num_bytes * num_rows == stored.num_bytes for stored in (move.source, move.target))
+
+
+def _of_all_rows(move: Move, num_rows: int) -> Move:
     """A move of whole rows as one of the whole block; with one row nothing changes."""
-    rows = target.num_rows
-    return Move(0, move.source_start * rows, 0, move.target_start * rows, move.num_bytes * rows)
-
-
-def _job(num_rows: int, targets: Sequence[tuple[View, _Moves]]) -> Job:
-    numbers: dict[Stored, int] = {}
-    moves = []
-    for target_number, (_, found) in enumerate(targets):
-        for source, move in found:
-            number = numbers.setdefault(source, len(numbers))
-            moves.append(Move(number, move.source_start, target_number, move.target_start, move.num_bytes))
-    return Job(num_rows, tuple(numbers), tuple(view.stored for view, _ in targets), tuple(moves))
+    starts = move.source_start * num_rows, move.target_start * num_rows
+    return Move(move.source, starts[0], move.target, starts[1], move.num_bytes * num_rows)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -157,7 +157,7 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     block_size = weight.shape[weight.tp_dim] // num_blocks
     kept = _rank_range(weight, block_size, tp_size, tp_rank)
     padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_blocks
-    blocks = whole.split(block_size, dim=weight.tp_dim)
+    blocks = whole.chunk(num_blocks, weight.tp_dim)
     parts = [block.narrow(weight.tp_dim, kept.start, len(kept)) for block in blocks]
     return torch.cat([_zero_pad(part, weight.tp_dim, padded_size) for part in parts], dim=weight.tp_dim)
 
@@ -182,7 +182,7 @@ def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, 
     """
     assert weight.tp_dim is not None, weight.name
     num_blocks = 3 if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.STACKED_QKV) else 1
-    ranges = []
+    ranges: list[tuple[range, ...]] = []
     for shape in weight.hf_shapes:
         block_size = shape[weight.tp_dim] // num_blocks
         kept = _rank_range(weight, block_size, tp_size, tp_rank)
@@ -192,7 +192,7 @@ def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, 
 
 def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
     """One TP rank's shard from its part of each Hugging Face tensor: the joined ``hf_ranges``."""
-    if weight.pads:
+    if weight.pads and weight.tp_dim is not None:
         padded_size = local_shape(weight, tp_size)[weight.tp_dim] // _num_blocks(weight)
         parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
     return fuse(weight, parts)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from mm.weights.cut import Run, cut_dim, shard_runs
+from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.table import Weight
 
 
@@ -40,16 +40,16 @@ class View:
 
     stored: Stored
     weight: Weight
-    runs: tuple[Run, ...]
+    spans: tuple[Span, ...]
 
     @property
     def dim(self) -> int:
-        """The dimension along which the runs lie."""
+        """The dimension along which the spans lie."""
         return cut_dim(self.weight)
 
     @property
     def num_rows(self) -> int:
-        """Rows of bytes that lie one after the other; runs are ranges of columns of them."""
+        """Rows of bytes that lie one after the other; spans are ranges of columns of them."""
         return math.prod(self.stored.shape[: self.dim])
 
     @property
@@ -65,14 +65,14 @@ class View:
     @property
     def is_padding(self) -> bool:
         """Whether it holds nothing of the model."""
-        return all(run.key is None for run in self.runs)
+        return all(span.key is None for span in self.spans)
 
-    def positions(self) -> Iterator[tuple[int, Run]]:
-        """Each run with its first index along ``dim`` of the stored tensor."""
+    def positions(self) -> Iterator[tuple[int, Span]]:
+        """Each span with its first index along ``dim`` of the stored tensor."""
         position = 0
-        for run in self.runs:
-            yield position, run
-            position += run.length
+        for span in self.spans:
+            yield position, span
+            position += span.length
         assert position == self.num_indices, self
 
 
@@ -94,9 +94,9 @@ class Misfit:
 
 def shard_view(stored: Stored, weight: Weight, tp_size: int, tp_rank: int) -> View:
     """The view of ``stored``, which holds one rank's shard of ``weight``."""
-    return View(stored, weight, shard_runs(weight, tp_size, tp_rank))
+    return View(stored, weight, shard_spans(weight, tp_size, tp_rank))
 
 
 def whole_view(stored: Stored, hf_name: str, weight: Weight) -> View:
     """The view of ``stored``, which holds the whole Hugging Face tensor ``hf_name`` of ``weight``."""
-    return View(stored, weight, (Run(hf_name, 0, stored.shape[cut_dim(weight)]),))
+    return View(stored, weight, (Span(hf_name, 0, stored.shape[cut_dim(weight)]),))

@@ -65,8 +65,7 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
                 file = f"rank{rank}.safetensors"
                 parts.append((checkpoint_files.Piece.of(part, file, weight.name, "weight", rank), part))
         pieces += checkpoint_files.write_pieces(temporary, f"rank{rank}.safetensors", parts)
-    model = dataclasses.asdict(small.model)
-    manifest = checkpoint_files.Manifest(10, 0, tp_size, tp_size, 1, model, None, {}, tuple(pieces))
+    manifest = checkpoint_files.Manifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
     checkpoint_files.commit(temporary, manifest)
     return directory
 

@@ -26,6 +26,7 @@ from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
 from mm.weights.table import model_weights
 from tests import tiny
+from tests.checkpoint.models import SmallModel
 from tests.launch import torchrun
 
 LOSS_TOLERANCE = 1e-5
@@ -271,7 +272,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(checkpoint: Path) -> None:
 
 
 def manifest(iteration: int, pieces: list[files.Piece]) -> files.Manifest:
-    return files.Manifest(iteration, 0, 1, 1, 1, {}, None, {}, tuple(pieces))
+    return files.Manifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces))
 
 
 def write_small(directory: Path, iteration: int, value: float) -> None:

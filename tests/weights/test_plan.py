@@ -12,7 +12,7 @@ from checkpoint.formats.storage import Storage
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.placement import layout_problems
-from mm.weights.cut import Run, shard_runs
+from mm.weights.cut import Span, shard_spans
 from mm.weights.plan import Index, Plan, make_plan
 from mm.weights.table import local_shape, model_weights
 from mm.weights.views import Stored, View, whole_view
@@ -58,14 +58,14 @@ def test_real_sizes(size: str, tp_size: int):
     assert Counter(written) == Counter(view.stored for view in targets)  # each once
     read = Counter()
     for job in plan.jobs:
-        reached = [0] * len(job.targets)
+        reached = dict.fromkeys(job.targets, 0)
         for move in job.moves:
-            width = job.targets[move.target].num_bytes // job.num_rows
+            width = move.target.num_bytes // job.num_rows
             assert reached[move.target] <= move.target_start  # no byte twice
             reached[move.target] = move.target_start + move.num_bytes
             assert reached[move.target] <= width
-            assert 0 <= move.source_start <= job.sources[move.source].num_bytes // job.num_rows - move.num_bytes
-            read[job.sources[move.source].name] += move.num_bytes * job.num_rows
+            assert 0 <= move.source_start <= move.source.num_bytes // job.num_rows - move.num_bytes
+            read[move.source.name] += move.num_bytes * job.num_rows
     for weight in model_weights(model):
         is_doubled = weight.name.endswith("word_embeddings.weight") and model.language.tied and model.num_stages > 1
         times = (tp_size if weight.tp_dim is None else 1) * (2 if is_doubled else 1)
@@ -80,18 +80,18 @@ def padding(model: ModelConfig, tp_size: int) -> int:
                for weight in model_weights(model) if weight.tp_dim is not None)
 
 
-def test_runs_of_a_padded_shard():
+def test_spans_of_a_padded_shard():
     model = read_model(EXAMPLES / "model_7b.json").value
     fc1 = next(weight for weight in model_weights(model) if weight.name.endswith("layers.0.mlp.linear_fc1.weight"))
-    runs = [(run.key, run.start, run.length) for run in shard_runs(fc1, 8, 7)]
+    spans = [(span.key, span.start, span.length) for span in shard_spans(fc1, 8, 7)]
     gate, up = fc1.hf_names
     assert fc1.hf_shapes == ((3420, 1280),) * 2
-    assert runs == [(gate, 2996, 424), (None, 0, 4), (up, 2996, 424), (None, 0, 4)]
+    assert spans == [(gate, 2996, 424), (None, 0, 4), (up, 2996, 424), (None, 0, 4)]
 
 
 def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
     weight = model_weights(read_model(EXAMPLES / "model_3b.json").value)[0]
-    return View(Stored("a", name, dtype, (length, 2), 0), weight, (Run("w", start, length),))
+    return View(Stored("a", name, dtype, (length, 2), 0), weight, (Span("w", start, length),))
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_collected_when_that_is_asked_for(copy):
     assert [(one.kind, one.hf_name, one.stored and one.stored.shape) for one in source.problems] == [
         ("shape", wrong, (5,)), ("missing", name, None), ("left over", "visual.extra.weight", (1,))]
     left = {name for weight in model_weights(hf.model_config()) for name in weight.hf_names} - {name, wrong}
-    assert {run.key for view in source.views for run in view.runs} == left
+    assert {span.key for view in source.views for span in view.spans} == left
 
 
 def test_weights_of_another_model_are_refused_by_their_config(saved):

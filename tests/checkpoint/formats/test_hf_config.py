@@ -206,3 +206,21 @@ def test_a_scaled_rotary_embedding_is_refused(key, saved):
     config["rope_scaling"] = {**config["rope_scaling"], key: "yarn", "factor": 4.0}
     with pytest.raises(UserError, match=r"asks for the rotary embedding .*yarn"):
         model_from_hf(config)
+
+
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_every_bad_value_is_named(saved, otherwise):
+    config = flat(HFDirectory.open(saved).config)
+    model = model_from_hf(config) if otherwise else None
+    config |= {"hidden_size": "abc", "num_hidden_layers": 0, "image_token_id": [1]}
+    config["vision_config"] = {**config["vision_config"], "depth": True, "hidden_size": {}, "spatial_merge_size": "2"}
+    with pytest.raises(UserError) as caught:
+        model_from_hf(config, model)
+    assert caught.value.problems == (
+        "config.json: depth is true; expected an integer of at least 1.",
+        "config.json: hidden_size is {}; expected an integer of at least 1.",
+        'config.json: spatial_merge_size is "2"; expected an integer of at least 1.',
+        "config.json: num_hidden_layers is 0; expected an integer of at least 1.",
+        'config.json: hidden_size is "abc"; expected an integer of at least 1.',
+        "config.json: image_token_id is [1]; expected an integer.",
+    )
