@@ -137,7 +137,9 @@ class RecordFile:
 
 
 def _skip(text: str, position: int) -> int:
-    return _SPACE.match(text, position).end()
+    space = _SPACE.match(text, position)
+    assert space is not None, "no space matches too"
+    return space.end()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

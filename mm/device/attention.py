@@ -9,10 +9,12 @@ one call per run; no copy, no mask, no lengths on the device.  *Variable length*
 """
 
 import functools
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +32,7 @@ MIN_SEGMENTS_PER_RUN = 4
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Lengths of the segments of a packed row, on the host and on the device: built once per microbatch, so that no
-    layer has to wait for the device to learn them."""
+    """Lengths of packed segments, on host and device; built once per microbatch, so no layer waits for the device."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment; none is empty."""
@@ -119,14 +120,15 @@ def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bo
     from torch.nn.attention.varlen import varlen_attn
 
     _check_cover(q, segments)
-    options = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[1] != k.shape[1]:
         if _takes_grouped_queries(varlen_attn):
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = _repeat_heads(q, k, v)
     starts, longest = segments.cu_seqlens, segments.max_length
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, **options)  # a pair only with return_aux
+    return out
 
 
 @functools.cache
@@ -134,15 +136,16 @@ def _takes_grouped_queries(varlen_attn: Callable) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    import torch_npu
+def torch_npu() -> Any:
+    """Ascend's package, which has no types and is there only beside an NPU."""
+    return importlib.import_module("torch_npu")
 
-    return torch_npu.npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
+
+def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch_npu().npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
 
 
 def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    import torch_npu
-
     _check_cover(q, segments)
     # without a mask the operator ignores sparse_mode and attends to everything
     masking = {"atten_mask": _npu_causal_mask(q.device), "sparse_mode": 3} if causal else {}
@@ -153,7 +156,7 @@ def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: boo
     for chunk, *parts in zip(chunks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         ends = list(itertools.accumulate(chunk))
         outputs.append(
-            torch_npu.npu_fusion_attention(
+            torch_npu().npu_fusion_attention(
                 *parts,
                 q.shape[1],
                 "TND",
