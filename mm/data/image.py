@@ -1,7 +1,7 @@
 """Image files as the numbers that the ViT reads.
 
-Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files.
-Transparency is laid on white and EXIF rotation is not applied, as there; an animation gives its first frame.
+Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files:
+transparency becomes white, EXIF rotation is not applied, and an animation gives its first frame.
 """
 
 import json

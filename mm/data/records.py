@@ -11,7 +11,6 @@ from mm.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
-
 Version = tuple[int, int]
 """Size in bytes and time of the last change in ns: another version has other contents."""
 

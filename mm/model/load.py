@@ -1,6 +1,6 @@
 """The weights that a stage starts from: random ones, or those of a directory of any kind and layout.
 
-Every rank calls these functions together; a mistake on one is the same UserError on all.
+Every rank calls these functions together; a mistake on one raises the same UserError on all.
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""Learning-rate schedule and megatron's optimizer over one stage.
-
-megatron-core provides Adam (distributed or not), mixed precision, loss scaling and clipping; this module builds it,
-switches on torch's fused kernel, and updates the weights with the learning rate of a step.
-"""
+"""The learning-rate schedule, and megatron's Adam over one stage with torch's fused kernel."""
 
 import math
 from dataclasses import dataclass

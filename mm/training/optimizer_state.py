@@ -1,7 +1,4 @@
-"""What megatron's optimizers remember of each parameter, as tensors under the parameter's name.
-
-The only file that looks inside megatron's optimizers for it.
-"""
+"""The state that megatron's optimizers keep for each parameter, as tensors under the parameter's name."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -41,7 +41,14 @@ class Trainer:
             self.parts = Parts.build(stage, self.mesh, args)
         else:
             self.parts = self._load(stage, args.load)
-        self.learning_rate = _learning_rate(run)
+        self.learning_rate = LearningRate(
+            max_lr=args.lr,
+            min_lr=args.min_lr,
+            warmup_init=args.lr_warmup_init,
+            warmup_samples=run.lr_warmup_iters * run.global_batch_size,
+            decay_samples=run.lr_decay_iters * run.global_batch_size,
+            decay_style=args.lr_decay_style,
+        )
         self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self._reports() else None
 
     def run_steps(self) -> None:
@@ -195,15 +202,3 @@ class Trainer:
                 remove(passing)
 
         on_first(self.mesh, write)
-
-
-def _learning_rate(run: Run) -> LearningRate:
-    args = run.args
-    return LearningRate(
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        warmup_init=args.lr_warmup_init,
-        warmup_samples=run.lr_warmup_iters * run.global_batch_size,
-        decay_samples=run.lr_decay_iters * run.global_batch_size,
-        decay_style=args.lr_decay_style,
-    )
