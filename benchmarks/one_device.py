@@ -23,11 +23,11 @@ from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
 from mm.model.positions import mrope_positions
-from mm.model.stage import build_stage
+from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
-from mm.parallel.megatron import DTYPES, parallel_config
+from mm.parallel.megatron import DTYPES
 from mm.training.step import Parts, forward_backward, step
-from mm.weights.table import fuse, model_weights, stage_weights
+from mm.weights.table import fuse, model_weights
 
 LR = 1e-5
 NUM_TEXT_IDS = 200
@@ -143,16 +143,15 @@ class Ours:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-        placement = model.placement()
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
             "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",
             *([f"--{precision}"] if precision != "fp32" else []),
         ])  # fmt: skip
-        mesh = parallel.start(device, placement, model.language.tied, tp_size=1)
-        stage = build_stage(model, placement, 0, parallel_config(model, mesh, precision), device)
+        mesh = parallel.start(device, model, tp_size=1)
+        stage = Stage(model, mesh, precision, device)
         with torch.no_grad():
-            for weight in stage_weights(model, placement[0], placement):
+            for weight in stage.weights:
                 whole = fuse(weight, [tensors[name] for name in weight.hf_names])
                 stage.get_parameter(weight.name).copy_(whole)
         self.parts = Parts.build(stage, mesh, args)

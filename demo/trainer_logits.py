@@ -24,10 +24,8 @@ from mm.config.model import ModelConfig, read_model  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
 from mm.data.encode import SampleEncoder  # noqa: E402
 from mm.model.load import fill  # noqa: E402
-from mm.model.stage import Stage, build_stage  # noqa: E402
+from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import parallel_config  # noqa: E402
-from mm.weights.table import stage_weights  # noqa: E402
 
 
 def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_samples: int) -> dict[str, Tensor]:
@@ -35,10 +33,9 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
 
     ``model`` must be placed on one stage.  Joins and leaves a process group of one.
     """
-    placement = model.placement()
-    mesh = parallel.start(DEVICE, placement, model.language.tied, tp_size=1)
-    stage = build_stage(model, placement, 0, parallel_config(model, mesh, "fp32"), DEVICE)
-    fill(stage, stage_weights(model, placement[0], placement), open_to_train(directory, model, finetune=False), mesh)
+    mesh = parallel.start(DEVICE, model, tp_size=1)
+    stage = Stage(model, mesh, "fp32", DEVICE)
+    fill(stage, stage.weights, open_to_train(directory, model, finetune=False), mesh)
     encoder = SampleEncoder.from_config(data, model, seq_length=model.language.max_position_embeddings)
     dataset = Dataset(data)
     found = {}

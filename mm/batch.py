@@ -1,7 +1,4 @@
-"""The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step.
-
-Pure: no files, no tokenizers, no processes.
-"""
+"""The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,11 +69,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Counts over a global batch (or, before they are summed, over one replica's part of it).
-
-    The loss is divided by them, the log reports them, the FLOP formula takes them.  Every one is a sum, so those of a
-    global batch are the sums over its replicas.
-    """
+    """Counts over a global batch.  Each is a sum, so the counts of the replicas add up to those of the batch."""
 
     num_tokens: int
     num_patches: int
@@ -93,7 +86,6 @@ class BatchTotals:
 
     @classmethod
     def of(cls, microbatches: list[Microbatch], vision: VisionConfig) -> "BatchTotals":
-        """Count ``microbatches``."""
         grids = [grid for m in microbatches for grid in m.image_grids]
         window = vision.window_attn_size // vision.patch_size
         return cls(

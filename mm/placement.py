@@ -1,7 +1,5 @@
 """Which part of the model lives on which pipeline stage, and what crosses each boundary.
 
-Pure: no torch, no processes.  Every other module asks here; nobody else derives a placement.
-
 A *slot* is one ``(chunk, stage)`` pair; slots are passed through in order: all stages of chunk 0, then of chunk 1.
 ViT layers fill the slots in order, then LLM layers.  Patch embedding sits before ViT layer 0, the projector right
 after the last ViT layer, word embedding and visual scatter right before LLM layer 0, norm and head after the last.

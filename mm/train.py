@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(argv: Sequence[str]) -> Run:
     """Read and check everything that needs no device; raises UserError with all that is wrong.
 
-    Of a run's ranks the first one alone looks at the files; the samples are left to the ranks that read them.
+    In a run only the first rank looks at the files.  The ranks that read samples check them later.
     """
     run = load_run(argv)
     is_rehearsal = run.args.dry_run or run.args.check
@@ -63,10 +63,9 @@ def prepare(argv: Sequence[str]) -> Run:
 
 
 def _wait_for_the_launcher() -> None:
-    """Leave the report to another rank: when that one exits, the launcher's SIGTERM ends this process in its sleep.
+    """Leave the report to another rank, whose exit makes the launcher end this process in its sleep.
 
-    The first rank to exit makes the launcher end all others, so this one must not be the first.  The limit is for a
-    mistake that only this rank has found.
+    The limit is for a mistake that only this rank has found.
     """
     time.sleep(_LAUNCHER_SECONDS)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -90,18 +91,18 @@ class ChatEncoder:
         train_on_prompt: bool = False,
         mask_history: bool = False,
     ) -> None:
-        """``seq_length``: most tokens of a sample.
+        """``seq_length`` is the most tokens of a sample; longer ones are cut.
 
-        ``mask_history``: learn only the last answer.  ``train_on_prompt``: learn everything but image tokens, which
-        are not text to be predicted.  At most one of the two is set.
+        With ``mask_history`` only the last answer is learnt, with ``train_on_prompt`` everything but image tokens.  At
+        most one of the two is set.
         """
         self._tokenizer = tokenizer
         self._seq_length = seq_length
         self.merge_area = spatial_merge_size**2
         self._train_on_prompt = train_on_prompt
         self._mask_history = mask_history
-        self.image_token_id: int = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-        self.vision_start_token_id: int = tokenizer.convert_tokens_to_ids(VISION_START_TOKEN)
+        vocabulary = tokenizer.get_vocab()
+        self.image_token_id, self.vision_start_token_id = vocabulary[IMAGE_TOKEN], vocabulary[VISION_START_TOKEN]
 
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose images have ``grids``, in reading order.
@@ -147,17 +148,17 @@ class ChatEncoder:
                     for part in turn.parts
                 ]
             else:
-                content = "".join(turn.parts)
+                content = turn.text
             messages.append({"role": turn.role, "content": content})
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+            return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateError as error:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
     def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """Where in ``text`` the characters to be learnt stand: answers with the end of their turn."""
         rendered = [match for match in _RENDERED_TURN.finditer(text) if match[1] == "assistant"]
-        answers = ["".join(turn.parts) for turn in turns if turn.role == "assistant"]
+        answers = [turn.text for turn in turns if turn.role == "assistant"]
         if [match[2] for match in rendered] != answers:
             raise UserError(
                 "the chat template does not write each answer unchanged between '<|im_start|>assistant' and "

@@ -37,6 +37,10 @@ class Turn:
     role: str
     parts: tuple[str | ImagePart, ...]
 
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
 
 @dataclass(frozen=True)
 class Sample:

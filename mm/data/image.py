@@ -1,23 +1,27 @@
 """Image files as the numbers that the ViT reads.
 
-Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files.
-Transparency is laid on white and EXIF rotation is not applied, as there; an animation gives its first frame.
+Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files:
+transparency becomes white, EXIF rotation is not applied, and an animation gives its first frame.
 """
 
 import json
 import math
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt
 from PIL import Image
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from mm.batch import Grid
+from mm.config.schema import Expected, NotNegative, Number, expected, fields_of
 from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
@@ -111,17 +115,23 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-@dataclass(frozen=True)
-class ImageProcessor:
-    """Sizes and constants of the image side.  ``max_pixels`` may be infinite."""
+_Size = Annotated[int, Ge(1)]
+_Positive = Annotated[Number, Gt(0)]
+_PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Expected("three numbers")]
+_PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Expected("three numbers above 0")]
 
-    min_pixels: int
-    max_pixels: float
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
+class ImageProcessor:
+    """Sizes and constants of the image side, by their names in Hugging Face's files."""
+
+    min_pixels: _Size
+    max_pixels: _Size
+    patch_size: _Size
+    temporal_patch_size: _Size
+    merge_size: _Size
+    image_mean: _PerChannel
+    image_std: _PositivePerChannel
 
     @classmethod
     def from_directory(cls, directory: str, min_pixels: int = 0, max_pixels: int = 0) -> "ImageProcessor":
@@ -139,27 +149,15 @@ class ImageProcessor:
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
             "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
         }
-        required = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-        missing = [key for key in required if key not in values] + [key for key in bounds if bounds[key] is None]
-        if missing:
-            raise UserError(f"{path}: has no {', '.join(missing)}; copy the file from the published checkpoint.")
-        _check_numbers(path, {key: values[key] for key in required} | bounds)
-        lower, upper = max(bounds["min_pixels"], min_pixels), min(bounds["max_pixels"], max_pixels or math.inf)
+        found = _checked(path, values | bounds)
+        lower, upper = max(found.min_pixels, min_pixels), min(found.max_pixels, max_pixels or found.max_pixels)
         if lower > upper:
             raise UserError(
                 f"image_max_pixels = {max_pixels} and image_min_pixels = {min_pixels} of the data JSON, together with "
-                f"min_pixels = {bounds['min_pixels']} and max_pixels = {bounds['max_pixels']} of {path}, leave no "
+                f"min_pixels = {found.min_pixels} and max_pixels = {found.max_pixels} of {path}, leave no "
                 f"size: the lower bound {lower} is above the upper bound {upper}."
             )
-        return cls(
-            min_pixels=lower,
-            max_pixels=upper,
-            patch_size=values["patch_size"],
-            temporal_patch_size=values["temporal_patch_size"],
-            merge_size=values["merge_size"],
-            mean=tuple(values["image_mean"]),
-            std=tuple(values["image_std"]),
-        )
+        return replace(found, min_pixels=lower, max_pixels=upper)
 
     def grid(self, height: int, width: int) -> Grid:
         """Patches (time, height, width) of an image of this size in pixels.  Raises as ``smart_resize`` does."""
@@ -190,7 +188,7 @@ class ImageProcessor:
         pixels = pixels.view(rows // merge, merge, side, columns // merge, merge, side, 3)
         pixels = pixels.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, side * side)
         # Three roundings, not one fused multiply-add: this is what transformers' numpy code rounds to, for every byte.
-        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        mean, std = torch.tensor(self.image_mean).view(3, 1, 1), torch.tensor(self.image_std).view(3, 1, 1)
         values = pixels.float().div_(255).sub_(mean).div_(std)
         return values.expand(-1, -1, frames, -1).reshape(rows * columns, -1), grid
 
@@ -234,19 +232,18 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
         raise UserError(problems)
 
 
-def _check_numbers(path: Path, values: dict[str, Any]) -> None:
-    """Refuse what is no number, and what would make pixels infinite."""
-    problems = []
-    numbers: list[Any]
-    for key, value in values.items():
-        numbers, expected = [value], "an integer of at least 1"
-        if key in ("image_mean", "image_std"):
-            numbers = value if isinstance(value, list) and len(value) == 3 else [None]
-            expected = "three numbers, above 0 for image_std"
-        kind, least = (int | float, 0) if key in ("image_mean", "image_std") else (int, 1)
-        is_number = all(isinstance(one, kind) and not isinstance(one, bool) for one in numbers)
-        if not is_number or min(numbers) < least or (key == "image_std" and min(numbers) == 0):
-            problems.append(f"{path}: {key} is {value!r}; expected {expected}. Copy the file from the published "
-                            f"checkpoint.")
-    if problems:
-        raise UserError(problems)
+def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:
+    """``values`` as the constants of a processor; null counts as absent."""
+    given = {key: value for key, value in values.items() if value is not None}
+    try:
+        return TypeAdapter(ImageProcessor).validate_json(json.dumps(given))
+    except ValidationError as error:
+        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors())
+        missing = ", ".join(key for key in wrong if key not in given)
+        problems = [f"{path}: has no {missing}; copy the file from the published checkpoint."] if missing else []
+        problems += [
+            f"{path}: {key} is {given[key]!r}; expected {expected(fields_of(ImageProcessor)[key])}. Copy the file from "
+            f"the published checkpoint."
+            for key in wrong if key in given
+        ]
+        raise UserError(problems) from error

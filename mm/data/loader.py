@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -29,19 +30,12 @@ class StepLoader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        encoder: SampleEncoder,
-        order: Order,
-        num_workers: int = 2,
-        prefetch_factor: int = 2,
+        self, dataset: Dataset, encoder: SampleEncoder, order: Order, num_workers: int = 2, prefetch_factor: int = 2
     ) -> None:
-        """``num_workers``: processes; 0 encodes in the calling thread.  ``prefetch_factor``: microbatches that each
-        worker prepares ahead.
-        """
+        """Each worker prepares ``prefetch_factor`` microbatches ahead.  Without workers the calling thread encodes."""
         self._num_microbatches = order.num_microbatches
         source = _MicrobatchSource(dataset, encoder, order)
-        self._workers = _start_workers(source, num_workers, prefetch_factor) if num_workers else None
+        self._workers: Any = _start_workers(source, num_workers, prefetch_factor) if num_workers else None
         in_process = map(source.__getitem__, itertools.count())
         self._microbatches = in_process if self._workers is None else self._workers
 
@@ -104,6 +98,7 @@ def _end_with_trainer(worker: int) -> None:
     torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.
     """
     trainer = multiprocessing.parent_process()
+    assert trainer is not None, "a worker has a parent"
 
     def watch() -> None:
         trainer.join()

@@ -1,6 +1,6 @@
 """Which sample stands where in the endless stream of samples, and which part of it a data-parallel rank takes.
 
-Pure: no files, no processes.  The stream depends on the number of samples and the seed only, never on the layout, so
+The stream depends on the number of samples and the seed only, never on the layout, so
 a run may go on from its count of consumed samples under another one.
 """
 

@@ -11,7 +11,6 @@ from mm.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
-
 Version = tuple[int, int]
 """Size in bytes and time of the last change in ns: another version has other contents."""
 
@@ -137,7 +136,9 @@ class RecordFile:
 
 
 def _skip(text: str, position: int) -> int:
-    return _SPACE.match(text, position).end()
+    space = _SPACE.match(text, position)
+    assert space is not None, "no space matches too"
+    return space.end()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], key
 num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
 scale is 1 / sqrt(head_dim).  ``kernels.py`` picks the kernel of a device.
 
-Two ways of calling a fused kernel recur.  *By run*: segments of equal length that lie together are viewed as a batch,
-one call per run; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
+Two ways of calling a fused kernel recur.  *By stretch*: segments of equal length that lie together are viewed as a
+batch, one call per stretch; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +26,17 @@ NPU_MAX_SEGMENTS = 1024
 NPU_CAUSAL_MASK_SIDE = 2048
 """Side of the compressed mask that its ``sparse_mode`` 3 wants, whatever the lengths (its documentation)."""
 
-MIN_SEGMENTS_PER_RUN = 4
-"""Runs must hold this many segments on average before a call per run is preferred to one variable-length call."""
+MIN_SEGMENTS_PER_STRETCH = 4
+"""Segments per stretch, on average, from which a call per stretch is preferred to one variable-length call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Lengths of the segments of a packed row, on the host and on the device: built once per microbatch, so that no
-    layer has to wait for the device to learn them."""
+    """Lengths of packed segments, on host and device; built once per microbatch, so no layer waits for the device."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment; none is empty."""
-    runs: tuple[tuple[int, int], ...]
+    stretches: tuple[tuple[int, int], ...]
     """(length, how many segments of it in a row)."""
     cu_seqlens: Tensor
     """int32 [num_segments + 1] on the device: where each segment begins, and the end."""
@@ -52,16 +53,16 @@ class Segments:
         starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
         return cls(
             lengths=kept,
-            runs=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
+            stretches=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
             cu_seqlens=copy(starts),
             max_length=max(kept, default=0),
         )
 
     @property
-    def prefers_runs(self) -> bool:
-        """Whether a call per run beats one variable-length call: a single run (one sequence, or all of one length),
-        or many segments in few runs (the ViT's windows, which ``mm.model.positions`` sorts for this)."""
-        return len(self.runs) == 1 or len(self.lengths) >= MIN_SEGMENTS_PER_RUN * len(self.runs)
+    def prefers_stretches(self) -> bool:
+        """Whether a call per stretch beats one variable-length call: a single stretch (one sequence, or equal lengths),
+        or many segments in few stretches (the ViT's windows, which ``mm.model.positions`` sorts for this)."""
+        return len(self.stretches) == 1 or len(self.lengths) >= MIN_SEGMENTS_PER_STRETCH * len(self.stretches)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
@@ -70,41 +71,41 @@ heads, a divisor of q's (grouped queries)."""
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: torch's SDPA by run."""
-    return _by_run(q, k, v, segments, functools.partial(_sdpa, causal=causal))
+    """A ``Kernel``: torch's SDPA by stretch."""
+    return _by_stretch(q, k, v, segments, functools.partial(_sdpa, causal=causal))
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``.  float16 and bfloat16: SDPA by run where ``segments.prefers_runs``, else torch's ``varlen_attn``.
-    Other dtypes, which ``varlen_attn`` does not take: SDPA by run, keys and values repeated for grouped queries
+    """A ``Kernel``.  float16 and bfloat16: SDPA by stretch where the segments prefer it, else torch's ``varlen_attn``.
+    Other dtypes, which ``varlen_attn`` does not take: SDPA by stretch, keys and values repeated for grouped queries
     (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return _by_run(q, *_repeat_heads(q, k, v), segments, functools.partial(_sdpa, causal=causal))
-    if not segments.lengths or segments.prefers_runs:
-        return _by_run(q, k, v, segments, functools.partial(_sdpa, causal=causal))
+        return _by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(_sdpa, causal=causal))
+    if not segments.lengths or segments.prefers_stretches:
+        return _by_stretch(q, k, v, segments, functools.partial(_sdpa, causal=causal))
     return _cuda_varlen(q, k, v, segments, causal)
 
 
 def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by run for the ViT's windows (as a batch they
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by stretch for the ViT's windows (as a batch they
     escape the limit on lists of lengths, and need no transposition), TND otherwise."""
-    if not segments.lengths or (segments.prefers_runs and not causal):
-        return _by_run(q, k, v, segments, _npu_full)
+    if not segments.lengths or (segments.prefers_stretches and not causal):
+        return _by_stretch(q, k, v, segments, _npu_full)
     return _npu_varlen(q, k, v, segments, causal)
 
 
-def _by_run(
+def _by_stretch(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` on each run as a batch [count, length, heads, head_dim] and join what it returns."""
+    """Call ``attend`` on each stretch as a batch [count, length, heads, head_dim] and join what it returns."""
     _check_cover(q, segments)
-    if not segments.runs:
+    if not segments.stretches:
         return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
-    sizes = [length * count for length, count in segments.runs]
+    sizes = [length * count for length, count in segments.stretches]
     outputs = []
     # split, not slices: its backward joins the gradients once instead of padding each to the whole row
-    for run, *parts in zip(segments.runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        length, count = run
+    for stretch, *parts in zip(segments.stretches, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        length, count = stretch
         outputs.append(attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -119,14 +120,15 @@ def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bo
     from torch.nn.attention.varlen import varlen_attn
 
     _check_cover(q, segments)
-    options = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[1] != k.shape[1]:
         if _takes_grouped_queries(varlen_attn):
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = _repeat_heads(q, k, v)
     starts, longest = segments.cu_seqlens, segments.max_length
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, **options)  # a pair only with return_aux
+    return out
 
 
 @functools.cache
@@ -134,15 +136,16 @@ def _takes_grouped_queries(varlen_attn: Callable) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    import torch_npu
+def torch_npu() -> Any:
+    """Ascend's package, which has no types and is there only beside an NPU."""
+    return importlib.import_module("torch_npu")
 
-    return torch_npu.npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
+
+def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch_npu().npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
 
 
 def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    import torch_npu
-
     _check_cover(q, segments)
     # without a mask the operator ignores sparse_mode and attends to everything
     masking = {"atten_mask": _npu_causal_mask(q.device), "sparse_mode": 3} if causal else {}
@@ -153,7 +156,7 @@ def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: boo
     for chunk, *parts in zip(chunks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         ends = list(itertools.accumulate(chunk))
         outputs.append(
-            torch_npu.npu_fusion_attention(
+            torch_npu().npu_fusion_attention(
                 *parts,
                 q.shape[1],
                 "TND",

@@ -11,11 +11,13 @@ import random
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mm.device.attention import torch_npu
 from mm.device.kernels import KERNELS, Kernels
 from mm.device.shims import apply_shims
 from mm.errors import UserError
@@ -110,8 +112,7 @@ def _usable_kind(wanted: str) -> str:
     if wanted == "npu" and not has_npu:
         raise UserError("--device npu: torch_npu is not installed; install the torch_npu of your torch version")
     if wanted == "npu" or (wanted == "auto" and has_npu):
-        importlib.import_module("torch_npu")
-        if torch.npu.is_available():
+        if torch_npu().npu.is_available():
             return "npu"
         if wanted == "npu":
             raise UserError("--device npu: torch_npu sees no NPU; source Ascend's set_env.sh and check npu-smi info")
@@ -123,10 +124,10 @@ def _usable_kind(wanted: str) -> str:
 def random_states() -> dict[str, Tensor]:
     """The states of all random number generators of this process: Python, numpy, torch and torch on the device."""
     _, words, _ = random.getstate()
-    _, keys, position, _, _ = np.random.get_state()
+    numpy_state: Any = np.random.get_state(legacy=False)  # its type is that of the old form too
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
+        "numpy": torch.tensor([*numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():  # NPUs answer here too
@@ -139,7 +140,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
     version, _, _ = random.getstate()
     random.setstate((version, tuple(states["python"].tolist()), None))
     *keys, position = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
     torch.set_rng_state(states["torch"])
     if "device" in states:
         torch.cuda.set_rng_state(states["device"])

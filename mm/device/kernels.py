@@ -1,14 +1,14 @@
 """The operators that differ between kinds of device, as plain functions: attention, norm and SwiGLU."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention
+from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class SwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         x_gradient = torch.empty_like(x)
@@ -50,13 +50,11 @@ class SwiGLU(torch.autograd.Function):
 
 
 def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    torch_npu = importlib.import_module("torch_npu")
-    return torch_npu.npu_rms_norm(x, weight, epsilon=epsilon)[0]
+    return torch_npu().npu_rms_norm(x, weight, epsilon=epsilon)[0]
 
 
 def npu_swiglu(x: Tensor) -> Tensor:
-    torch_npu = importlib.import_module("torch_npu")
-    return torch_npu.npu_swiglu(x, dim=-1)
+    return torch_npu().npu_swiglu(x, dim=-1)
 
 
 KERNELS = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +62,16 @@ _CUDA_NAMES = {
 }
 
 
-def _type_as_on_cuda(tensor: Tensor, *args: object, **options: object) -> object:
+def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
     if args or options:
         return _tensor_type(tensor, *args, **options)
     return _CUDA_NAMES.get(tensor.dtype) or _tensor_type(tensor)
 
 
 def _foreach_l2_norm(_chunk: int, _noop: Tensor, tensor_lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
-    norms = torch._foreach_norm([tensor.float() for tensor in tensor_lists[0]])
+    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
+        [tensor.float() for tensor in tensor_lists[0]]
+    )
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 

@@ -1,7 +1,7 @@
 """Model FLOPs of a training step, for MFU.
 
 Counts real tokens and real patches, the ViT included and padding excluded.  Causal attention counts the pairs it
-looks at, recomputation does not count (it is work, not model).  Pure.
+looks at; recomputation does not count, because it is no part of the model.
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,11 @@ class WordEmbedding(nn.Module):
     def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, init_method=never_initialize, config=context.parallel
+            config.vocab_size,
+            config.hidden_size,
+            init_method=never_initialize,
+            config=context.parallel,
+            tp_group=context.tp_group,
         )
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
@@ -87,6 +91,7 @@ class LanguageModel(nn.Module):
                 init_method=never_initialize,
                 bias=False,
                 gather_output=False,
+                tp_group=context.tp_group,
                 skip_weight_param_allocation=self.shares_embedding,
             )
 

@@ -6,8 +6,10 @@ Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension. 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mm.device.attention import Segments
 from mm.device.device import Device
@@ -18,19 +20,26 @@ from mm.weights.table import padded_ffn
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer is built with: megatron's parallel settings and the device."""
+    """What every layer is built with: megatron's parallel settings, the tensor-parallel group and the device."""
 
     parallel: TransformerConfig
+    tp_group: dist.ProcessGroup
     device: Device
 
     @property
     def tp_size(self) -> int:
-        return self.parallel.tensor_model_parallel_size
+        return self.tp_group.size()
 
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""
         return ColumnLinear(
-            input_size, output_size, config=self.parallel, init_method=never_initialize, bias=bias, gather_output=False
+            input_size,
+            output_size,
+            config=self.parallel,
+            init_method=never_initialize,
+            bias=bias,
+            gather_output=False,
+            tp_group=self.tp_group,
         )
 
     def row(self, input_size: int, output_size: int, bias: bool) -> RowLinear:
@@ -43,6 +52,7 @@ class LayerContext:
             bias=bias,
             input_is_parallel=True,
             skip_bias_add=False,
+            tp_group=self.tp_group,
         )
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -146,7 +156,10 @@ class TransformerLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """A run of layers under their global numbers, recomputing as many as asked in the backward pass."""
+    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass."""
+
+    final_layernorm: RMSNorm
+    """After the LLM's last layer; on the stage that has the head."""
 
     def __init__(self, layers: range, shape: LayerShape, context: LayerContext, num_recomputed: int) -> None:
         super().__init__()
@@ -157,5 +170,5 @@ class LayerStack(nn.Module):
         """Apply the layer with this global number."""
         module = self.layers[layer]
         if layer in self.recomputed and torch.is_grad_enabled():
-            return torch.utils.checkpoint.checkpoint(module, x, inputs, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(module, x, inputs, use_reentrant=False, preserve_rng_state=False)
         return module(x, inputs)

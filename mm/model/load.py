@@ -1,27 +1,28 @@
 """The weights that a stage starts from: random ones, or those of a directory of any kind and layout.
 
-Every rank calls these functions together; a mistake on one is the same UserError on all.
+Every rank calls these functions together; a mistake on one raises the same UserError on all.
 """
 
 import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoint.formats.source import Source
+from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.weights.table import Weight, shard, stored_name
 
 
-def initialize(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:
+def initialize(stage: Stage, mesh: Mesh, seed: int, std: float) -> None:
     """Random weights: norms 1, biases 0, everything else normal with standard deviation ``std``.
 
     Each whole tensor has a generator seeded by ``seed`` and its name, and is cut afterwards: every layout starts from
     the same model.
     """
-    for weight in weights:
+    for weight in stage.weights:
         if weight.name.endswith("norm.weight"):
             whole = torch.ones(weight.shape)
         elif weight.name.endswith(".bias"):
@@ -33,7 +34,7 @@ def initialize(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh, seed: in
         set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank))
 
 
-def fill(stage: nn.Module, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
+def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
     """Set ``weights`` of this rank's ``stage``; each rank reads only what it holds, and what has a checksum in whole.
 
     Raises:
@@ -50,7 +51,7 @@ def fill(stage: nn.Module, weights: Sequence[Weight], source: Source, mesh: Mesh
     together(mesh, read)
 
 
-def set_weight(stage: nn.Module, weight: Weight, values: Tensor) -> None:
+def set_weight(stage: Stage, weight: Weight, values: Tensor) -> None:
     """Copy a rank's shard into its parameter, which may have another shape of the same size."""
     parameter = stage.get_parameter(weight.name)
     with torch.no_grad():

@@ -30,9 +30,9 @@ class LossInputs:
 def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, device: Device) -> LossInputs:
     """Pick out the target tokens and weigh them.
 
-    Default: every target token of the global batch counts the same.  ``per_sample``: every sample with a target
-    counts the same, and its target tokens share its weight (MindSpeed-MM's ``--calculate-per-sample-loss``).
-    A batch without any target has no rows, hence loss 0.
+    Every target token of the global batch counts the same.  With ``per_sample`` every sample with a target counts the
+    same, and its target tokens share its weight (MindSpeed-MM's ``--calculate-per-sample-loss``).  A batch without any
+    target has no rows, so its loss is 0.
     """
     index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
     if per_sample:

@@ -1,6 +1,6 @@
 """Where tokens and patches lie: merge units, M-RoPE positions, and the attention windows of the ViT.
 
-Pure, on the host.  A *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the
+A *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the
 projector turns into one visual token.  The image processor stores the patches of an image unit by unit: frame, row and
 column of the unit, then row and column inside it.
 """

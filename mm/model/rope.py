@@ -1,7 +1,4 @@
-"""Rotary position embedding of both towers: cos/sin tables and rotation.
-
-Pure functions on tensors.  The tables are per token, so packed samples need nothing special.
-"""
+"""Rotary position embedding of both towers: cos/sin tables per token, and rotation."""
 
 from collections.abc import Sequence
 from functools import cache

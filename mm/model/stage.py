@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.batch import BatchTotals, Microbatch
@@ -17,8 +16,8 @@ from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, 
 from mm.model.layers import AttentionInputs, LayerContext
 from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
-from mm.parallel.megatron import mark_parameters
-from mm.placement import Placement, StageSpec
+from mm.parallel.megatron import mark_parameters, parallel_config
+from mm.parallel.mesh import Mesh
 from mm.weights.table import stage_weights
 
 
@@ -26,7 +25,6 @@ from mm.weights.table import stage_weights
 class StageInputs:
     """What this stage needs of one microbatch, on the device; parts it does not need are None."""
 
-    pixel_values: Tensor | None
     vision: VisionInputs | None
     embedding: EmbeddingInputs | None
     language: AttentionInputs | None
@@ -34,30 +32,38 @@ class StageInputs:
 
 
 class Stage(nn.Module):
-    """What one rank owns of the model."""
+    """What one rank owns of the model, frozen and marked as megatron expects; the weights have no values yet."""
 
     model_type = ModelType.encoder_or_decoder
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, parallel: TransformerConfig, device: Device, per_sample_loss: bool
+        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, per_sample_loss: bool = False
     ) -> None:
         super().__init__()
+        placement = model.placement()
+        self.spec = spec = placement[mesh.pp_rank]
         self.model = model
-        self.spec = spec
-        self.config = parallel  # where megatron's DDP and schedules look for it
+        self.config = parallel_config(model, mesh, precision)  # where megatron's DDP and schedules look for it
         self.device = device
         self.per_sample_loss = per_sample_loss
-        context = LayerContext(parallel, device)
+        context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.has_vision:
-            self.image_encoder = nn.Module()
             num_recomputed = _num_recomputed(model.vision.recompute, spec.vision_layers)
-            self.image_encoder.encoder = VisionEncoder(model.vision, spec, context, num_recomputed)
+            self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context, num_recomputed)})
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
-                self.image_encoder.projector = Projector(model.projector, merge_factor, context)
+                self.image_encoder["projector"] = Projector(model.projector, merge_factor, context)
         if spec.has_language:
             num_recomputed = _num_recomputed(model.language.recompute, spec.language_layers)
             self.text_decoder = LanguageModel(model.language, spec, context, num_recomputed)
+        self.weights = stage_weights(model, spec, placement)
+        parameters = dict(self.named_parameters())
+        names = {weight.name for weight in self.weights}
+        assert set(parameters) == names, sorted(set(parameters) ^ names)
+        for weight in self.weights:
+            parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
+        tied_over_stages = model.language.tied and placement.embedding_stage != placement.head_stage
+        mark_parameters(parameters, self.weights, tied_over_stages)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
@@ -67,23 +73,17 @@ class Stage(nn.Module):
 
         ``totals`` may be None where no loss is wanted.
         """
-        spec, device, has_images = self.spec, self.device, bool(microbatch.image_grids)
-        pixels = None
-        if spec.has_patch_embedding and has_images:
-            assert microbatch.pixel_values is not None
-            pixels = device.copy(microbatch.pixel_values)
-        wants_loss = spec.has_head and totals is not None
-        return StageInputs(
-            pixel_values=pixels,
-            vision=vision_inputs(microbatch, self.model.vision, device) if spec.has_vision and has_images else None,
-            embedding=embedding_inputs(microbatch, self.model.image_token_id, device) if spec.has_embedding else None,
-            language=(
-                language_inputs(microbatch, self.model.language, self.config.params_dtype, device)
-                if spec.language_layers
-                else None
-            ),
-            loss=loss_inputs(microbatch, totals, self.per_sample_loss, device) if wants_loss else None,
-        )
+        spec, model, device = self.spec, self.model, self.device
+        vision = embedding = language = loss = None
+        if spec.has_vision and microbatch.image_grids:
+            vision = vision_inputs(microbatch, model.vision, device)
+        if spec.has_embedding:
+            embedding = embedding_inputs(microbatch, model.image_token_id, device)
+        if spec.language_layers:
+            language = language_inputs(microbatch, model.language, self.config.params_dtype, device)
+        if spec.has_head and totals is not None:
+            loss = loss_inputs(microbatch, totals, self.per_sample_loss, device)
+        return StageInputs(vision, embedding, language, loss)
 
     def forward(self, inputs: StageInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the stage with the head returns the microbatch's share of the loss.
@@ -91,13 +91,11 @@ class Stage(nn.Module):
         Where nothing crosses the next boundary an empty tensor stands in.
         """
         x = self.hidden_states(inputs, received)
-        if self.spec.has_head:
-            rows = x[inputs.loss.target_index]
-            return weighted_cross_entropy(
-                self.text_decoder.logits(rows), inputs.loss, self.config.tensor_model_parallel_size
-            )
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
+        if inputs.loss is not None:
+            logits = self.text_decoder.logits(x[inputs.loss.target_index])
+            return weighted_cross_entropy(logits, inputs.loss, self.config.tensor_model_parallel_size)
         # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
@@ -105,15 +103,15 @@ class Stage(nn.Module):
         """Everything but the output layer and loss; None where there is nothing to hand on."""
         spec, x = self.spec, received
         if inputs.vision is not None:
-            encoder = self.image_encoder.encoder
-            if spec.has_patch_embedding:
-                x = encoder.embed(inputs.pixel_values, inputs.vision)
-            x = encoder(x, inputs.vision)
+            x = inputs.vision.pixel_values if spec.has_patch_embedding else x
+            assert x is not None, "a microbatch with images came without their pixels or patches"
+            x = self.image_encoder["encoder"](x, inputs.vision)
             if spec.has_projector:
-                x = self.image_encoder.projector(x, inputs.vision)
-        if spec.has_embedding:
+                x = self.image_encoder["projector"](x, inputs.vision)
+        if inputs.embedding is not None:
             x = self.text_decoder.embedding(inputs.embedding, x)
         if inputs.language is not None:
+            assert x is not None, "every microbatch has tokens"
             x = self.text_decoder(x, inputs.language)
         return x
 
@@ -127,27 +125,3 @@ def _num_recomputed(recompute: RecomputeConfig, layers: range) -> int:
     if recompute.granularity != "full":
         return 0
     return len(layers) if recompute.method == "uniform" else min(recompute.num_layers or len(layers), len(layers))
-
-
-def build_stage(
-    model: ModelConfig,
-    placement: Placement,
-    stage: int,
-    parallel: TransformerConfig,
-    device: Device,
-    per_sample_loss: bool = False,
-) -> Stage:
-    """Build pipeline stage ``stage`` with uninitialised weights, frozen and marked as megatron expects.
-
-    The module's parameters are checked against the weight table: a name or shape that differs is a bug here.
-    """
-    spec = placement[stage]
-    module = Stage(model, spec, parallel, device, per_sample_loss)
-    weights = {weight.name: weight for weight in stage_weights(model, spec, placement)}
-    parameters = dict(module.named_parameters())
-    assert set(parameters) == set(weights), sorted(set(parameters) ^ set(weights))
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(not model.is_frozen(weights[name].part))
-    tied_over_stages = model.language.tied and placement.embedding_stage != placement.head_stage
-    mark_parameters(parameters, weights.values(), tied_over_stages)
-    return module

@@ -23,6 +23,8 @@ from mm.placement import StageSpec
 class VisionInputs:
     """One microbatch's images as the ViT needs them, on the device."""
 
+    pixel_values: Tensor | None
+    """None without the patch embedding."""
     patch_order: Tensor
     token_restore: Tensor
     window: AttentionInputs
@@ -46,8 +48,9 @@ def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: Device) 
     image_order = on_device(plan.image_order)
     image_cos, image_sin = (cos, sin) if image_order is None else (cos[image_order], sin[image_order])
     return VisionInputs(
-        patch_order=on_device(plan.patch_order),
-        token_restore=on_device(plan.token_restore),
+        pixel_values=on_device(microbatch.pixel_values),
+        patch_order=device.copy(plan.patch_order),
+        token_restore=device.copy(plan.token_restore),
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), causal=False),
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), causal=False),
         image_order=image_order,
@@ -78,9 +81,9 @@ class VisionEncoder(nn.Module):
     def __init__(self, config: VisionConfig, spec: StageSpec, context: LayerContext, num_recomputed: int) -> None:
         super().__init__()
         self.full_attention = frozenset(config.fullatt_block_indexes)
+        self.has_patch_embedding = spec.has_patch_embedding
         if spec.has_patch_embedding:
-            self.patch_embed = nn.Module()
-            self.patch_embed.proj = PatchProjection(config, context)
+            self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
         shape = LayerShape(
             hidden_size=config.hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
@@ -93,11 +96,10 @@ class VisionEncoder(nn.Module):
         )
         self.blocks = LayerStack(spec.vision_layers, shape, context, num_recomputed)
 
-    def embed(self, pixel_values: Tensor, inputs: VisionInputs) -> Tensor:
-        """[num_patches, elements] in the processor's order -> [num_patches, hidden] in window order."""
-        return self.patch_embed.proj(pixel_values)[inputs.patch_order]
-
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order."""
+        if self.has_patch_embedding:
+            x = self.patch_embed["proj"](x)[inputs.patch_order]
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 x = self.blocks.run(layer, x, inputs.window)
@@ -115,12 +117,13 @@ class Projector(nn.Module):
         super().__init__()
         self.merged_size = config.input_size * merge_factor
         self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, context)
-        self.encoder = nn.Module()
-        self.encoder.linear_fc1 = context.column(self.merged_size, config.ffn_hidden_size, bias=True)
-        self.encoder.linear_fc2 = context.row(config.ffn_hidden_size, config.hidden_size, bias=True)
+        self.encoder = nn.ModuleDict({
+            "linear_fc1": context.column(self.merged_size, config.ffn_hidden_size, bias=True),
+            "linear_fc2": context.row(config.ffn_hidden_size, config.hidden_size, bias=True),
+        })
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         x = self.layernorm(x).view(-1, self.merged_size)
-        x = self.encoder.linear_fc2(F.gelu(self.encoder.linear_fc1(x)))
+        x = self.encoder["linear_fc2"](F.gelu(self.encoder["linear_fc1"](x)))
         return x[inputs.token_restore]

@@ -1,7 +1,4 @@
-"""Ranks that do something together and fail together: one rank's mistake becomes the same error on all.
-
-Objects are exchanged within the job only.
-"""
+"""Ranks that do something together and fail together: one rank's mistake becomes the same error on all."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

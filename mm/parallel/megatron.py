@@ -3,7 +3,8 @@
 The one place that knows megatron's settings.  Model mathematics stays in ``mm.model``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -49,7 +50,7 @@ def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> Transform
     )
 
 
-def mark_parameters(parameters: dict[str, nn.Parameter], weights: Iterable[Weight], tied_over_stages: bool) -> None:
+def mark_parameters(parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_stages: bool) -> None:
     """After the stage, before its DDP: what megatron reads off each parameter.
 
     megatron sets the cuts only where it draws initial values; its gradient norm counts a parameter without the mark
@@ -58,7 +59,7 @@ def mark_parameters(parameters: dict[str, nn.Parameter], weights: Iterable[Weigh
     layer keeps the gradient norm from counting it twice.
     """
     for weight in weights:
-        parameter = parameters[weight.name]
+        parameter: Any = parameters[weight.name]  # megatron's marks are attributes that torch does not know
         parameter.tensor_model_parallel = weight.tp_dim is not None
         parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
         parameter.partition_stride = 1
@@ -112,9 +113,13 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
     )
 
 
-def bind(model: DistributedDataParallel, optimizer: MegatronOptimizer, finalize_gradients: Callable[..., None]) -> None:
+def bind(
+    settings: TransformerConfig,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    finalize_gradients: Callable[..., None],
+) -> None:
     """After DDP and optimizer: the functions that megatron's schedules look up in the stage's settings."""
-    settings = model.module.config
     settings.no_sync_func = model.no_sync
     settings.finalize_model_grads_func = finalize_gradients
     settings.grad_scale_func = optimizer.scale_loss if settings.fp16 else None

@@ -7,14 +7,13 @@ the set of ranks of one data-parallel index; they share every batch.
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mm.config.model import ModelConfig
 from mm.device.device import Device
-from mm.placement import Placement
 
 CONTROL_TIMEOUT = timedelta(days=1)
 """Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
@@ -52,23 +51,19 @@ class Mesh:
         return self.rank == self.replica_owner
 
 
-def start(
-    device: Device, placement: Placement, tied: bool, tp_size: int, timeout_minutes: float = 10.0
-) -> Mesh:
-    """Join the process group that the launcher describes in the environment and build every group.
-
-    ``tied`` says whether output layer and word embedding are one weight.
-    """
+def start(device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0) -> Mesh:
+    """Join the process group that the launcher describes in the environment, and build every group."""
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
             os.environ.setdefault(name, value)
         dist.init_process_group(device.backend, timeout=timeout)
-    return build_mesh(placement, tied, tp_size, timeout)
+    return build_mesh(model, tp_size, timeout)
 
 
-def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelta) -> Mesh:
+def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
     """Build the groups inside an initialised process group; tests call it once per layout."""
+    placement = model.placement()
     pp_size = placement.num_stages
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp_size,
@@ -82,14 +77,17 @@ def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelt
     def at(pp: int, dp: int, tp: int) -> int:
         return tp + tp_size * (dp + dp_size * pp)
 
-    def gloo(groups: list[list[int]]) -> dist.ProcessGroup | None:
-        return _my_group(groups, "gloo", timeout)
-
     tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
     pp_rank, dp_rank, tp_rank = rank // (tp_size * dp_size), rank // tp_size % dp_size, rank % tp_size
     patches, embedding, head = placement.patch_embedding_stage, placement.embedding_stage, placement.head_stage
     pixel_ranks = [sorted({at(0, dp, 0)} | {at(patches, dp, tp) for tp in tps}) for dp in dps]
     tied_ranks = [[at(embedding, dp, tp), at(head, dp, tp)] for dp in dps for tp in tps]
+    replica_group = _my_group([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps], timeout, "gloo")
+    owners_group = _my_group([[at(0, dp, 0) for dp in dps]], timeout, "gloo")
+    pixel_group = _my_group(pixel_ranks, timeout, "gloo") if len(pixel_ranks[0]) > 1 else None
+    control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
+    tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
+    assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -100,24 +98,19 @@ def build_mesh(placement: Placement, tied: bool, tp_size: int, timeout: timedelt
         dp_rank=dp_rank,
         dp_size=dp_size,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        replica_group=cast(dist.ProcessGroup, gloo([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps])),
-        owners_group=gloo([[at(0, dp, 0) for dp in dps]]),
-        pixel_group=gloo(pixel_ranks) if len(pixel_ranks[0]) > 1 else None,
-        control_group=cast(
-            dist.ProcessGroup, _my_group([list(range(world_size))], "gloo", CONTROL_TIMEOUT)
-        ),
-        tied_group=_my_group(tied_ranks, None, timeout) if tied and embedding != head else None,
+        replica_group=replica_group,
+        owners_group=owners_group,
+        pixel_group=pixel_group,
+        control_group=control_group,
+        tied_group=tied_group,
         replica_owner=at(0, dp_rank, 0),
     )
 
 
-def _my_group(groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create all ``groups`` (every rank must, in the same order) and return the one with this rank in it."""
-    mine = None
-    for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if isinstance(group, dist.ProcessGroup):  # torch returns a number to the ranks that are not in it
-            mine = group
+def _my_group(ranks: list[list[int]], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
+    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any."""
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend)
+    assert not isinstance(mine, int), "torch gives a number to the ranks outside of a group only"
     return mine
 
 

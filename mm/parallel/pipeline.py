@@ -98,6 +98,7 @@ class PipelineCommunicator:
 
     def _receive_forward(self, received: Tensor | None, _: Tensor | None, needs_gradient: bool) -> list[Tensor | None]:
         if needs_gradient:
+            assert received is not None
             received.requires_grad_()
         self._inbox.append(received)
         return [received if needs_gradient else None]

@@ -4,6 +4,7 @@ megatron-core's schedules run the loop, over our communicator.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def run_schedule(
     Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
     the head.  Summed over data-parallel ranks it is the loss of the global batch.
     """
-    stage = model.module
+    stage: Any = model.module  # a mm.model.stage.Stage, which stands above this floor
     total = torch.zeros((), dtype=torch.float32, device=stage.device.torch_device)
 
     def forward_step(microbatches: Iterator[Microbatch], wrapped: DistributedDataParallel) -> tuple[Tensor, object]:
@@ -41,7 +42,7 @@ def run_schedule(
     if model.ddp_config.overlap_param_gather:
         for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
             group.start_param_sync()
-    arguments = {
+    arguments: dict[str, Any] = {
         "forward_step_func": forward_step,
         "data_iterator": iter(plan.microbatches),
         "model": model,
@@ -51,7 +52,8 @@ def run_schedule(
         "pg_collection": mesh.groups,
     }
     if mesh.pp_size > 1:
-        forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **arguments)
+        arguments["p2p_communicator"] = communicator
+        forward_backward_pipelining_without_interleaving(**arguments)
     else:
         forward_backward_no_pipelining(**arguments)
     communicator.end()
@@ -86,6 +88,7 @@ def finalize_gradients(
             group.register_grad_ready(parameter)
     model.finish_grad_sync(force_all_reduce=force_all_reduce)
     if tied_group is not None:
+        parameter: Any  # with megatron's attributes
         for parameter in model.module.parameters():
             if getattr(parameter, "shared_embedding", False) and parameter.requires_grad:
                 dist.all_reduce(parameter.main_grad, group=tied_group)

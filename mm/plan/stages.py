@@ -23,7 +23,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class StageSize:
-    """What one rank of a stage holds, tensor-parallel cut and padding included."""
+    """What one rank of a stage holds; frozen weights have neither gradients nor optimizer state."""
 
     num_params: int
     num_trainable_params: int
@@ -37,12 +37,11 @@ class StageSize:
 
 
 def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
-    """Parameters and bytes of one rank of ``spec``: weights, gradients and optimizer; frozen ones have weights only."""
-    weights = stage_weights(run.model, spec, placement)
-    tp_size = run.tp_size
-    num_params = sum(math.prod(local_shape(weight, tp_size)) for weight in weights)
-    trainable = [weight for weight in weights if not run.model.is_frozen(weight.part)]
-    num_trainable = sum(math.prod(local_shape(weight, tp_size)) for weight in trainable)
+    """Parameters and bytes of one rank of ``spec``, tensor-parallel cut and padding included."""
+    sizes = [(math.prod(local_shape(weight, run.tp_size)), run.model.is_frozen(weight.part))
+             for weight in stage_weights(run.model, spec, placement)]
+    num_params = sum(size for size, _ in sizes)
+    num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
     state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
     num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
@@ -75,11 +74,9 @@ def stage_report(run: Run) -> str:
 
 def _run_lines(run: Run) -> list[str]:
     args = run.args
-    parallel = (f"{run.world_size} ranks = tensor {run.tp_size} x pipeline {run.num_stages} x "
-                f"data {run.dp_size}")
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
-        f"Ranks     {parallel}",
+        f"Ranks     {run.world_size} ranks = tensor {run.tp_size} x pipeline {run.num_stages} x data {run.dp_size}",
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
         f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
         f"Training  {args.train_iters} steps in {run.precision}, loss: mean over "
@@ -90,7 +87,7 @@ def _run_lines(run: Run) -> list[str]:
 
 def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for spec, size in zip(placement.slots, sizes, strict=True):
         name = str(spec.stage) if run.model.num_chunks == 1 else f"{spec.stage}.{spec.chunk}"
         rows.append((

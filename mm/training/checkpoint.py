@@ -10,26 +10,23 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoint.formats import training as files
 from checkpoint.formats.source import Source, open_training
 from checkpoint.formats.training import Manifest, Piece
 from checkpoint.formats.training_reader import TrainingDirectory
-from mm.config.model import ModelConfig
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.model.load import fill, set_weight
-from mm.model.stage import Stage
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
+from mm.training.step import Parts
 from mm.weights.table import Weight, stored_name
 
 
@@ -49,10 +46,7 @@ class Progress:
 def save(
     directory: str | Path,
     progress: Progress,
-    model: DistributedDataParallel,
-    optimizer: MegatronOptimizer,
-    weights: Sequence[Weight],
-    mesh: Mesh,
+    parts: Parts,
     run_facts: Mapping[str, Any],
     *,
     save_optim: bool = True,
@@ -68,16 +62,15 @@ def save(
     Raises:
         UserError: on every rank when any rank cannot write.
     """
-    directory = Path(directory)
-    if model.ddp_config.overlap_param_gather:
-        model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
-    owned = owned_states(optimizer, model) if save_optim else []
-    planned = _weight_files(model.module, weights, mesh)
-    if mesh.dp_rank == 0 or is_split(optimizer):
-        planned |= _optimizer_files(owned, weights, mesh)
+    directory, mesh = Path(directory), parts.mesh
+    if parts.model.ddp_config.overlap_param_gather:
+        parts.model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
+    owned = owned_states(parts.optimizer, parts.model) if save_optim else []
+    planned = _weight_files(parts)
+    if mesh.dp_rank == 0 or is_split(parts.optimizer):
+        planned |= _optimizer_files(parts, owned)
     if save_rng:
         planned |= _random_files(mesh)
-    counters = (owned[0].step if owned else None, scaler_state(optimizer)) if save_optim else None
     num_bytes = torch.tensor(sum(piece.stored.num_bytes for pieces in planned.values() for piece, _ in pieces))
     dist.all_reduce(num_bytes, group=mesh.control_group)
     temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
@@ -85,7 +78,19 @@ def save(
         written = together(mesh, lambda: [
             piece for file, pieces in planned.items() for piece in files.write_pieces(temporary, file, pieces)
         ])
-        final = _commit(mesh, temporary, progress, _model(model), written, counters, run_facts)
+        gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(parts.optimizer)))
+        manifest = Manifest(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            world_size=mesh.world_size,
+            tp_size=mesh.tp_size,
+            pp_size=mesh.pp_size,
+            model=parts.stage.model,
+            optimizer=_optimizer_facts(gathered) if save_optim else None,
+            facts=run_facts,
+            pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
+        )
+        final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -102,21 +107,23 @@ Planned = dict[str, list[tuple[Piece, Tensor]]]
 """What one rank writes, by file name; the tensors are the live ones."""
 
 
-def _weight_files(stage: nn.Module, weights: Sequence[Weight], mesh: Mesh) -> Planned:
+def _weight_files(parts: Parts) -> Planned:
     """Every weight once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold."""
+    mesh = parts.mesh
     file = f"weights_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}.safetensors"
     pieces: list[tuple[Piece, Tensor]] = [
         (Piece.of(parameter, file, weight.name, "weight", mesh.tp_rank), parameter)
-        for weight in weights
+        for weight in parts.stage.weights
         if _stores(weight, mesh)
-        for parameter in [stage.get_parameter(weight.name)]
+        for parameter in [parts.stage.get_parameter(weight.name)]
     ]
     return {file: pieces} if pieces and mesh.dp_rank == 0 else {}
 
 
-def _optimizer_files(owned: Sequence[OwnedState], weights: Sequence[Weight], mesh: Mesh) -> Planned:
+def _optimizer_files(parts: Parts, owned: Sequence[OwnedState]) -> Planned:
+    mesh = parts.mesh
     file = f"optimizer_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}_dp{mesh.dp_rank:02d}.safetensors"
-    stored = {weight.name for weight in weights if _stores(weight, mesh)}
+    stored = {weight.name for weight in parts.stage.weights if _stores(weight, mesh)}
     pieces = [
         (Piece.of(tensor, file, state.name, part, mesh.tp_rank, state.start), tensor)
         for state in owned
@@ -136,42 +143,11 @@ def _random_files(mesh: Mesh) -> Planned:
     return {file: [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state) for name, state in states.items()]}
 
 
-def _commit(
-    mesh: Mesh,
-    temporary: Path,
-    progress: Progress,
-    model: ModelConfig,
-    written: list[Piece],
-    counters: tuple[int | None, dict[str, float] | None] | None,
-    run_facts: Mapping[str, Any],
-) -> Path:
-    """Bring together what all ranks wrote; rank 0 makes it the newest checkpoint.
-
-    ``counters`` are this rank's number of updates (None where it trains nothing) and loss scale; None without
-    optimizer state.
-    """
-    gathered = gather(mesh, (written, counters))
-
-    def commit() -> Path:
-        return files.commit(temporary, Manifest(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            world_size=mesh.world_size,
-            tp_size=mesh.tp_size,
-            pp_size=mesh.pp_size,
-            model=model,
-            optimizer=None if counters is None else _optimizer_facts([one for _, one in gathered if one is not None]),
-            facts=run_facts,
-            pieces=tuple(piece for pieces, _ in gathered for piece in pieces),
-        ))
-
-    return on_first(mesh, commit)
-
-
-def _optimizer_facts(counters: list[tuple[int | None, dict[str, float] | None]]) -> dict[str, Any]:
-    steps = {step for step, _ in counters if step is not None}
+def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:
+    """From every rank's number of updates and loss scale; a rank that trains nothing has none."""
+    steps = {step for _, step, _ in gathered if step is not None}
     assert len(steps) <= 1, f"ranks made different numbers of updates: {steps}"
-    scalers = [scaler for _, scaler in counters if scaler is not None]
+    scalers = [scaler for _, _, scaler in gathered if scaler is not None]
     return {"step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
@@ -180,10 +156,7 @@ def _optimizer_facts(counters: list[tuple[int | None, dict[str, float] | None]])
 
 def load(
     directory: str | Path,
-    model: DistributedDataParallel,
-    optimizer: MegatronOptimizer | None,
-    weights: Sequence[Weight],
-    mesh: Mesh,
+    parts: Parts,
     *,
     load_optim: bool = True,
     load_rng: bool = True,
@@ -199,29 +172,28 @@ def load(
         UserError: on every rank, when there is no such checkpoint, something in it is missing or damaged, it is of
             another model, or it has no optimizer state for a parameter that is now trained.
     """
+    mesh, stage = parts.mesh, parts.stage
     folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory, iteration))
 
     def find() -> tuple[TrainingDirectory, Source]:
         stored = TrainingDirectory.open(folder)
         source = open_training(stored)
-        source.check_model(_model(model))
+        source.check_model(stage.model)
         return stored, source
 
     stored, source = together(mesh, find)
     # a run in fp32 goes on from the fp32 copies of one in bf16
-    from_master = [weight for weight in weights if stored.has(weight, "master")
-                   and model.module.get_parameter(weight.name).dtype == torch.float32]
-    fill(model.module, [weight for weight in weights if weight not in from_master], source, mesh)
+    from_master = [weight for weight in stage.weights if stored.has(weight, "master")
+                   and stage.get_parameter(weight.name).dtype == torch.float32]
+    fill(stage, [weight for weight in stage.weights if weight not in from_master], source, mesh)
 
     def restore() -> tuple[str, ...]:
         for weight in from_master:
-            size = model.module.get_parameter(weight.name).numel()
-            values = stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size)
-            set_weight(model.module, weight, values)
-        if optimizer is not None:
-            optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
-            if load_optim and not finetune:
-                _load_optimizer(stored, source, optimizer, model, weights, mesh)
+            size = stage.get_parameter(weight.name).numel()
+            set_weight(stage, weight, stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size))
+        parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
+        if load_optim and not finetune:
+            _load_optimizer(stored, source, parts)
         return _load_random(stored, mesh) if load_rng and not finetune else ()
 
     more_notes = together(mesh, restore)
@@ -229,22 +201,15 @@ def load(
     return Progress(*progress, (*notes, *more_notes))
 
 
-def _load_optimizer(
-    stored: TrainingDirectory,
-    source: Source,
-    optimizer: MegatronOptimizer,
-    model: DistributedDataParallel,
-    weights: Sequence[Weight],
-    mesh: Mesh,
-) -> None:
+def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:
     facts = stored.manifest.optimizer
     if facts is None:
         raise UserError(
             f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to go on with "
             f"new optimizer state, or --finetune to start at step 0 from its weights."
         )
-    by_name = {weight.name: weight for weight in weights}
-    owned, step = owned_states(optimizer, model), facts["step"]
+    by_name = {weight.name: weight for weight in parts.stage.weights}
+    owned, step = owned_states(parts.optimizer, parts.model), facts["step"]
     untrained = [state.name for state in owned if step and not stored.has(by_name[state.name], MOMENTS[0])]
     if untrained:
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""
@@ -254,7 +219,7 @@ def _load_optimizer(
             f"step 0 from the weights."
         )
     for state in owned:
-        weight, place = by_name[state.name], (mesh.tp_size, mesh.tp_rank)
+        weight, place = by_name[state.name], (parts.mesh.tp_size, parts.mesh.tp_rank)
         if state.is_copy and stored.has(weight, "master"):
             state.restore_master(stored.read_state(weight, "master", *place, state.start, state.stop))
         elif state.is_copy:
@@ -264,20 +229,16 @@ def _load_optimizer(
                 moment: stored.read_state(weight, moment, *place, state.start, state.stop) for moment in MOMENTS
             })
     if facts["grad_scaler"] is not None:
-        restore_scaler(optimizer, facts["grad_scaler"])
+        restore_scaler(parts.optimizer, facts["grad_scaler"])
 
 
 def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
     """Returns notes for the user."""
     if stored.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
-    states = {name: stored.read_random(f"{name}.{mesh.rank}") for name in random_states()}
-    found = {name: state for name, state in states.items() if state is not None}
-    if len(found) < len(states):
+    names = random_states().keys()
+    found = {name: state for name in names if (state := stored.read_random(f"{name}.{mesh.rank}")) is not None}
+    if found.keys() != names:
         return (f"{stored.path} holds no random states for this device, so none are restored",)
     set_random_states(found)
     return ()
-
-
-def _model(model: DistributedDataParallel) -> ModelConfig:
-    return cast(Stage, model.module).model

@@ -1,4 +1,4 @@
-"""What a run says of itself: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
+"""The reports of a run: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
 
 The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.
 """

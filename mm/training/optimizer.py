@@ -1,17 +1,12 @@
-"""Learning-rate schedule and megatron's optimizer over one stage.
-
-megatron-core provides Adam (distributed or not), mixed precision, loss scaling and clipping; this module builds it,
-switches on torch's fused kernel, and updates the weights with the learning rate of a step.
-"""
+"""The learning-rate schedule, and megatron's Adam over one stage with torch's fused kernel."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
-    DistributedOptimizer,
-    MegatronOptimizer,
+    ChainedOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -53,13 +48,14 @@ class LearningRate:
 class Update:
     """What one update of the weights did."""
 
-    updated: bool
-    """False when a non-finite gradient under loss scaling made the optimizer skip the step."""
+    lr: float
     grad_norm: float
     loss_scale: float
+    updated: bool
+    """False when a gradient overflowed under loss scaling, so that the optimizer skipped the step."""
 
 
-def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> ChainedOptimizer:
     """Adam over the trainable parameters of ``model``; without any, megatron's stub that only joins reductions.
 
     Biases and norms get no weight decay, as in Megatron and in transformers' Trainer.
@@ -71,23 +67,20 @@ def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> 
         use_gloo_process_groups=False,
         pg_collection=None,
     )
+    assert isinstance(optimizer, ChainedOptimizer)
     for group in torch_param_groups(optimizer):
         group["fused"] = True
         group["weight_decay"] *= group["wd_mult"]  # megatron leaves this to its own scheduler
     return optimizer
 
 
-def torch_param_groups(optimizer: MegatronOptimizer) -> list[dict]:
-    """The parameter groups of the torch optimizers inside."""
-    return [group for inner in torch_optimizers(optimizer) for group in inner.param_groups]
+def torch_param_groups(optimizer: ChainedOptimizer) -> list[dict]:
+    """The parameter groups of the torch optimizers inside; none on a stage with nothing to train."""
+    inner = [chained.optimizer for chained in optimizer.chained_optimizers]
+    return [group for one in inner if one is not None for group in one.param_groups]
 
 
-def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside; none on a stage with nothing to train."""
-    return [chained.optimizer for chained in optimizer.chained_optimizers if chained.optimizer is not None]
-
-
-def update(optimizer: MegatronOptimizer, lr: float) -> Update:
+def update(optimizer: ChainedOptimizer, lr: float) -> Update:
     """Clip and update with learning rate ``lr``.
 
     A gradient that overflowed under loss scaling makes the optimizer skip the step.  Any other gradient that is not
@@ -97,31 +90,13 @@ def update(optimizer: MegatronOptimizer, lr: float) -> Update:
         group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_scale = float(optimizer.get_loss_scale())
     if optimizer.prepare_grads():
-        return Update(updated=False, grad_norm=0.0, loss_scale=loss_scale)
+        return Update(lr, 0.0, loss_scale, updated=False)
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
         raise AgreedError(f"the gradient norm is {grad_norm}: a gradient is not finite, so no weight was changed")
-    max_norm = optimizer.config.clip_grad
-    for chained in optimizer.chained_optimizers:
+    inner: list[Any] = optimizer.chained_optimizers  # their base class in megatron lacks what all of them have
+    for chained in inner:
+        max_norm = chained.config.clip_grad
         if max_norm > 0.0 and not chained.is_stub_optimizer and chained.get_parameters():
             clip_grad_by_total_norm_fp32(chained.get_parameters(), max_norm=max_norm, total_norm=grad_norm)
-    return Update(optimizer.step_with_ready_grads(), grad_norm, loss_scale)
-
-
-def owned_ranges(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> dict[str, tuple[int, int]]:
-    """Which flat range of each trainable parameter's reduced gradient and optimizer state is on this rank.
-
-    The whole parameter without the distributed optimizer; with it, this data-parallel rank's cut, and parameters of
-    which this rank has nothing are left out.
-    """
-    ranges = {}
-    for name, parameter in model.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        for chained in optimizer.chained_optimizers:
-            if not isinstance(chained, DistributedOptimizer):
-                ranges[name] = (0, parameter.numel())
-            elif parameter in chained.model_param_group_index_map:
-                owned = chained._get_model_param_range_map(parameter)["param"]
-                ranges[name] = (owned.start, owned.end)
-    return ranges
+    return Update(lr, grad_norm, loss_scale, optimizer.step_with_ready_grads())

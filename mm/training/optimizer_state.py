@@ -1,17 +1,12 @@
-"""What megatron's optimizers remember of each parameter, as tensors under the parameter's name.
-
-The only file that looks inside megatron's optimizers for it.
-"""
+"""The state that megatron's optimizers keep for each parameter, as tensors under the parameter's name."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import Tensor
-
-from mm.training.optimizer import owned_ranges, torch_optimizers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -25,10 +20,10 @@ class OwnedState:
     stop: int
     main: Tensor
     """What the torch optimizer updates: the model's own fp32 memory, or an fp32 copy of it."""
-    is_copy: bool
-    optimizer: torch.optim.Optimizer
     group: dict[str, Any]
     """The parameter group that it is in."""
+    is_copy: bool
+    optimizer: torch.optim.Optimizer
 
     @property
     def step(self) -> int:
@@ -63,56 +58,56 @@ class OwnedState:
         self.main.data.copy_(values.reshape(self.main.shape))
 
 
-def owned_states(optimizer: MegatronOptimizer, model: DistributedDataParallel) -> list[OwnedState]:
-    """The state on this rank, in model order; nothing for frozen parameters."""
-    places = {
-        id(main): (inner, group)
-        for inner in torch_optimizers(optimizer)
-        for group in inner.param_groups
-        for main in group["params"]
-    }
+def owned_states(optimizer: ChainedOptimizer, model: DistributedDataParallel) -> list[OwnedState]:
+    """The state of trainable parameters on this rank, in model order.
+
+    It is of whole parameters without the distributed optimizer.  With it, it is of this data-parallel rank's range of
+    each, and parameters of which the rank has nothing are left out.
+    """
     owned = []
-    for name, (start, stop) in owned_ranges(optimizer, model).items():
-        parameter = model.module.get_parameter(name)
-        main = _main_parameter(optimizer, parameter)
-        is_copy = parameter.dtype != torch.float32
-        owned.append(OwnedState(name, start, stop, main, is_copy, *places[id(main)]))
+    for name, parameter in model.module.named_parameters():
+        for chained in optimizer.chained_optimizers if parameter.requires_grad else ():
+            if (found := _main_parameter(chained, parameter)) is not None:
+                is_copy = parameter.dtype != torch.float32
+                owned.append(OwnedState(name, *found, is_copy, chained.optimizer))
     return owned
 
 
-def is_split(optimizer: MegatronOptimizer) -> bool:
+def _main_parameter(chained: Any, parameter: Any) -> tuple[int, int, Tensor, dict[str, Any]] | None:
+    """Start and stop of the range of ``parameter`` that ``chained`` updates, what it updates there, and its group."""
+    if isinstance(chained, DistributedOptimizer):
+        if parameter not in chained.model_param_group_index_map:
+            return None
+        group_index, index = chained.model_param_group_index_map[parameter]
+        group = chained.optimizer.param_groups[group_index]
+        owned = chained._get_model_param_range_map(parameter)["param"]
+        return owned.start, owned.end, group["params"][index], group
+    main = parameter if parameter.dtype == torch.float32 else parameter.main_param
+    groups = chained.optimizer.param_groups
+    group = next((group for group in groups if any(one is main for one in group["params"])), None)
+    return None if group is None else (0, parameter.numel(), main, group)
+
+
+def is_split(optimizer: ChainedOptimizer) -> bool:
     """Whether data-parallel ranks own different parts; otherwise all of them hold the same."""
-    return any(isinstance(chained, DistributedOptimizer) for chained in _chained(optimizer))
+    return any(isinstance(chained, DistributedOptimizer) for chained in optimizer.chained_optimizers)
 
 
-def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
+def scaler_state(optimizer: ChainedOptimizer) -> dict[str, float] | None:
     """The dynamic loss scale and its counters as JSON values; None without loss scaling."""
     for scaler in _scalers(optimizer):
         return {key: float(value) for key, value in scaler.state_dict().items()}
     return None
 
 
-def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float]) -> None:
+def restore_scaler(optimizer: ChainedOptimizer, state: dict[str, float]) -> None:
     """Set what ``scaler_state`` gave."""
     for scaler in _scalers(optimizer):
         counters = {key: int(value) for key, value in state.items() if key != "scale"}
         scaler.load_state_dict({**counters, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
-def _chained(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers in megatron's, which has no types for them."""
-    return cast(Any, optimizer).chained_optimizers
-
-
-def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
+def _scalers(optimizer: ChainedOptimizer) -> list[Any]:
     """megatron's loss scalers that have a state (a constant one has none)."""
-    scalers = [getattr(chained, "grad_scaler", None) for chained in _chained(optimizer)]
+    scalers = [getattr(chained, "grad_scaler", None) for chained in optimizer.chained_optimizers]
     return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]
-
-
-def _main_parameter(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor:
-    for chained in _chained(optimizer):
-        if isinstance(chained, DistributedOptimizer) and parameter in chained.model_param_group_index_map:
-            group, index = chained.model_param_group_index_map[parameter]
-            return chained.optimizer.param_groups[group]["params"][index]
-    return parameter if parameter.dtype == torch.float32 else cast(Any, parameter).main_param

@@ -1,10 +1,11 @@
 """One rank's training run: builds its parts in order, then steps, logs, saves and exports."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from checkpoint import convert
-from checkpoint.formats.source import Kind, Source, open_to_train
+from checkpoint.formats.source import Kind, open_to_train
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
@@ -16,15 +17,13 @@ from mm.data.owner import DataOwner
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model import flops, load
-from mm.model.stage import Stage, build_stage
+from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.agreement import on_first, together
-from mm.parallel.megatron import parallel_config
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.step import Parts, StepResult, step
-from mm.weights.table import stage_weights
 
 
 class Trainer:
@@ -32,28 +31,24 @@ class Trainer:
 
     def __init__(self, run: Run, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
-        self.placement = run.model.placement()
-        self.mesh = parallel.start(
-            device,
-            self.placement,
-            run.model.language.tied,
-            run.tp_size,
-            args.distributed_timeout_minutes,
-        )
-        spec = self.placement[self.mesh.pp_rank]
-        self.weights = stage_weights(run.model, spec, self.placement)
-        settings = parallel_config(run.model, self.mesh, run.precision)
-        stage = build_stage(
-            run.model, self.placement, self.mesh.pp_rank, settings, device, run.per_sample_loss
-        )
-        source = self._fill(stage)
-        self.parts = Parts.build(stage, self.mesh, args)
+        self.mesh = parallel.start(device, run.model, run.tp_size, args.distributed_timeout_minutes)
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        if source is not None:
-            self._restore(source)
-        self.learning_rate = _learning_rate(run)
+        stage = Stage(run.model, self.mesh, run.precision, device, run.per_sample_loss)
+        if args.load is None:
+            load.initialize(stage, self.mesh, args.seed, run.model.language.init_method_std)
+            self.parts = Parts.build(stage, self.mesh, args)
+        else:
+            self.parts = self._load(stage, args.load)
+        self.learning_rate = LearningRate(
+            max_lr=args.lr,
+            min_lr=args.min_lr,
+            warmup_init=args.lr_warmup_init,
+            warmup_samples=run.lr_warmup_iters * run.global_batch_size,
+            decay_samples=run.lr_decay_iters * run.global_batch_size,
+            decay_style=args.lr_decay_style,
+        )
         self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self._reports() else None
 
     def run_steps(self) -> None:
@@ -73,7 +68,7 @@ class Trainer:
             self.device.synchronize()
             self._report(plan, result, time.perf_counter() - started)
             if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
-                self._save()
+                self._save(args.save)
         data.close()
 
     def close(self) -> None:
@@ -103,8 +98,8 @@ class Trainer:
             encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
             return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
 
-        holds_patches = self.placement[mesh.pp_rank].has_patch_embedding
-        return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patches, run.model.vision)
+        holds_patch_embedding = self.parts.stage.spec.has_patch_embedding
+        return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patch_embedding, run.model.vision)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None
@@ -128,10 +123,6 @@ class Trainer:
         return StepMetrics(
             iteration=self.progress.iteration,
             consumed_samples=self.progress.consumed_samples,
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            loss_scale=result.loss_scale,
             step_seconds=seconds,
             global_batch_size=self.run.global_batch_size,
             num_tokens=totals.num_tokens,
@@ -142,7 +133,7 @@ class Trainer:
             model_flops_per_second_per_device=rate,
             mfu=rate / peak_flops if peak_flops else None,
             max_memory_bytes=self.device.max_memory_bytes(),
-            updated=result.updated,
+            **asdict(result),
         )
 
     def _reports(self) -> bool:
@@ -155,53 +146,41 @@ class Trainer:
 
     # Weights and training state in and out
 
-    def _fill(self, stage: Stage) -> Source | None:
-        """Give the stage the weights to start from, before the optimizer copies them; returns what ``--load`` is."""
-        run, args = self.run, self.run.args
-        if args.load is None:
-            load.initialize(stage, self.weights, self.mesh, args.seed, run.model.language.init_method_std)
-            return None
-        source = together(self.mesh, lambda: open_to_train(args.load, run.model, args.finetune))
-        if source.kind is not Kind.TRAINING:
-            load.fill(stage, self.weights, source, self.mesh)
-        return source
-
-    def _restore(self, source: Source) -> None:
-        """Go on from a training checkpoint, where ``--load`` is one."""
+    def _load(self, stage: Stage, path: str) -> Parts:
+        """Start from ``--load``, or go on from it where it is a training checkpoint."""
         args = self.run.args
+        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.finetune))
+        if source.kind is not Kind.TRAINING:
+            load.fill(stage, stage.weights, source, self.mesh)
+        parts = Parts.build(stage, self.mesh, args)
         if source.kind is Kind.TRAINING:
             self.checkpoint = source.path
             self.progress = state.load(
-                args.load,
-                self.parts.model,
-                self.parts.optimizer,
-                self.weights,
-                self.mesh,
+                path,
+                parts,
                 load_optim=not args.no_load_optim,
                 load_rng=not args.no_load_rng,
                 finetune=args.finetune,
             )
         named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
-        self._say(f"loaded a {named[source.kind]} checkpoint from {args.load}, iteration {self.progress.iteration}")
+        self._say(f"loaded a {named[source.kind]} checkpoint from {path}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
+        return parts
 
-    def _save(self, directory: str | None = None) -> None:
+    def _save(self, directory: str, *, weights_only: bool = False) -> Path:
         args = self.run.args
-        path = state.save(
-            directory or args.save,
+        self.checkpoint = state.save(
+            directory,
             self.progress,
-            self.parts.model,
-            self.parts.optimizer,
-            self.weights,
-            self.mesh,
+            self.parts,
             resolved(self.run),
-            save_optim=not args.no_save_optim and directory is None,
-            save_rng=not args.no_save_rng and directory is None,
-            keep_last=args.keep_last_checkpoints if directory is None else None,
+            save_optim=not (args.no_save_optim or weights_only),
+            save_rng=not (args.no_save_rng or weights_only),
+            keep_last=None if weights_only else args.keep_last_checkpoints,
         )
-        self.checkpoint = path
-        self._say(f"saved {path}")
+        self._say(f"saved {self.checkpoint}")
+        return self.checkpoint
 
     def export(self) -> None:
         """Write the model in Hugging Face format when the run has come to its end and that is asked for."""
@@ -213,26 +192,13 @@ class Trainer:
                       f"{self.progress.iteration} of {args.train_iters}; resume it with the same --export-hf")
             return
         target = Path(args.export_hf)
-        passing = f"{target}.checkpoint" if self.checkpoint is None else None
-        if passing is not None:
-            self._save(passing)
-        self._say(f"exporting {self.checkpoint} to {target}")
+        passing = None if self.checkpoint else f"{target}.checkpoint"
+        source = self.checkpoint or self._save(f"{target}.checkpoint", weights_only=True)
+        self._say(f"exporting {source} to {target}")
 
         def write() -> None:
-            convert.mm_to_hf(self.checkpoint, self.run.data.model_name_or_path, target).run(convert.Options())
+            convert.mm_to_hf(source, self.run.data.model_name_or_path, target).run(convert.Options())
             if passing is not None:
                 remove(passing)
 
         on_first(self.mesh, write)
-
-
-def _learning_rate(run: Run) -> LearningRate:
-    args = run.args
-    return LearningRate(
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        warmup_init=args.lr_warmup_init,
-        warmup_samples=run.lr_warmup_iters * run.global_batch_size,
-        decay_samples=run.lr_decay_iters * run.global_batch_size,
-        decay_style=args.lr_decay_style,
-    )

@@ -1,15 +1,12 @@
-"""One optimizer step: forward and backward over a plan's microbatches, then the update.
-
-It knows neither logs nor files nor clocks, so benchmarks and tests run the very step that a training run does.
-"""
+"""One optimizer step: forward and backward over a plan's microbatches, then the update."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 
 from mm.batch import StepPlan
 from mm.config.flags import Arguments
@@ -19,7 +16,7 @@ from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
-from mm.training.optimizer import build_optimizer, update
+from mm.training.optimizer import Update, build_optimizer, update
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,11 @@ class Parts:
     """What one rank trains with, besides data."""
 
     mesh: Mesh
+    stage: Stage
     model: DistributedDataParallel
-    """Around the ``Stage``."""
-    optimizer: MegatronOptimizer
+    """Around the stage."""
+    optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
-
-    @property
-    def stage(self) -> Stage:
-        return self.model.module
 
     @classmethod
     def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Parts":
@@ -42,22 +36,17 @@ class Parts:
         settings = stage.config
         model = DistributedDataParallel(settings, ddp_config(args), stage)
         optimizer = build_optimizer(optimizer_config(args, settings), model)
-        bind(model, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
+        bind(settings, model, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device)
-        return cls(mesh, model, optimizer, communicator)
+        return cls(mesh, stage, model, optimizer, communicator)
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(Update):
     """What one optimizer step did; the same on every rank."""
 
     loss: float
     """The loss of the global batch, before the update."""
-    lr: float
-    grad_norm: float
-    loss_scale: float
-    updated: bool
-    """False when a gradient overflowed under loss scaling, so that the optimizer skipped the step."""
 
 
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
@@ -72,8 +61,7 @@ def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
             f"the loss is {loss}, so no weight was changed by it; look at the samples of this step, the learning rate "
             f"and the precision, and resume from the last checkpoint"
         )
-    done = update(parts.optimizer, lr)
-    return StepResult(loss, lr, done.grad_norm, done.loss_scale, done.updated)
+    return StepResult(**asdict(update(parts.optimizer, lr)), loss=loss)
 
 
 def forward_backward(parts: Parts, plan: StepPlan) -> float:

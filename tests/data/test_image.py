@@ -157,7 +157,7 @@ def test_constants_come_from_where_transformers_reads_them(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": saved}))
     processor = ImageProcessor.from_directory(str(tmp_path))
     assert (processor.min_pixels, processor.max_pixels) == (3136, 50_000)
-    assert processor.mean == tuple(PREPROCESSOR["image_mean"])
+    assert processor.image_mean == tuple(PREPROCESSOR["image_mean"])
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def window_lengths(*images):
 def test_segments():
     segments = segments_of([3, 3, 0, 3, 5, 2, 2])
     assert segments.lengths == (3, 3, 3, 5, 2, 2)
-    assert segments.runs == ((3, 3), (5, 1), (2, 2))
+    assert segments.stretches == ((3, 3), (5, 1), (2, 2))
     assert segments.cu_seqlens.tolist() == [0, 3, 6, 9, 14, 16, 18]
     assert segments.cu_seqlens.dtype == torch.int32
     assert segments.max_length == 5
@@ -70,7 +70,7 @@ def test_segments():
 
 def test_no_segments():
     segments = segments_of([])
-    assert (segments.lengths, segments.runs, segments.max_length) == ((), (), 0)
+    assert (segments.lengths, segments.stretches, segments.max_length) == ((), (), 0)
     assert segments.cu_seqlens.tolist() == [0]
 
 
@@ -85,12 +85,12 @@ def test_no_segments():
         ([64] * 6 + [16], False),
     ],
 )
-def test_when_a_call_per_run_is_preferred(lengths, expected):
-    assert segments_of(lengths).prefers_runs is expected
+def test_when_a_call_per_stretch_is_preferred(lengths, expected):
+    assert segments_of(lengths).prefers_stretches is expected
 
 
-def test_windows_of_images_prefer_runs():
-    assert segments_of(window_lengths((1, 70, 70), (1, 30, 44))).prefers_runs
+def test_windows_of_images_prefer_stretches():
+    assert segments_of(window_lengths((1, 70, 70), (1, 30, 44))).prefers_stretches
 
 
 # CPU

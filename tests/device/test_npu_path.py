@@ -95,25 +95,22 @@ GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
 def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
     """One step of the small model on one stage: loss, gradients and updated weights by name."""
     from mm.config import flags as arguments
-    from mm.model.stage import build_stage
+    from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
-    from mm.parallel.megatron import parallel_config
     from mm.training.optimizer import update
     from mm.training.step import Parts, forward_backward
-    from mm.weights.table import stage_weights
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
-    placement = config.placement()
     args = arguments.parse([
         "--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
         "--mm-model", "m.json", "--mm-data", "d.json",
     ])  # fmt: skip
-    mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
     try:
-        stage = build_stage(config, placement, 0, parallel_config(config, mesh, "fp32"), device)
+        stage = Stage(config, mesh, "fp32", device)
         tensors = hf_tensors(hf_model())
         with torch.no_grad():
-            for weight in stage_weights(config, placement[0], placement):
+            for weight in stage.weights:
                 stage.get_parameter(weight.name).copy_(whole(weight, tensors))
         parts = Parts.build(stage, mesh, args)
         generator = torch.Generator().manual_seed(3)

@@ -21,8 +21,8 @@ def context():
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = our_config(((4,),), ((4,),))
-    mesh = parallel.build_mesh(config.placement(), tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    yield LayerContext(parallel_config(config, mesh, "fp32"), device)
+    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    yield LayerContext(parallel_config(config, mesh, "fp32"), mesh.groups.tp, device)
     parallel.stop()
 
 

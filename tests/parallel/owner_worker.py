@@ -112,7 +112,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
 
     config = layout.config
     placement = config.placement()
-    mesh = parallel.build_mesh(placement, False, layout.tp, parallel.timedelta(seconds=60))
+    mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60))
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config.vision)

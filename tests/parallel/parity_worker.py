@@ -20,11 +20,11 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
-from mm.model.stage import build_stage  # noqa: E402
+from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import parallel_config  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.training.optimizer import owned_ranges, update  # noqa: E402
+from mm.training.optimizer import update  # noqa: E402
+from mm.training.optimizer_state import owned_states  # noqa: E402
 from mm.training.step import Parts, forward_backward  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
@@ -118,10 +118,9 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + ["--overlap-grad-reduce"] * case.overlap
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
-    mesh = parallel.build_mesh(placement, case.tied, case.tp, parallel.timedelta(minutes=2))
-    settings = parallel_config(config, mesh, "fp32")
-    stage = build_stage(config, placement, mesh.pp_rank, settings, DEVICE, case.per_sample)
-    weights = {weight.name: weight for weight in stage_weights(config, placement[mesh.pp_rank], placement)}
+    mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
+    stage = Stage(config, mesh, "fp32", DEVICE, case.per_sample)
+    weights = {weight.name: weight for weight in stage.weights}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(shard(weights[name], whole(weights[name], before), case.tp, mesh.tp_rank))
@@ -133,7 +132,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
-    ranges = owned_ranges(engine.parts.optimizer, engine.parts.model)
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.model)}
     copies = 1 if engine.case.distributed_optimizer else engine.case.dp
     errors, uncovered = {}, []
     for name, parameter in engine.parts.stage.named_parameters():
@@ -154,7 +153,7 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     engine = build(case, hf_tensors(hf_model(case.tied)))
     forward_backward(engine.parts, engine.plan)
     before = [parameter.detach().clone() for parameter in engine.parts.model.parameters()]
-    ranges = owned_ranges(engine.parts.optimizer, engine.parts.model)
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.model)}
     name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
     if engine.parts.mesh.rank == engine.parts.mesh.world_size - 1:
         engine.parts.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")

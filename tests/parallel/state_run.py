@@ -17,13 +17,12 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
-from mm.model.stage import build_stage  # noqa: E402
+from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.megatron import parallel_config  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
 from mm.training.step import Parts, step  # noqa: E402
-from mm.weights.table import local_shape, model_weights, stage_weights, unshard  # noqa: E402
+from mm.weights.table import local_shape, model_weights, unshard  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample  # noqa: E402
 
 LR = 1e-3
@@ -60,8 +59,7 @@ class CurrentMesh:
             gc.collect()
             for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
-            placement = layout.model.placement()
-            self.mesh = parallel.build_mesh(placement, layout.tied, layout.tp, parallel.timedelta(minutes=2))
+            self.mesh = parallel.build_mesh(layout.model, layout.tp, parallel.timedelta(minutes=2))
             self.key = key
         return self.mesh
 
@@ -74,12 +72,9 @@ class Run:
 
     def __init__(self, layout: Layout, seed: int = 1, model: ModelConfig | None = None) -> None:
         self.layout, self.config = layout, model or layout.model
-        placement = self.config.placement()
         self.mesh = CURRENT.of(layout)
-        settings = parallel_config(self.config, self.mesh, layout.precision)
-        stage = build_stage(self.config, placement, self.mesh.pp_rank, settings, DEVICE)
-        self.weights = stage_weights(self.config, placement[self.mesh.pp_rank], placement)
-        initialize(stage, self.weights, self.mesh, seed, std=0.15)
+        stage = Stage(self.config, self.mesh, layout.precision, DEVICE)
+        initialize(stage, self.mesh, seed, std=0.15)
         args = arguments.parse(
             ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
@@ -106,11 +101,11 @@ class Run:
 
     def save(self, directory: Path, **options: object) -> Path:
         return state.save(
-            directory, self.progress, self.model, self.optimizer, self.weights, self.mesh, {"seed": 1}, **options
+            directory, self.progress, self.parts, {"seed": 1}, **options
         )
 
     def load(self, directory: Path, **options: object) -> "Run":
-        self.progress = state.load(directory, self.model, self.optimizer, self.weights, self.mesh, **options)
+        self.progress = state.load(directory, self.parts, **options)
         return self
 
     def local(self) -> dict[str, Tensor]:

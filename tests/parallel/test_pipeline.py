@@ -110,15 +110,13 @@ def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
 def whole_stage():
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
     device = Device.pick("cpu")
-    from mm.model.stage import build_stage
+    from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
-    from mm.parallel.megatron import parallel_config
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = our_config(((4,),), ((4,),))
-    placement = config.placement()
-    mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    stage = build_stage(config, placement, 0, parallel_config(config, mesh, "fp32"), device).to("meta")
+    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    stage = Stage(config, mesh, "fp32", device).to("meta")
     stage.device = dataclasses.replace(device, kind="meta")
     yield stage
     parallel.stop()

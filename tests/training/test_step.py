@@ -24,18 +24,15 @@ def group():
 def parts(group: Device):
     """The small model with transformers' random weights."""
     from mm.config import flags as arguments
-    from mm.model.stage import build_stage
+    from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
-    from mm.parallel.megatron import parallel_config
     from mm.training.step import Parts
-    from mm.weights.table import stage_weights
 
-    config = our_config(((4,),), ((4,),))
-    placement, tensors = config.placement(), hf_tensors(hf_model())
-    mesh = parallel.build_mesh(placement, tied=False, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    stage = build_stage(config, placement, 0, parallel_config(config, mesh, "fp32"), group)
+    config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
+    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
+    stage = Stage(config, mesh, "fp32", group)
     with torch.no_grad():
-        for weight in stage_weights(config, placement[0], placement):
+        for weight in stage.weights:
             stage.get_parameter(weight.name).copy_(whole(weight, tensors))
     args = arguments.parse([
         "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
