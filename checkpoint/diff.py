@@ -129,15 +129,14 @@ def _all_weights(model: ModelConfig, other: ModelConfig) -> list[Weight]:
 
 def _count(findings: Sequence[Finding]) -> str:
     num_all = sum(len(finding.weight.hf_names) for finding in findings)
-    num_unequal, num_lacking, num_copies, num_padded = (
-        sum(len(getattr(finding, name)) for finding in findings) for name in ("unequal", "lacking", "copies", "padding")
-    )
+    num_unequal = sum(len(finding.unequal) for finding in findings)
+    num_lacking = sum(len(finding.lacking) for finding in findings)
     counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are equal to the last bit"]
     counts += [f"{number} {what}" for number, what in (
         (num_unequal, "differ"),
         (num_lacking, "are not complete in both directories"),
-        (num_copies, "copies differ within one directory"),
-        (num_padded, "stored tensors have padding that is not zero"),
+        (sum(len(finding.copies) for finding in findings), "copies differ within one directory"),
+        (sum(len(finding.padding) for finding in findings), "stored tensors have padding that is not zero"),
     ) if number]
     return "; ".join(counts) + "."
 
@@ -159,7 +158,7 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
             "tied head: the output layer is a stale copy of the embedding" if HF_EMBEDDING_NAME in names
             else "one of the files is damaged or of another model"
         ) + ", or tie_word_embeddings is wrong" * (side.kind is Kind.HUGGING_FACE)
-    for side, stored in finding.padding:
+    for stored, side in finding.padding.items():
         yield f"{names}: padding that is not zero"
         yield f"    {_where(side, stored)}"
         if not finding.unequal:
@@ -168,9 +167,9 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
 
 def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:
     causes = []
-    for side, other, misfit in finding.misfits:
+    for side, misfit in finding.misfits:
         yield f"    {misfit.text}"
-        causes.append(misfit_cause(misfit, side, other))
+        causes.append(misfit_cause(misfit, side, target if side is source else source))
     for key, shape, dtypes in tensors(finding.weight, source, target):
         if None not in dtypes:
             continue
@@ -182,7 +181,7 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
                 causes.append(None if other.index.parts(key) else missing_head_cause(side, finding.weight))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
-            elif not any(side is one for one, _, _ in finding.misfits):
+            elif not any(side is one for one, _ in finding.misfits):
                 yield f"    {side.path} has no {key}" + (f" of shape {list(shape)}" if parts else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
@@ -190,13 +189,12 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
 def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> Iterator[str]:
     if one.dtypes[0] != one.dtypes[1]:
         yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
-    if one.first is not None:
+    if one.num_different:
         amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
         yield (f"    {name}{one.num_different:,} of {math.prod(one.shape):,} elements differ, {amount}; the first is "
                f"{list(one.index)}")
-    index = 0 if one.first is None else one.index[one.dim]
     for side in (source, target):
-        yield f"    {_where(side, next(side.index.find(Run(one.key, index, 1))).view.stored)}"
+        yield f"    {_where(side, next(side.index.find(Run(one.key, one.index[one.dim], 1))).view.stored)}"
 
 
 def _where(side: Source, stored: Stored) -> str:
