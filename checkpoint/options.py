@@ -3,11 +3,11 @@
 Fields that MindSpeed-MM has and this model has no use for are accepted at the values that change nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.spelling import Spelling, hf_spelling
@@ -23,15 +23,6 @@ _ABSENT = {
     "audio_num_layers": (0, "audio encoder"), "audio_pp_layers": (0, "audio encoder"),
 }  # fmt: skip
 """The only value of a field, and what the model has none of."""
-_FACTS: dict[str, Callable[[HFDirectory], object]] = {
-    "num_key_value_heads": lambda hf: hf.model_config().language.num_query_groups,
-    "tie_word_embeddings": lambda hf: hf.model_config().language.tied,
-    "llm_num_layers": lambda hf: hf.model_config().language.num_layers,
-    "vit_num_layers": lambda hf: hf.model_config().vision.num_layers,
-    "new_transformers_weight_key":
-        lambda hf: hf_spelling(stored.name for stored in hf.tensors.values()) is Spelling.MODULE,
-}  # fmt: skip
-"""What a Hugging Face directory says of a field of ``CommonModelConfig``."""
 _COMMON = "--cfg.common_model_config"
 
 
@@ -122,35 +113,34 @@ class CommonModelConfig:
                 f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, and they "
                 f"are not converted: merge the adapter into its model, and leave the flag out."
             )
-        stated = {name: value for name in _FACTS if (value := getattr(self, name)) is not None}
-        if stated and hf_dir is not None:
-            directory = HFDirectory.open(hf_dir, weights_required=False)
-            found = {name: _FACTS[name](directory) for name in stated}
-            problems += [
-                f"{_COMMON}.{name} is {value}, but {hf_dir} has {found[name]}; leave the flag out, or give the right "
-                f"directory."
-                for name, value in stated.items()
-                if value != found[name]
-            ]
+        for name, fact in _facts(hf_dir).items() if hf_dir is not None else ():
+            stated = getattr(self, name)
+            if stated not in (None, fact):
+                problems.append(f"{_COMMON}.{name} is {stated}, but {hf_dir} has {fact}; leave the flag out, or give "
+                                f"the right directory.")
         if problems:
             raise UserError(problems)
 
 
-@dataclass(kw_only=True)
-class _Parallel:
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
+def _facts(hf_dir: str) -> dict[str, object]:
+    """What is true of the fields of ``CommonModelConfig`` that describe the model."""
+    directory = HFDirectory.open(hf_dir, weights_required=False)
+    model = directory.model_config()
+    return {
+        "num_key_value_heads": model.language.num_query_groups,
+        "tie_word_embeddings": model.language.tied,
+        "llm_num_layers": model.language.num_layers,
+        "vit_num_layers": model.vision.num_layers,
+        "new_transformers_weight_key":
+            hf_spelling(stored.name for stored in directory.tensors.values()) is Spelling.MODULE,
+    }  # fmt: skip
 
 
 @dataclass(kw_only=True)
-class RunConfig(_Parallel):
+class RunConfig(Options):
     """What every conversion understands."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
     trust_remote_code: bool = False
     """Without effect: no code of a model directory is ever run."""
 
@@ -218,7 +208,7 @@ class ResplitConfig(RunConfig):
 
 
 @dataclass(kw_only=True)
-class VerifyConfig(_Parallel):
+class VerifyConfig:
     """verify."""
 
     mm_dir: str
@@ -227,10 +217,12 @@ class VerifyConfig(_Parallel):
     """Compare with this Hugging Face directory too."""
     parallel_config: ParallelConfig | None = None
     """Layout of mm_dir; may be left out."""
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
-class DiffConfig(_Parallel):
+class DiffConfig:
     """diff."""
 
     source_dir: str
@@ -239,6 +231,8 @@ class DiffConfig(_Parallel):
     """What is compared with it: any of these, on any layout."""
     hf_config: HFConfig | None = None
     """Says what model it is where there is no manifest and it is none of the published sizes."""
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
