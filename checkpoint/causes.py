@@ -1,8 +1,7 @@
-"""Guesses at what made two copies of one weight differ; each is tried on the data before it is reported.
+"""Guesses at what made two copies of one weight differ; each is tried on a sample of the data before it is reported.
 
-What both directories hold is read in Hugging Face order, as a sample: every index along the dimension that is cut (a
-"number", counted through all Hugging Face tensors of the weight), at a few places around the first difference.  So a
-cause is a guess, but never one that the sample contradicts.
+Samples are in Hugging Face order: all rows of a weight at a few places around the first difference.  A row is an index
+along the dimension that is cut; its number counts through all Hugging Face tensors of the weight.
 """
 
 import math
@@ -21,10 +20,10 @@ from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, We
 from mm.weights.views import Misfit, Stored, View
 
 PADDING = -1
-"""Number of what is zero padding.  Samples of whole weights have a last row of zeros for it."""
+"""Row number of zero padding: the last row of ``_Case.whole``, which is zero."""
 _SAMPLE_ELEMENTS = 1 << 18
 _BLOCK_SIZE = 64
-"""Indices and places that are enough to know a tensor by."""
+"""How many indices and places are enough to know a tensor by."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,28 @@ class _Case:
     right: Source
     found: Source
     samples: dict[str, tuple[Tensor, Tensor]]
-    """[number, place] in both directories by Hugging Face tensor, in one dtype; lacks those that are not whole."""
+    """[row, place] in both directories by Hugging Face tensor, in one dtype; without those that are not whole."""
     weights: Sequence[Weight]
     """All of the model."""
 
     @property
     def tp_size(self) -> int:
-        """Into how many shards ``found`` cuts the weight."""
+        """How many shards of the weight ``found`` has."""
         return 1 if self.weight.tp_dim is None else self.found.tp_size
 
     def whole(self) -> list[Tensor] | None:
-        """[number, place] of the whole weight in both directories; None if one of them lacks something."""
+        """[row, place] of the weight in both directories; None if one of them lacks a tensor of it."""
         if len(self.samples) < len(self.weight.hf_names):
             return None
         both = (torch.cat(parts) for parts in zip(*self.samples.values(), strict=True))
         return [torch.cat((one, torch.zeros_like(one[:1]))) for one in both]
 
-    def numbers_in_files(self) -> Tensor:
-        """The numbers of the weight in the order of a correct directory like ``found``, rank by rank."""
-        structure = self.found.storage.structure if self.found.storage else Structure.FUSED
-        if self.found.kind is Kind.HUGGING_FACE:
-            structure = Structure.CANONICAL
+    def rows_in_files(self) -> Tensor:
+        """Row numbers in the order of a correct directory like ``found``, rank by rank."""
+        if self.found.storage is not None:
+            structure = self.found.storage.structure
+        else:
+            structure = Structure.CANONICAL if self.found.kind is Kind.HUGGING_FACE else Structure.FUSED
         sizes = (shape[cut_dim(self.weight)] for shape in self.weight.hf_shapes)
         firsts = dict(zip(self.weight.hf_names, accumulate(sizes, initial=0), strict=False))
         return torch.cat([
@@ -92,8 +92,8 @@ def guess(weight: Weight, unequal: Sequence[Unequal], source: Source, target: So
 
 
 def _samples(weight: Weight, near: Unequal, source: Source, target: Source) -> dict[str, tuple[Tensor, Tensor]]:
-    dim, num_numbers = near.dim, sum(shape[near.dim] for shape in weight.hf_shapes)
-    places = _around(near.at[1], math.prod(near.shape) // near.shape[dim], max(1, _SAMPLE_ELEMENTS // num_numbers))
+    dim, num_rows = near.dim, sum(shape[near.dim] for shape in weight.hf_shapes)
+    places = _around(near.at[1], math.prod(near.shape) // near.shape[dim], max(1, _SAMPLE_ELEMENTS // num_rows))
     return {
         key: _as_coarser(sample(source, key, dim, range(shape[dim]), places),
                          sample(target, key, dim, range(shape[dim]), places))
@@ -102,7 +102,7 @@ def _samples(weight: Weight, near: Unequal, source: Source, target: Source) -> d
 
 
 def _around(index: int, size: int, width: int) -> range:
-    """At most ``width`` numbers around ``index``, all from 0 to ``size - 1``."""
+    """At most ``width`` indices around ``index``, none outside 0 to ``size - 1``."""
     start = max(0, min(index - width // 2, size - width))
     return range(start, min(start + width, size))
 
@@ -117,17 +117,17 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _proves_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two blocks are equal, and not one value throughout, which would prove nothing."""
+    """Whether two blocks are equal, but not one value throughout, which would prove nothing."""
     one, other = _as_coarser(one, other)
     return _same(one, other) and bool((bits(one) != bits(one).flatten()[0]).any())
 
 
-# Orders of numbers
+# Orders of rows
 
 
 def _first_order(case: _Case, orders: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first mistake that gives what is found; each with the numbers in the order of the wrong files."""
-    both, ours = case.whole(), case.numbers_in_files()
+    """The first mistake that gives what is found; each comes with the row numbers in the order of the wrong files."""
+    both, ours = case.whole(), case.rows_in_files()
     if both is None:
         return None
     expected, content = both
@@ -183,7 +183,7 @@ def _padded(numbers: Tensor, num_padding: int) -> Tensor:
 
 
 def _padding_place(case: _Case) -> str | None:
-    """Every part may have zeros before its last number, where the other numbers move on."""
+    """Zeros may stand before the last row, which then lies further back in the files."""
     both = case.whole()
     if not case.weight.pads or both is None:
         return None
@@ -201,7 +201,7 @@ def _swapped_ranks(case: _Case) -> str | None:
     both = case.whole()
     if case.tp_size == 1 or both is None:
         return None
-    (expected, content), shards, owners = both, case.numbers_in_files().reshape(case.tp_size, -1), []
+    (expected, content), shards, owners = both, case.rows_in_files().reshape(case.tp_size, -1), []
     for rank, shard in enumerate(shards):
         is_kept = shard != PADDING
         owners.append(next((str(other) for other in (rank, *range(case.tp_size))

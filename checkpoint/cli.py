@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; the same command goes on from what was finished.\n")
         return 130
-    return status or 0
+    return status if isinstance(status, int) else 0
 
 
 if __name__ == "__main__":

@@ -36,19 +36,16 @@ class Unequal:
     """Elements; with two dtypes, those that differ after the finer one is rounded to the coarser.  May be 0."""
     largest: float
     """Absolute difference; infinite when an element is infinite or no number in one directory only."""
-    index: tuple[int, ...]
-    """The first differing element; zeros when none differs."""
+    at: tuple[int, int]
+    """The first element that differs: its index along ``dim``, and its place in the other dimensions together."""
     num_bits: int
     """Differing bits of that element."""
 
     @property
-    def at(self) -> tuple[int, int]:
-        """Where ``index`` lies: along ``dim``, and in the other dimensions together."""
-        place = 0
-        for dim, size in enumerate(self.shape):
-            if dim != self.dim:
-                place = place * size + self.index[dim]
-        return self.index[self.dim], place
+    def index(self) -> tuple[int, ...]:
+        """Where ``at`` is in the tensor."""
+        index, place = self.at
+        return (place, index) if self.dim else (index, *map(int, np.unravel_index(place, self.shape[1:])))
 
 
 @dataclass
@@ -121,7 +118,8 @@ def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], pro
             if one is None or other is None:
                 finding.lacking.append(key)
                 continue
-            unequal = _compare_tensor(key, shape, cut_dim(weight), ((source, left), (target, right)), progress)
+            files = (source, left), (target, right)
+            unequal = _compare_tensor(key, shape, cut_dim(weight), (one, other), files, progress)
             if unequal.num_different or one != other:
                 finding.unequal.append(unequal)
         for (side, checks), files in zip(sides, (left, right), strict=True):
@@ -137,11 +135,14 @@ def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], pro
 
 
 def _compare_tensor(
-    key: str, shape: tuple[int, ...], dim: int, sides: Sequence[tuple[Source, Files]], progress: Progress
+    key: str,
+    shape: tuple[int, ...],
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    sides: Sequence[tuple[Source, Files]],
+    progress: Progress,
 ) -> Unequal:
-    num_different, largest, index, num_bits = 0, 0.0, (0,) * len(shape), 0
-    dtypes = tuple(side.index.parts(key)[0].view.stored.dtype for side, _ in sides)
-    dtype = coarser(dtypes)
+    num_different, largest, at, num_bits, dtype = 0, 0.0, (0, 0), 0, coarser(dtypes)
     for rows, indices in _blocks(shape, dim):
         left, right = (side.read_block(files, key, rows, indices) for side, files in sides)
         progress(left.numel())
@@ -151,12 +152,11 @@ def _compare_tensor(
         unlike = left_bits != right_bits
         amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not num_different:
-            row, position, place = at = tuple(unlike.nonzero()[0].tolist())
-            flat = ((rows.start + row) * shape[dim] + indices.start + position) * left.shape[2] + place
-            index = tuple(int(number) for number in np.unravel_index(flat, shape))
-            num_bits = (int(left_bits[at] ^ right_bits[at]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
+            row, index, place = first = tuple(unlike.nonzero()[0].tolist())
+            at = indices.start + index, rows.start + row + place  # one of row and place is always 0
+            num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
         num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
-    return Unequal(key, shape, dim, dtypes, num_different, largest, index, num_bits)
+    return Unequal(key, shape, dim, dtypes, num_different, largest, at, num_bits)
 
 
 def _blocks(shape: tuple[int, ...], dim: int) -> Iterator[tuple[range, range]]:

@@ -1,6 +1,6 @@
 """The conversions: Hugging Face to MindSpeed-MM's layout, back, and from one layout to another.
 
-Each puts sources and targets together into a plan; ``Conversion.run`` carries any of them out.
+Each function makes the plan of one conversion; ``Conversion.run`` carries it out.
 """
 
 import hashlib
@@ -30,7 +30,6 @@ from mm.weights.plan import Plan, make_plan
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
-STRUCTURE = "--cfg.common_model_config.enable_canonical_hf_struct"
 
 
 @dataclass(kw_only=True)
@@ -194,10 +193,11 @@ def mm_to_hf(
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config())
-    if None not in (structure, source.storage) and source.storage.structure is not structure:
+    if structure and source.storage and source.storage.structure is not structure:
         raise UserError(
-            f"{STRUCTURE} says that {source.path} has the {structure.value} structure, but its tensors are named as in "
-            f"the {source.storage.structure.value} one; leave the flag out, or give the right directory."
+            f"--cfg.common_model_config.enable_canonical_hf_struct says that {source.path} has the {structure.value} "
+            f"structure, but its tensors are named as in the {source.storage.structure.value} one; leave the flag out, "
+            f"or give the right directory."
         )
     if source.is_vit_only:
         raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), which are no Hugging Face model.")

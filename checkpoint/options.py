@@ -1,11 +1,12 @@
-"""Every ``--cfg`` field of every command, MindSpeed-MM's and ours; what is stated of the model must be true of it.
+"""Every ``--cfg`` field of every command: those of MindSpeed-MM, and ours.
 
-Fields that MindSpeed-MM has and this model has no use for are accepted at the values that change nothing.
+What is stated of the model must be true of it.  Fields of MindSpeed-MM that concern other models are accepted at the
+values that change nothing.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory
@@ -22,7 +23,7 @@ _ABSENT = {
     "num_experts": (0, "experts"), "ep_size": (1, "experts"),
     "audio_num_layers": (0, "audio encoder"), "audio_pp_layers": (0, "audio encoder"),
 }  # fmt: skip
-"""The only value of a field, and what the model has none of."""
+"""Fields of other models: the only value that is accepted, and what this model has none of."""
 _COMMON = "--cfg.common_model_config"
 
 
@@ -102,10 +103,10 @@ class CommonModelConfig:
         return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
 
     def check(self, hf_dir: str | None) -> None:
-        """Refuse statements that are not true of the model in ``hf_dir``, or concern another kind of model.
+        """Make sure that what is stated is true of the model in ``hf_dir``.
 
         Raises:
-            UserError: naming each.
+            UserError: naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
         if self.model_prefix:
@@ -163,10 +164,10 @@ class HFToMMConfig(RunConfig):
     """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
     def language_dir(self) -> str | None:
-        """The directory of the LLM where it is not that of the whole model.
+        """The directory that the LLM is taken from, if one is given.
 
         Raises:
-            UserError: two are given.
+            UserError: two different ones are given.
         """
         one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
         if one and other and Path(one).resolve() != Path(other).resolve():
@@ -251,7 +252,7 @@ def read_lists(given: Layers, key: str) -> PipelineLayout:
     """
     try:
         # jsonargparse has parsed lists; what is still text is 12,16 or a mistake.
-        counts = [int(part) for part in given.split(",")] if isinstance(given, str) else given
+        counts: Any = [int(part) for part in given.split(",")] if isinstance(given, str) else given
         counts = [counts] if isinstance(counts, int) else counts
         chunks = counts if all(isinstance(part, list) for part in counts) else [counts]
         if counts and all(type(count) is int for chunk in chunks for count in chunk):
@@ -265,7 +266,7 @@ def read_lists(given: Layers, key: str) -> PipelineLayout:
 
 
 def _absent_problems(given: ParallelConfig | CommonModelConfig, flag: str) -> list[str]:
-    """What ``given``, which messages call ``flag``, asks for and this model has none of."""
+    """Fields of ``given``, the section ``flag``, that ask for what this model has none of."""
     problems = []
     for name, (expected, what) in _ABSENT.items():
         value = getattr(given, name, None)

@@ -1,7 +1,4 @@
-"""Looks at directories without changing them: what they hold, and whether it is intact.
-
-``verify`` reads every byte once, ``show`` reads headers only.
-"""
+"""``verify`` and ``show``: whether a directory is intact, which reads every byte once, and what its headers say."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,9 +62,8 @@ def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_worke
     for file in sorted(by_file.keys() - contents.keys()):
         yield f"{root / file} is missing; convert again."
     with tqdm(total=len(stated), unit="tensor", disable=None) as bar, ThreadPoolExecutor(num_workers) as pool:
-        files = [(root / file, contents[file], by_file[file], bar)
-                 for file in sorted(by_file.keys() & contents.keys())]
-        for problems in pool.map(lambda arguments: _file_problems(*arguments), files):
+        files = sorted(by_file.keys() & contents.keys())
+        for problems in pool.map(lambda file: _file_problems(root / file, contents[file], by_file[file], bar), files):
             yield from problems
 
 
