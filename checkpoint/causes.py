@@ -216,7 +216,7 @@ def _swapped_ranks(case: _Case) -> str | None:
 
 
 def _other_cut(case: _Case) -> str | None:
-    """Tried on matrices in shards of the right shape, which hold one Hugging Face tensor each."""
+    """Tried on shards of the right shape; all of them must be wrong in the same way."""
     views = dict.fromkeys(part.view for part in case.found.index.parts(case.unequal.key))
     causes = {_cut_cause(view.weight, view.runs, view.stored, rank, case.right, case.found)
               for rank, view in enumerate(views)}
@@ -224,7 +224,7 @@ def _other_cut(case: _Case) -> str | None:
 
 
 def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
-    """Why a stored tensor of ``side`` has another shape, tried on the ``other`` directory's."""
+    """Why a stored tensor of ``side`` has a wrong shape; ``other`` is the directory that it is compared with."""
     weight, stored = misfit.weight, misfit.stored
     if misfit.kind != "shape" or weight is None or stored is None:
         return None
@@ -239,7 +239,7 @@ def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
 def _cut_cause(
     weight: Weight, own: Sequence[Run], stored: Stored, tp_rank: int, right: Source, found: Source
 ) -> str | None:
-    """What the matrix ``stored`` holds instead of the runs ``own`` of one Hugging Face tensor."""
+    """What the matrix ``stored`` holds instead of ``own``; only tried where that is of one Hugging Face tensor."""
     key = own[0].key
     if key is None or len(stored.shape) != 2 or len(weight.shape) != 2 or {run.key for run in own} - {key, None}:
         return None
@@ -273,7 +273,7 @@ def _cut_cause(
 
 
 def _tied_head(case: _Case) -> str | None:
-    """An output layer that is the embedding in the same directory, or an embedding that is the other's output layer."""
+    """The output layer may be the embedding of its directory; the embedding may be the other one's output layer."""
     one, found = case.unequal, case.found
     twins = {HF_OUTPUT_LAYER_NAME: (found, HF_EMBEDDING_NAME), HF_EMBEDDING_NAME: (case.right, HF_OUTPUT_LAYER_NAME)}
     if one.key not in twins or not _are_twins(one.shape, one.dim, one.at, (found, one.key), twins[one.key]):
@@ -284,7 +284,7 @@ def _tied_head(case: _Case) -> str | None:
 
 
 def missing_head_cause(side: Source, weight: Weight) -> str | None:
-    """Why only ``side`` has ``weight``, if that is an output layer."""
+    """Why the other directory lacks ``weight``, which ``side`` has; only known of an output layer."""
     if weight.hf_names != (HF_OUTPUT_LAYER_NAME,):
         return None
     is_copy = _are_twins(weight.shape, 0, (0, 0), (side, HF_OUTPUT_LAYER_NAME), (side, HF_EMBEDDING_NAME))

@@ -80,9 +80,9 @@ _Checks = dict[str, list[tuple[View, View] | Padding | Misfit]]
 
 
 def _checks(source: Source) -> _Checks:
-    """What there is to check besides the values: copies, padding and misfits.
+    """Copies, padding and misfits, by the first Hugging Face tensor of each weight.
 
-    By the first Hugging Face tensor of a weight, because files may keep q, k and v as three weights.
+    A weight itself would be no key, because files may keep q, k and v as three weights.
     """
     found: _Checks = {}
     for copies in source.index.copies:
