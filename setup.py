@@ -23,6 +23,7 @@ setup(
         "psutil",
         "tqdm",
         "jsonargparse>=4.40,<5",
+        "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},
     extras_require={

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import auto_cli
+from jsonargparse import auto_cli, set_parsing_settings
 
 from checkpoint import convert
 from checkpoint.diff import diff_directories
@@ -72,6 +72,7 @@ def show(cfg: ShowConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
     commands = {command.__name__: command for command in (hf_to_mm, mm_to_hf, resplit, verify, diff, show)}
     components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **commands}}
     try:

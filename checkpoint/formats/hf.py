@@ -16,7 +16,6 @@ from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs
 from checkpoint.formats.spelling import published_name
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.placement import PipelineLayout
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight, model_weights
 from mm.weights.views import Misfit, Stored, View, whole_view
 
@@ -81,11 +80,9 @@ class HFDirectory:
         """What it is, for ``show``."""
         return [f"{self.path}: Hugging Face directory", f"layers: {Layout.of(self.model_config(), 1)}"]
 
-    def model_config(
-        self, vision_layout: PipelineLayout | None = None, language_layout: PipelineLayout | None = None
-    ) -> ModelConfig:
-        """The model that ``config.json`` describes (see ``checkpoint.formats.hf_config.model_from_hf``)."""
-        return model_from_hf(self.config, vision_layout, language_layout)
+    def model_config(self) -> ModelConfig:
+        """The model that ``config.json`` describes, on one stage."""
+        return model_from_hf(self.config)
 
     def check(self, model: ModelConfig) -> None:
         """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.

@@ -13,7 +13,6 @@ from typing import Any
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.config.read import read_json
 from mm.errors import UserError
-from mm.placement import PipelineLayout
 
 Section = Mapping[str, Any]
 
@@ -76,16 +75,10 @@ _JSON_NAMES = {
 """Sections and keys of model JSON files, where they have other names than our fields."""
 
 
-def model_from_hf(
-    config: Section,
-    vision_layout: PipelineLayout | None = None,
-    language_layout: PipelineLayout | None = None,
-    otherwise: ModelConfig | None = None,
-) -> ModelConfig:
-    """The model of a parsed ``config.json`` on the given ``[chunk][stage]`` lists (default: all on one stage).
+def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> ModelConfig:
+    """The model of a parsed ``config.json``, all on one stage.
 
-    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  The lists are not checked
-    against the layer counts: that is ``placement.layout_problems``.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.
 
     Raises:
         UserError: the config lacks a size, or asks for a rotary embedding that is not computed here.
@@ -104,8 +97,8 @@ def model_from_hf(
             raise UserError(f"config.json lacks {key.theirs[0]!r}; expected a complete config of Qwen2.5-VL.")
         found[part][name] = tuple(value) if isinstance(value, list) else value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
-    vision.setdefault("pipeline_num_layers", vision_layout or ((vision["num_layers"],),))
-    language.setdefault("pipeline_num_layers", language_layout or ((language["num_layers"],),))
+    vision.setdefault("pipeline_num_layers", ((vision["num_layers"],),))
+    language.setdefault("pipeline_num_layers", ((language["num_layers"],),))
     if tied is not None or otherwise is None:
         language["untie_embeddings_and_output_weights"] = not tied
     language["kv_channels"] = language["hidden_size"] // language["num_attention_heads"]

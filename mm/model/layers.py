@@ -51,7 +51,7 @@ class LayerContext:
 
 
 def never_initialize(_: Tensor) -> None:
-    raise AssertionError("weights are loaded or drawn by mm.training.checkpoint, never initialised by a layer")
+    raise AssertionError("weights are loaded or drawn by mm.model.load, never initialised by a layer")
 
 
 class RMSNorm(nn.Module):

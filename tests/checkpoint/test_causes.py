@@ -119,6 +119,19 @@ def test_vision_qkv_cut_as_a_whole(hf, mm):
                             f"and 2.3.0 leave the ViT's; convert again with mm-convert hf_to_mm (in {mm})"]
 
 
+def test_vision_qkv_of_two_releases_of_mindspeed_mm(hf):
+    mm = to_mm(hf, Layout(((2,),), ((3,),), 1))
+    path = mm / "release" / "mp_rank_00" / "model.safetensors"
+    content, tensors = load_file(path), read_hf(hf)
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            name = f"image_encoder.encoder.blocks.layers.{layer}.self_attention.linear_qkv.{kind}"
+            content[name] = tensors[f"visual.blocks.{layer}.attn.qkv.{kind}"]
+    save_file(content, path)
+    assert told(hf, mm) == ["qkv order: [Q; K; V] one after the other, as MindSpeed-MM 2.2.0 and 2.3.0 leave the "
+                            f"ViT's; convert again with mm-convert hf_to_mm (in {mm})"] * 4
+
+
 def test_hf_that_was_never_ungrouped(hf, mm):
     """Rows of the fused tensor, cut into q, k and v as they stand."""
     tensors = read_hf(hf)

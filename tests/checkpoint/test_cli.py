@@ -136,6 +136,15 @@ def test_a_file_of_settings(hf, tmp_path, capsys):
     assert left.value.code == 0 and "target_parallel_config" in capsys.readouterr().out
 
 
+def test_help_says_what_the_fields_mean(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["Qwen2_5_VLConverter", "hf_to_mm", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0
+    assert "Take the LLM from this directory, ViT and projector from hf_config." in told
+    assert "LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]." in told
+
+
 BAD_FLAGS = {
     "sum": ({"parallel_config__llm_pp_layers": "[1,3]"}, f"{PP}.llm_pp_layers is [1, 3], which sums to 4"),
     "length": ({"parallel_config__llm_pp_layers": "[1,1,1]"}, "both need one entry per pipeline stage"),

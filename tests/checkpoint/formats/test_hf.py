@@ -71,7 +71,7 @@ def test_a_real_directory_is_covered_exactly(saved):
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, tmp_path, tp_size):
     hf, source = HFDirectory.open(saved), open_source(saved)
-    model = hf.model_config(VISION_LAYOUT, LANGUAGE_LAYOUT)
+    model = Layout(VISION_LAYOUT, LANGUAGE_LAYOUT, tp_size).place(source.model)
     placement = model.placement()
     shards: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
