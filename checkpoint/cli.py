@@ -3,32 +3,20 @@
     mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
-Turns flags into calls of ``checkpoint.convert`` and ``checkpoint.verify``, and mistakes into messages with
-exit status 2.
+Turns flags into calls, and mistakes into messages with exit status 2.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import auto_cli, set_parsing_settings
 
 from checkpoint import convert
-from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
-from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
-from checkpoint.options import (
-    DiffConfig,
-    HFToMMConfig,
-    MMToHFConfig,
-    ParallelConfig,
-    ResplitConfig,
-    RunConfig,
-    ShowConfig,
-    VerifyConfig,
-)
+from checkpoint.options import DiffConfig, HFToMMConfig, MMToHFConfig, ResplitConfig, ShowConfig, VerifyConfig
 from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
 
@@ -38,31 +26,32 @@ def hf_to_mm(cfg: HFToMMConfig) -> None:
     layout, common, hf_dir = cfg.parallel_config.layout(convert.LAYOUT), cfg.common_model_config, cfg.hf_config.hf_dir
     common.check(hf_dir)
     storage = Storage(Format(cfg.save_format), common.structure or Structure.FUSED, cfg.save_vit_only)
-    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, cfg.language_dir()).run(_options(cfg))
+    convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, cfg.language_dir()).run(cfg)
 
 
 def mm_to_hf(cfg: MMToHFConfig) -> None:
     """MindSpeed-MM's directories, on any layout, or a training checkpoint -> Hugging Face."""
-    layout = _layout(cfg.parallel_config, convert.LAYOUT)
+    layout = cfg.parallel_config and cfg.parallel_config.layout(convert.LAYOUT)
     common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
     common.check(hf_dir)
-    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, common.structure).run(_options(cfg))
+    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, common.structure).run(cfg)
 
 
 def resplit(cfg: ResplitConfig) -> None:
     """MindSpeed-MM's directories, or a training checkpoint, from one layout to another."""
-    source = _layout(cfg.source_parallel_config, convert.SOURCE_LAYOUT)
+    source = cfg.source_parallel_config and cfg.source_parallel_config.layout(convert.SOURCE_LAYOUT)
     target = cfg.target_parallel_config.layout(convert.TARGET_LAYOUT)
     common, hf_dir = cfg.common_model_config, cfg.hf_config and cfg.hf_config.hf_dir
     common.check(hf_dir)
     format = cfg.save_format and Format(cfg.save_format)
-    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, common.structure).run(_options(cfg))
+    convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, common.structure).run(cfg)
 
 
 def verify(cfg: VerifyConfig) -> None:
     """Compare a directory with its manifest, and with a Hugging Face directory if one is given."""
-    given, hf_dir = _layout(cfg.parallel_config, convert.LAYOUT), cfg.hf_config and cfg.hf_config.hf_dir
-    print("\n".join(verify_directory(Path(cfg.mm_dir), hf_dir, given, convert.LAYOUT, _num_workers(cfg.num_workers))))
+    layout = cfg.parallel_config and cfg.parallel_config.layout(convert.LAYOUT)
+    hf_dir = cfg.hf_config and cfg.hf_config.hf_dir
+    print("\n".join(verify_directory(Path(cfg.mm_dir), hf_dir, layout, cfg.num_workers)))
 
 
 def diff(cfg: DiffConfig) -> int:
@@ -71,7 +60,7 @@ def diff(cfg: DiffConfig) -> int:
     Exit status 0: equal; 1: different.
     """
     hf_dir = cfg.hf_config and cfg.hf_config.hf_dir
-    found = diff_directories(cfg.source_dir, cfg.target_dir, hf_dir, _num_workers(cfg.num_workers))
+    found = diff_directories(cfg.source_dir, cfg.target_dir, hf_dir, cfg.num_workers)
     print("\n".join(found.lines))
     return 0 if found.is_equal else 1
 
@@ -81,16 +70,11 @@ def show(cfg: ShowConfig) -> None:
     print("\n".join(show_directory(Path(cfg.dir))))
 
 
-COMMANDS: dict[str, Callable[..., int | None]] = {
-    "hf_to_mm": hf_to_mm, "mm_to_hf": mm_to_hf, "resplit": resplit, "verify": verify, "diff": diff,
-    "show": show,
-}  # fmt: skip
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, 1 where ``diff`` found differences, or 2 after telling the user's mistakes."""
+    """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
-    components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **COMMANDS}}
+    commands = {command.__name__: command for command in (hf_to_mm, mm_to_hf, resplit, verify, diff, show)}
+    components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **commands}}
     try:
         status = auto_cli(components, as_positional=False, args=list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -99,21 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; the same command goes on from what was finished.\n")
         return 130
-    return status or 0
-
-
-def _options(cfg: RunConfig) -> Options:
-    return Options(cfg.dry_run, cfg.overwrite, _num_workers(cfg.num_workers))
-
-
-def _num_workers(given: int) -> int:
-    if given < 0:
-        raise UserError(f"--cfg.num_workers is {given}; expected 0 (one thread for each core) or more.")
-    return given
-
-
-def _layout(given: ParallelConfig | None, flag: str) -> Layout | None:
-    return None if given is None else given.layout(flag)
+    return status if isinstance(status, int) else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,93 +32,71 @@ class Unequal:
     """The dimension that is cut: 0, or 1 of a matrix."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """In the source and the target."""
-    num_different: int = 0
+    num_different: int
     """Elements; with two dtypes, those that differ after the finer one is rounded to the coarser.  May be 0."""
-    largest: float = 0.0
+    largest: float
     """Absolute difference; infinite when an element is infinite or no number in one directory only."""
-    first: int | None = None
-    """Flat position of the first differing element; None when none differs."""
-    num_bits: int = 0
+    at: tuple[int, int]
+    """The first element that differs: its index along ``dim``, and its place in the other dimensions together."""
+    num_bits: int
     """Differing bits of that element."""
 
     @property
     def index(self) -> tuple[int, ...]:
-        """The position of the first differing element."""
-        return tuple(int(index) for index in np.unravel_index(self.first, self.shape))
-
-    @property
-    def place(self) -> int:
-        """The position of the first differing element in the dimensions that are not cut."""
-        return self.index[0] if self.dim else self.first % math.prod(self.shape[1:])
+        """Where ``at`` is in the tensor."""
+        index, place = self.at
+        return (place, index) if self.dim else (index, *map(int, np.unravel_index(place, self.shape[1:])))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """What is wrong with one weight."""
 
     weight: Weight
-    unequal: tuple[Unequal, ...]
-    lacking: tuple[str, ...]
+    unequal: list[Unequal] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
     """Hugging Face tensors that cannot be compared."""
-    copies: tuple[tuple[Source, Stored, Stored], ...]
+    copies: list[tuple[Source, Stored, Stored]] = field(default_factory=list)
     """Tensors of one directory that should be equal."""
-    padding: tuple[tuple[Source, Stored], ...]
+    padding: dict[Stored, Source] = field(default_factory=dict)
     """Stored tensors with padding that is not zero."""
-    misfits: tuple[tuple[Source, Source, Misfit], ...]
-    """Each with its own directory and the other one."""
+    misfits: list[tuple[Source, Misfit]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         return not (self.unequal or self.lacking or self.copies or self.padding or self.misfits)
 
 
-class _Checks:
-    """What there is to check in one directory besides the values, by Hugging Face tensor."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._found: dict[str, list[tuple[View, View] | Padding | Misfit]] = {}
-        # By the first tensor, because files may keep q, k and v as three weights.
-        for weight, one in (
-            *((one.weight, (one, other)) for one, other in source.index.copies),
-            *((padding.view.weight, padding) for padding in source.index.padding),
-            *((misfit.weight, misfit) for misfit in source.problems),
-        ):
-            if weight is not None:
-                self._found.setdefault(weight.hf_names[0], []).append(one)
-
-    def run(
-        self, weight: Weight, files: Files
-    ) -> tuple[list[tuple[Source, Stored, Stored]], list[tuple[Source, Stored]], list[Misfit]]:
-        """Unequal copies, stored tensors whose padding is not zero, and misfits."""
-        copies, padding, misfits = [], {}, []
-        for one in (one for key in weight.hf_names for one in self._found.get(key, ())):
-            match one:
-                case Misfit():
-                    misfits.append(one)
-                case Padding(view) if not files.is_zero(one):
-                    padding[view.stored] = None
-                case (kept, copy) if not files.are_equal(kept.stored, copy.stored):
-                    copies.append((self.source, kept.stored, copy.stored))
-        return copies, [(self.source, stored) for stored in padding], misfits
-
-
 def compare(weights: Sequence[Weight], source: Source, target: Source, num_workers: int) -> list[Finding]:
-    """Every element that both hold, and the copies and the padding of each; a finding for every weight."""
-    sides = _Checks(source), _Checks(target)
-    total = sum(math.prod(shape) * dtypes[0].itemsize for weight in weights
-                for _, shape, dtypes in tensors(weight, source, target) if None not in dtypes)
-    with (tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
-          ThreadPoolExecutor(num_workers) as pool):
-        futures = [pool.submit(_compare_weight, weight, sides, bar.update) for weight in weights]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    """A finding for each of ``weights``, in their order; most are empty."""
+    sides = [(source, _checks(source)), (target, _checks(target))]
+    total = sum(math.prod(weight.shape) for weight in weights)
+    progress = tqdm(total=total, unit=" elements", unit_scale=True, disable=None)
+    with progress as bar, ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(lambda weight: _compare_weight(weight, sides, bar.update), weights))
+
+
+_Checks = dict[str, list[tuple[View, View] | Padding | Misfit]]
+
+
+def _checks(source: Source) -> _Checks:
+    """Copies, padding and misfits, by the first Hugging Face tensor of each weight.
+
+    A weight itself would be no key, because files may keep q, k and v as three weights.
+    """
+    found: _Checks = {}
+    for copies in source.index.copies:
+        found.setdefault(copies[0].weight.hf_names[0], []).append(copies)
+    for padding in source.index.padding:
+        found.setdefault(padding.view.weight.hf_names[0], []).append(padding)
+    for misfit in source.problems:
+        if misfit.weight is not None:
+            found.setdefault(misfit.weight.hf_names[0], []).append(misfit)
+    return found
 
 
 def tensors(weight: Weight, *sides: Source) -> Iterator[tuple[str, tuple[int, ...], list[torch.dtype | None]]]:
-    """Each Hugging Face tensor of ``weight`` with its shape, and the dtype in which each side holds it."""
+    """Each Hugging Face tensor of ``weight``, its shape, and the dtype in which each side holds it."""
     for key, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
         yield key, shape, [held_dtype(side, key, shape, cut_dim(weight)) for side in sides]
 
@@ -133,69 +111,77 @@ def held_dtype(source: Source, key: str, shape: tuple[int, ...], dim: int) -> to
     return dtypes.pop() if is_whole and len(dtypes) == 1 else None
 
 
-def _compare_weight(weight: Weight, sides: tuple[_Checks, _Checks], progress: Progress) -> Finding:
-    source, target = (side.source for side in sides)
-    unequal, lacking, copies, padding, misfits = [], [], [], [], []
+def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], progress: Progress) -> Finding:
+    finding, (source, target) = Finding(weight), (side for side, _ in sides)
     with Files(source.path) as left, Files(target.path) as right:
-        for key, shape, dtypes in tensors(weight, source, target):
-            if None in dtypes:
-                lacking.append(key)
-            else:
-                one = Unequal(key, shape, cut_dim(weight), tuple(dtypes))
-                unequal += _compare_tensor(one, ((source, left), (target, right)), progress)
-        for side, other, files in ((sides[0], target, left), (sides[1], source, right)):
-            found = side.run(weight, files)
-            copies, padding = copies + found[0], padding + found[1]
-            misfits += [(side.source, other, misfit) for misfit in found[2]]
-    return Finding(weight, *map(tuple, (unequal, lacking, copies, padding, misfits)))
+        for key, shape, (one, other) in tensors(weight, source, target):
+            if one is None or other is None:
+                finding.lacking.append(key)
+                continue
+            files = (source, left), (target, right)
+            unequal = _compare_tensor(key, shape, cut_dim(weight), (one, other), files, progress)
+            if unequal.num_different or one != other:
+                finding.unequal.append(unequal)
+        for (side, checks), files in zip(sides, (left, right), strict=True):
+            for check in (check for key in weight.hf_names for check in checks.get(key, ())):
+                match check:
+                    case Misfit():
+                        finding.misfits.append((side, check))
+                    case Padding(view) if not files.is_zero(check):
+                        finding.padding[view.stored] = side
+                    case (kept, copy) if not files.are_equal(kept.stored, copy.stored):
+                        finding.copies.append((side, kept.stored, copy.stored))
+    return finding
 
 
-def _compare_tensor(one: Unequal, sides: Sequence[tuple[Source, Files]], progress: Progress) -> list[Unequal]:
-    """``one`` with what was found; empty when every bit is equal."""
-    num_different, largest, first, num_bits = 0, 0.0, None, 0
-    num_indices, unit, dtype = one.shape[one.dim], math.prod(one.shape[one.dim + 1 :]), coarser(one.dtypes)
-    for rows, indices in _blocks(one.shape, one.dim):
-        left, right = (side.read_block(files, one.key, rows, indices) for side, files in sides)
-        progress(left.nbytes)
+def _compare_tensor(
+    key: str,
+    shape: tuple[int, ...],
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    sides: Sequence[tuple[Source, Files]],
+    progress: Progress,
+) -> Unequal:
+    num_different, largest, at, num_bits, dtype = 0, 0.0, (0, 0), 0, coarser(dtypes)
+    for rows, indices in _blocks(shape, dim):
+        left, right = (side.read_block(files, key, rows, indices) for side, files in sides)
+        progress(left.numel())
         left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
         if np.array_equal(left_bits.numpy(), right_bits.numpy()):
             continue
         unlike = left_bits != right_bits
         amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if not num_different:
+            row, index, place = first = tuple(unlike.nonzero()[0].tolist())
+            at = indices.start + index, rows.start + row + place  # one of row and place is always 0
+            num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
         num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
-        if first is None:
-            at = tuple(unlike.nonzero()[0].tolist())
-            first = ((rows.start + at[0]) * num_indices + indices.start + at[1]) * unit + at[2]
-            flipped = int(left_bits[at] ^ right_bits[at]) & ((1 << 8 * dtype.itemsize) - 1)
-            num_bits = flipped.bit_count()
-    if not num_different and one.dtypes[0] == one.dtypes[1]:
-        return []
-    return [replace(one, num_different=num_different, largest=largest, first=first, num_bits=num_bits)]
+    return Unequal(key, shape, dim, dtypes, num_different, largest, at, num_bits)
 
 
 def _blocks(shape: tuple[int, ...], dim: int) -> Iterator[tuple[range, range]]:
     """(rows, indices) for ``Source.read_block`` that cover a tensor in small blocks."""
-    rows, indices, unit = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-    step = max(1, _BLOCK_ELEMENTS // (indices if dim else unit))
-    for start in range(0, rows if dim else indices, step):
-        part = range(start, min(start + step, rows if dim else indices))
-        yield (part, range(indices)) if dim else (range(1), part)
+    rows, indices = range(math.prod(shape[:dim])), range(shape[dim])
+    if dim:
+        yield from ((part, indices) for part in _split(rows, len(indices)))
+    else:
+        yield from ((rows, part) for part in _split(indices, math.prod(shape[1:])))
 
 
-def sample(
-    source: Source, key: str, shape: tuple[int, ...], dim: int, places: range, indices: range | None = None
-) -> Tensor:
-    """[index along ``dim``, place]: all or some ``indices`` of a Hugging Face tensor, at some places of each."""
+def _split(whole: range, num_elements: int) -> Iterator[range]:
+    """``whole`` in blocks; each of its numbers stands for ``num_elements``."""
+    step = max(1, _BLOCK_ELEMENTS // num_elements)
+    return (whole[start : start + step] for start in range(0, len(whole), step))
+
+
+def sample(source: Source, key: str, dim: int, indices: range, places: range) -> Tensor:
+    """[index, place] of a Hugging Face tensor: indices along ``dim``, places in the other dimensions."""
     with Files(source.path) as files:
         if dim:
-            return source.read_block(files, key, places, indices or range(shape[dim]))[:, :, 0].T
-        found = []
-        for rows, block in _blocks(shape, dim):
-            wanted = block if indices is None else range(max(block.start, indices.start), min(block.stop, indices.stop))
-            if wanted:
-                content = source.read_block(files, key, rows, wanted)
-                found.append(content[0, :, places.start : places.stop].clone())
-        return torch.cat(found)
+            return source.read_block(files, key, places, indices)[:, :, 0].T
+        width = math.prod(source.index.stretches(key)[0].view.stored.shape[1:])
+        blocks = (source.read_block(files, key, range(1), part)[0] for part in _split(indices, width))
+        return torch.cat([block[:, places.start : places.stop].clone() for block in blocks])
 
 
 def bits(tensor: Tensor) -> Tensor:

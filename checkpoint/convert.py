@@ -1,13 +1,14 @@
 """The conversions: Hugging Face to MindSpeed-MM's layout, back, and from one layout to another.
 
-Each puts sources and targets together into a plan; ``Conversion.run`` carries any of them out.
+Each function makes the plan of one conversion; ``Conversion.run`` carries it out.
 """
 
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,19 +26,20 @@ from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import RELEASE, Format, Storage, Structure
 from checkpoint.formats.training import LATEST_FILE
 from mm.errors import UserError
-from mm.weights.plan import Plan, TargetFile, make_plan
+from mm.weights.plan import Plan, make_plan
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
-STRUCTURE = "--cfg.common_model_config.enable_canonical_hf_struct"
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Options:
-    """What every conversion understands."""
+    """How every conversion may be run."""
 
     dry_run: bool = False
+    """Print the plan with sizes, and write nothing."""
     overwrite: bool = False
+    """Replace a target that is not empty."""
     num_workers: int = 0
     """Threads; 0 = one for each core."""
 
@@ -49,8 +51,6 @@ class Conversion:
     source: Source
     target: Path
     plan: Plan
-    fingerprint: str
-    """Digest of source and target, by which an interrupted run of the same conversion is known."""
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files of the finished directory; given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]
@@ -58,18 +58,26 @@ class Conversion:
     modes: Modes
     """Permissions of that kind."""
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of source and target, by which the journal of an interrupted conversion is known."""
+        digest = hashlib.sha256(self.source.fingerprint.encode())
+        for file in self.plan.files:
+            digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
+        return digest.hexdigest()
+
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
 
         Raises:
             UserError: the target must not or cannot be written, or the source is damaged.
         """
+        num_workers = num_threads(options.num_workers)
         for note in self.source.notes:
             print(f"note: {note}")
         if options.dry_run:
             print("\n".join(self.describe()))
             return
-        num_workers = options.num_workers or len(os.sched_getaffinity(0))
         target = self.target.resolve()
         if is_complete(target, self.fingerprint, self.plan.files):
             tidy(target)
@@ -109,25 +117,22 @@ class Conversion:
             print(f"note: {output.folder / name} is not as it was finished; it is written again")
         if output.finished:
             print(f"note: {len(output.finished)} of {len(self.plan.files)} files are finished from an earlier run")
-        done = sum(tensor.num_bytes for file in self.plan.files if file.name in output.finished
-                   for tensor in file.tensors)
-        total = sum(tensor.num_bytes for file in self.plan.files for tensor in file.tensors)
-        with tqdm(total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
+        sizes = {file.name: sum(tensor.num_bytes for tensor in file.tensors) for file in self.plan.files}
+        done = sum(sizes[name] for name in output.finished)
+        with tqdm(total=sum(sizes.values()), initial=done, unit="B", unit_scale=True, disable=None) as bar:
             execute(self.plan, self.source.path, output, num_workers, bar.update)
 
     def describe(self) -> list[str]:
         """What would be written, a line for every file."""
-        lines = [f"{self.source.path} -> {self.target}"]
-        for file in self.plan.files:
-            lines.append(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes")
+        files, num_copies = self.plan.files, len(self.source.index.copies)
         num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
-        num_copies = len(self.source.index.copies)
-        lines.append(
-            f"{len(self.plan.files)} files, {sum(len(file.tensors) for file in self.plan.files)} tensors, "
-            f"{self.plan.num_bytes:,} bytes in {num_moves:,} ranges; {num_copies} copies in the source are compared, "
-            f"not read twice. Nothing was written."
-        )
-        return lines
+        return [
+            f"{self.source.path} -> {self.target}",
+            *(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes" for file in files),
+            f"{len(files)} files, {sum(len(file.tensors) for file in files)} tensors, {self.plan.num_bytes:,} bytes in "
+            f"{num_moves:,} ranges; {num_copies} copies in the source are compared, not read twice. Nothing was "
+            f"written.",
+        ]
 
 
 def hf_to_mm(
@@ -188,10 +193,11 @@ def mm_to_hf(
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config())
-    if None not in (structure, source.storage) and source.storage.structure is not structure:
+    if structure and source.storage and source.storage.structure is not structure:
         raise UserError(
-            f"{STRUCTURE} says that {source.path} has the {structure.value} structure, but its tensors are named as in "
-            f"the {source.storage.structure.value} one; leave the flag out, or give the right directory."
+            f"--cfg.common_model_config.enable_canonical_hf_struct says that {source.path} has the {structure.value} "
+            f"structure, but its tensors are named as in the {source.storage.structure.value} one; leave the flag out, "
+            f"or give the right directory."
         )
     if source.is_vit_only:
         raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), which are no Hugging Face model.")
@@ -202,14 +208,9 @@ def mm_to_hf(
         write_other_files(base, folder, files)
 
     return Conversion(
-        source, Path(save_hf_dir), make_plan(source.index, target_views, files), _conversion_mark(source, files),
-        write_others, is_hf_directory, PLAIN_MODES,
+        source, Path(save_hf_dir), make_plan(source.index, target_views, files), write_others,
+        lambda path: (path / "config.json").is_file(), PLAIN_MODES,
     )  # fmt: skip
-
-
-def is_hf_directory(path: Path) -> bool:
-    """Whether ``path`` is like what ``mm_to_hf`` writes."""
-    return (path / "config.json").is_file()
 
 
 def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
@@ -228,16 +229,20 @@ def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
     return Conversion(
-        source, target, make_plan(source.index, target_views, files), _conversion_mark(source, files),
-        write_others, lambda path: (path / LATEST_FILE).is_file(), MEGATRON_MODES,
+        source, target, make_plan(source.index, target_views, files), write_others,
+        lambda path: (path / LATEST_FILE).is_file(), MEGATRON_MODES,
     )  # fmt: skip
 
 
-def _conversion_mark(source: Source, files: Sequence[TargetFile]) -> str:
-    digest = hashlib.sha256(source.fingerprint.encode())
-    for file in files:
-        digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
-    return digest.hexdigest()
+def num_threads(num_workers: int) -> int:
+    """How many threads ``--cfg.num_workers`` asks for.
+
+    Raises:
+        UserError: it is negative.
+    """
+    if num_workers < 0:
+        raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread for each core) or more.")
+    return num_workers or len(os.sched_getaffinity(0))
 
 
 def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:

@@ -4,13 +4,13 @@ Both are opened leniently: what does not fit the model is reported instead of re
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.causes import guess, misfit_cause, missing_head_cause
 from checkpoint.compare import Finding, Unequal, compare, tensors
+from checkpoint.convert import num_threads
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import differences
 from checkpoint.formats.manifest import MANIFEST_FILE
@@ -48,41 +48,43 @@ def diff_directories(
     Raises:
         UserError: a directory cannot be opened: it is of no kind, damaged, or nothing says what model it holds.
     """
+    num_workers = num_threads(num_workers)
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)
-    general = [*_model_lines(source, target),
-               *(misfit.text for side in sides for misfit in side.problems if misfit.weight is None)]
-    can_compare = all(side.views or any(misfit.weight for misfit in side.problems) for side in sides)
-    weights = _all_weights(source.model, target.model) if can_compare else []
-    without_llm = [side for side in sides if side.is_vit_only and can_compare]
-    if len(without_llm) == 1:
+    general = [misfit.text for side in sides for misfit in side.problems if misfit.weight is None]
+    if source.is_stated and target.is_stated:
+        general[:0] = (f"the model: {one.field} is {one.one} in {source.path}, but {one.other} in {target.path}"
+                       for one in differences(source.model, target.model))
+    weights: dict[tuple[str, ...], Weight] = {}
+    if all(side.views or any(misfit.weight for misfit in side.problems) for side in sides):
+        for weight in (*model_weights(source.model), *model_weights(target.model)):
+            weights.setdefault(weight.hf_names, weight)
+    without_llm = [side for side in sides if side.is_vit_only]
+    if weights and len(without_llm) == 1:
         general.append(f"{without_llm[0].path} holds no LLM (save_vit_only); only the rest is compared.")
-    if without_llm:
-        weights = [weight for weight in weights if weight.part != "language"]
-    findings = compare(weights, source, target, num_workers or len(os.sched_getaffinity(0)))
+    compared = [weight for weight in weights.values() if not (without_llm and weight.part == "language")]
+    findings = compare(compared, source, target, num_workers)
     wrong = [finding for finding in findings if not finding.is_empty]
-    shown = [line for finding in wrong[:NUM_SHOWN] for line in _finding_lines(finding, source, target, weights)]
+    lines = [*map(_description, sides), _count(findings), *general[:NUM_SHOWN]]
+    if len(general) > NUM_SHOWN:
+        lines.append(f"{len(general) - NUM_SHOWN} more of this kind.")
+    for finding in wrong[:NUM_SHOWN]:
+        lines += _finding_lines(finding, source, target, compared)
     if len(wrong) > NUM_SHOWN:
-        shown.append(f"{len(wrong) - NUM_SHOWN} more weights differ in the model after these.")
-    some = general[:NUM_SHOWN] + [f"{len(general) - NUM_SHOWN} more of this kind."] * (len(general) > NUM_SHOWN)
-    lines = (*map(_description, sides), _count(findings), *some, *shown)
-    return Difference(lines, not (general or wrong))
+        lines.append(f"{len(wrong) - NUM_SHOWN} more weights differ in the model after these.")
+    return Difference(tuple(lines), not (general or wrong))
 
 
 # Opening
 
 
 def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None) -> tuple[Source, Source]:
-    """Both directories.
-
-    What model a directory without a manifest holds is said by ``hf_dir``, else by the other directory, else by its
-    shapes.
-    """
+    """Both directories; ``hf_dir``, else the other directory, says what model is in one that has no manifest."""
     model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
     unstated = {flag: find_kind(path, flag) is Kind.MINDSPEED and not (path / MANIFEST_FILE).is_file()
                 for flag, path in paths.items()}
-    found = {}
-    for flag in sorted(paths, key=unstated.get):
+    found: dict[str, Source] = {}
+    for flag in sorted(paths, key=lambda flag: unstated[flag]):
         if unstated[flag]:
             found[flag] = _open_unstated(paths[flag], flag, model)
         else:
@@ -93,35 +95,21 @@ def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Pat
 
 def _open_unstated(path: Path, flag: str, model: ModelConfig | None) -> Source:
     """A directory that should hold ``model``, or one of the published sizes; else a source that holds nothing."""
-    directory = MindSpeedDirectory.open(path)
     try:
         return open_source(path, flag, model=model, lenient=True)
     except UserError as error:
         if model is None:
             raise
         problems = tuple(Misfit("left over", text) for text in error.problems)
+    storage = MindSpeedDirectory.open(path).storage
     try:
         return open_source(path, flag, lenient=True)
     except UserError:  # it is none of the published sizes
-        return Source(path, Kind.MINDSPEED, model, 1, (), (), directory.storage, problems, is_stated=False)
+        return Source(path, Kind.MINDSPEED, model, 1, (), (), storage, problems, is_stated=False)
 
 
 def _description(side: Source) -> str:
     return f"{side.path}: {side.kind.value}" + (f", {side.layout}" if side.kind is not Kind.HUGGING_FACE else "")
-
-
-def _model_lines(source: Source, target: Source) -> Iterator[str]:
-    """What the two state differently about the model."""
-    for one in differences(source.model, target.model) if source.is_stated and target.is_stated else ():
-        yield f"the model: {one.field} is {one.one} in {source.path}, but {one.other} in {target.path}"
-
-
-def _all_weights(model: ModelConfig, other: ModelConfig) -> list[Weight]:
-    """The weights of both models; those of both once."""
-    weights = {weight.hf_names: weight for weight in model_weights(model)}
-    for weight in model_weights(other):
-        weights.setdefault(weight.hf_names, weight)
-    return list(weights.values())
 
 
 # What is reported
@@ -129,15 +117,14 @@ def _all_weights(model: ModelConfig, other: ModelConfig) -> list[Weight]:
 
 def _count(findings: Sequence[Finding]) -> str:
     num_all = sum(len(finding.weight.hf_names) for finding in findings)
-    num_unequal, num_lacking, num_copies, num_padded = (
-        sum(len(getattr(finding, name)) for finding in findings) for name in ("unequal", "lacking", "copies", "padding")
-    )
+    num_unequal = sum(len(finding.unequal) for finding in findings)
+    num_lacking = sum(len(finding.lacking) for finding in findings)
     counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are equal to the last bit"]
     counts += [f"{number} {what}" for number, what in (
         (num_unequal, "differ"),
         (num_lacking, "are not complete in both directories"),
-        (num_copies, "copies differ within one directory"),
-        (num_padded, "stored tensors have padding that is not zero"),
+        (sum(len(finding.copies) for finding in findings), "copies differ within one directory"),
+        (sum(len(finding.padding) for finding in findings), "stored tensors have padding that is not zero"),
     ) if number]
     return "; ".join(counts) + "."
 
@@ -159,7 +146,7 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
             "tied head: the output layer is a stale copy of the embedding" if HF_EMBEDDING_NAME in names
             else "one of the files is damaged or of another model"
         ) + ", or tie_word_embeddings is wrong" * (side.kind is Kind.HUGGING_FACE)
-    for side, stored in finding.padding:
+    for stored, side in finding.padding.items():
         yield f"{names}: padding that is not zero"
         yield f"    {_where(side, stored)}"
         if not finding.unequal:
@@ -168,9 +155,9 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
 
 def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:
     causes = []
-    for side, other, misfit in finding.misfits:
+    for side, misfit in finding.misfits:
         yield f"    {misfit.text}"
-        causes.append(misfit_cause(misfit, side, other))
+        causes.append(misfit_cause(misfit, side, target if side is source else source))
     for key, shape, dtypes in tensors(finding.weight, source, target):
         if None not in dtypes:
             continue
@@ -182,7 +169,7 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
                 causes.append(None if other.index.stretches(key) else missing_head_cause(side, finding.weight))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
-            elif not any(side is one for one, _, _ in finding.misfits):
+            elif not any(side is one for one, _ in finding.misfits):
                 yield f"    {side.path} has no {key}" + (f" of shape {list(shape)}" if parts else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
@@ -190,13 +177,12 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
 def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> Iterator[str]:
     if one.dtypes[0] != one.dtypes[1]:
         yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
-    if one.first is not None:
+    if one.num_different:
         amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
         yield (f"    {name}{one.num_different:,} of {math.prod(one.shape):,} elements differ, {amount}; the first is "
                f"{list(one.index)}")
-    index = 0 if one.first is None else one.index[one.dim]
     for side in (source, target):
-        yield f"    {_where(side, next(side.index.find(Span(one.key, index, 1))).view.stored)}"
+        yield f"    {_where(side, next(side.index.find(Span(one.key, one.at[0], 1))).view.stored)}"
 
 
 def _where(side: Source, stored: Stored) -> str:

@@ -1,13 +1,14 @@
-"""Every ``--cfg`` field of every command, MindSpeed-MM's and ours; what is stated of the model must be true of it.
+"""Every ``--cfg`` field of every command: those of MindSpeed-MM, and ours.
 
-Fields that MindSpeed-MM has and this model has no use for are accepted at the values that change nothing.
+What is stated of the model must be true of it.  Fields of MindSpeed-MM that concern other models are accepted at the
+values that change nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.spelling import Spelling, hf_spelling
@@ -22,16 +23,7 @@ _ABSENT = {
     "num_experts": (0, "experts"), "ep_size": (1, "experts"),
     "audio_num_layers": (0, "audio encoder"), "audio_pp_layers": (0, "audio encoder"),
 }  # fmt: skip
-"""The only value of a field, and what the model has none of."""
-_FACTS: dict[str, Callable[[HFDirectory], object]] = {
-    "num_key_value_heads": lambda hf: hf.model_config().language.num_query_groups,
-    "tie_word_embeddings": lambda hf: hf.model_config().language.tied,
-    "llm_num_layers": lambda hf: hf.model_config().language.num_layers,
-    "vit_num_layers": lambda hf: hf.model_config().vision.num_layers,
-    "new_transformers_weight_key":
-        lambda hf: hf_spelling(stored.name for stored in hf.tensors.values()) is Spelling.MODULE,
-}  # fmt: skip
-"""What a Hugging Face directory says of a field of ``CommonModelConfig``."""
+"""Fields of other models: the only value that is accepted, and what this model has none of."""
 _COMMON = "--cfg.common_model_config"
 
 
@@ -111,10 +103,10 @@ class CommonModelConfig:
         return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
 
     def check(self, hf_dir: str | None) -> None:
-        """Refuse statements that are not true of the model in ``hf_dir``, or concern another kind of model.
+        """Make sure that what is stated is true of the model in ``hf_dir``.
 
         Raises:
-            UserError: naming each.
+            UserError: naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
         if self.model_prefix:
@@ -122,35 +114,34 @@ class CommonModelConfig:
                 f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, and they "
                 f"are not converted: merge the adapter into its model, and leave the flag out."
             )
-        stated = {name: value for name in _FACTS if (value := getattr(self, name)) is not None}
-        if stated and hf_dir is not None:
-            directory = HFDirectory.open(hf_dir, weights_required=False)
-            found = {name: _FACTS[name](directory) for name in stated}
-            problems += [
-                f"{_COMMON}.{name} is {value}, but {hf_dir} has {found[name]}; leave the flag out, or give the right "
-                f"directory."
-                for name, value in stated.items()
-                if value != found[name]
-            ]
+        for name, fact in _facts(hf_dir).items() if hf_dir is not None else ():
+            stated = getattr(self, name)
+            if stated not in (None, fact):
+                problems.append(f"{_COMMON}.{name} is {stated}, but {hf_dir} has {fact}; leave the flag out, or give "
+                                f"the right directory.")
         if problems:
             raise UserError(problems)
 
 
-@dataclass(kw_only=True)
-class _Workers:
-    num_workers: int = 0
-    """Threads; 0 = one for each core."""
+def _facts(hf_dir: str) -> dict[str, object]:
+    """What is true of the fields of ``CommonModelConfig`` that describe the model."""
+    directory = HFDirectory.open(hf_dir, weights_required=False)
+    model = directory.model_config()
+    return {
+        "num_key_value_heads": model.language.num_query_groups,
+        "tie_word_embeddings": model.language.tied,
+        "llm_num_layers": model.language.num_layers,
+        "vit_num_layers": model.vision.num_layers,
+        "new_transformers_weight_key":
+            hf_spelling(stored.name for stored in directory.tensors.values()) is Spelling.MODULE,
+    }  # fmt: skip
 
 
 @dataclass(kw_only=True)
-class RunConfig(_Workers):
+class RunConfig(Options):
     """What every conversion understands."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
     trust_remote_code: bool = False
     """Without effect: no code of a model directory is ever run."""
 
@@ -173,10 +164,10 @@ class HFToMMConfig(RunConfig):
     """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
     def language_dir(self) -> str | None:
-        """The directory of the LLM where it is not that of the whole model.
+        """The directory that the LLM is taken from, if one is given.
 
         Raises:
-            UserError: two are given.
+            UserError: two different ones are given.
         """
         one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
         if one and other and Path(one).resolve() != Path(other).resolve():
@@ -218,7 +209,7 @@ class ResplitConfig(RunConfig):
 
 
 @dataclass(kw_only=True)
-class VerifyConfig(_Workers):
+class VerifyConfig:
     """verify."""
 
     mm_dir: str
@@ -227,10 +218,12 @@ class VerifyConfig(_Workers):
     """Compare with this Hugging Face directory too."""
     parallel_config: ParallelConfig | None = None
     """Layout of mm_dir; may be left out."""
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
-class DiffConfig(_Workers):
+class DiffConfig:
     """diff."""
 
     source_dir: str
@@ -239,6 +232,8 @@ class DiffConfig(_Workers):
     """What is compared with it: any of these, on any layout."""
     hf_config: HFConfig | None = None
     """Says what model it is where there is no manifest and it is none of the published sizes."""
+    num_workers: int = 0
+    """Threads; 0 = one for each core."""
 
 
 @dataclass(kw_only=True)
@@ -257,7 +252,7 @@ def read_lists(given: Layers, key: str) -> PipelineLayout:
     """
     try:
         # jsonargparse has parsed lists; what is still text is 12,16 or a mistake.
-        counts = [int(part) for part in given.split(",")] if isinstance(given, str) else given
+        counts: Any = [int(part) for part in given.split(",")] if isinstance(given, str) else given
         counts = [counts] if isinstance(counts, int) else counts
         chunks = counts if all(isinstance(part, list) for part in counts) else [counts]
         if counts and all(type(count) is int for chunk in chunks for count in chunk):
@@ -271,7 +266,7 @@ def read_lists(given: Layers, key: str) -> PipelineLayout:
 
 
 def _absent_problems(given: ParallelConfig | CommonModelConfig, flag: str) -> list[str]:
-    """What ``given``, which messages call ``flag``, asks for and this model has none of."""
+    """Fields of ``given``, the section ``flag``, that ask for what this model has none of."""
     problems = []
     for name, (expected, what) in _ABSENT.items():
         value = getattr(given, name, None)

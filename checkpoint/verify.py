@@ -1,9 +1,5 @@
-"""Looks at directories without changing them: what they hold, and whether it is intact.
+"""``verify`` and ``show``: whether a directory is intact, which reads every byte once, and what its headers say."""
 
-``verify`` reads every byte once, ``show`` reads headers only.
-"""
-
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from checkpoint.convert import LAYOUT, num_threads
 from checkpoint.formats.atomic import stored_crc32
 from checkpoint.formats.copy import differing
 from checkpoint.formats.hf import HFDirectory
@@ -24,18 +21,16 @@ from mm.weights.plan import make_plan
 from mm.weights.views import Stored
 
 
-def verify_directory(
-    path: Path, hf_dir: str | None, given: Layout | None, flag: str, num_workers: int
-) -> list[str]:
+def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
     """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if it is given.
 
-    ``path`` is of MindSpeed-MM's layout or a training checkpoint.  ``given`` is the layout where there is no manifest,
-    and ``flag`` gives it.  Returns what was found in order.
+    ``path`` is of MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed where there is no manifest and
+    the files do not show it; 0 workers are one for each core.  Returns what was found in order.
 
     Raises:
         UserError: naming each file and tensor that is missing, damaged or left over.
     """
-    num_workers = num_workers or len(os.sched_getaffinity(0))
+    num_workers = num_threads(num_workers)
     directory = find(path, "--cfg.mm_dir")
     if isinstance(directory, HFDirectory):
         raise UserError(
@@ -51,7 +46,7 @@ def verify_directory(
             raise UserError(problems)
         done.append(f"{path}: {len(directory.stated)} tensors are as {MANIFEST_FILE} says.")
     if hf_dir is not None:
-        num_tensors = _compare_with_hf(path, hf_dir, given, flag, num_workers)
+        num_tensors = _compare_with_hf(path, hf_dir, layout, num_workers)
         done.append(f"{path}: {num_tensors} tensors are those of {hf_dir}.")
     return done
 
@@ -67,9 +62,8 @@ def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_worke
     for file in sorted(by_file.keys() - contents.keys()):
         yield f"{root / file} is missing; convert again."
     with tqdm(total=len(stated), unit="tensor", disable=None) as bar, ThreadPoolExecutor(num_workers) as pool:
-        files = [(root / file, contents[file], by_file[file], bar)
-                 for file in sorted(by_file.keys() & contents.keys())]
-        for problems in pool.map(lambda arguments: _file_problems(*arguments), files):
+        files = sorted(by_file.keys() & contents.keys())
+        for problems in pool.map(lambda file: _file_problems(root / file, contents[file], by_file[file], bar), files):
             yield from problems
 
 
@@ -97,9 +91,9 @@ def _file_problems(path: Path, stored: Mapping[str, Stored], stated: list[Stored
     return problems
 
 
-def _compare_with_hf(path: Path, hf_dir: str, given: Layout | None, flag: str, num_workers: int) -> int:
+def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers: int) -> int:
     expected = open_hf(HFDirectory.open(hf_dir))
-    found = open_source(path, "--cfg.mm_dir", layout=given, layout_flag=flag, model=expected.model)
+    found = open_source(path, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=expected.model)
     plan = make_plan(expected.index, found.views, ())
     expected.check()
     total = sum(view.stored.num_bytes for view in found.views)

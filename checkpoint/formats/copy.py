@@ -23,7 +23,7 @@ from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
 """Size of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 def check_copies_and_padding(index: Index, root: Path) -> None:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from annotated_types import Ge, Gt
 from PIL import Image
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from mm.batch import Grid
-from mm.config.schema import Expected, NotNegative, Number, expected, fields_of
+from mm.config.schema import NotNegative, Number, expected, fields_of
 from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
@@ -117,8 +117,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 _Size = Annotated[int, Ge(1)]
 _Positive = Annotated[Number, Gt(0)]
-_PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Expected("three numbers")]
-_PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Expected("three numbers above 0")]
+_PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
+_PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))

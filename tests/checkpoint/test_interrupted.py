@@ -94,7 +94,7 @@ def test_killed_at_random_moments(kind, hf, tmp_path):
             is_whole = target.exists() and files(target) == expected
             assert is_whole or not target.exists()
         assert files(target) == expected
-        verify_directory(target, str(hf), None, "", 1)
+        verify_directory(target, str(hf), None, 1)
         assert list(target.parent.iterdir()) == [target]
     assert num_deaths >= 20
 

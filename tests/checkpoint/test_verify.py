@@ -17,7 +17,6 @@ from mm.errors import UserError
 from tests.checkpoint.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
-FLAG = "--cfg.parallel_config"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def copy(made, tmp_path) -> Path:
 
 
 def verify(directory: Path, hf: Path | None = None) -> list[str]:
-    return verify_directory(directory, None if hf is None else str(hf), None, FLAG, 1)
+    return verify_directory(directory, None if hf is None else str(hf), None, 1)
 
 
 def test_whole(made):
@@ -67,7 +66,7 @@ def test_every_flipped_bit(kind, tmp_path):
         assert f"{path}: {tensor.name} is damaged" in problem
         (mm / "manifest.json").rename(mm / "aside")
         with pytest.raises(UserError) as told:
-            verify_directory(mm, str(hf), LAYOUT, FLAG, 1)
+            verify_directory(mm, str(hf), LAYOUT, 1)
         (problem,) = told.value.problems
         assert f"{path}: {tensor.name} is not what" in problem
         (mm / "aside").rename(mm / "manifest.json")
