@@ -106,7 +106,7 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
     language.setdefault("pipeline_num_layers", [[language["num_layers"]]])
     if tied is not None or otherwise is None:
         language["untie_embeddings_and_output_weights"] = not tied
-    language["kv_channels"] = None  # what heads and hidden size make it
+    language.pop("kv_channels", None)  # follows from heads and hidden size
     sizes = vision["hidden_size"], vision["spatial_merge_size"]
     merged_size = sizes[0] * sizes[1] ** 2 if all(isinstance(size, int) for size in sizes) else None
     found["projector"] |= {"input_size": vision["hidden_size"], "ffn_hidden_size": merged_size}

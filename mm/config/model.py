@@ -17,12 +17,14 @@ from mm.placement import Placement, layout_problems
 
 
 def _chunks(value: Any) -> Any:
-    """A flat list is one virtual chunk."""
+    """A flat list is one virtual chunk.  Tuples, because a strict check takes no lists from Python."""
     match value:
         case [[*_], *_]:
-            return typing.cast(Any, value)
+            return tuple(tuple(chunk) if isinstance(chunk, list) else chunk for chunk in typing.cast(Any, value))
+        case [*counts]:
+            return (tuple(counts),)
         case _:
-            return [value]
+            return value
 
 
 # Strict(False): a list of JSON becomes a tuple.
