@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_HOUSE_LINES = 12_400
+"""mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
+change that needs more says why here."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,
@@ -241,6 +244,12 @@ def test_files_and_functions_stay_short(path: Path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = node.end_lineno - node.lineno + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {num_lines} lines"
+
+
+def test_the_house_stays_small():
+    files = [source.path for name, source in sources().items() if not _is_under(name, "demo")]
+    num_lines = sum(path.read_bytes().count(b"\n") for path in files)
+    assert num_lines <= MAX_HOUSE_LINES, f"mm and checkpoint have {num_lines} lines; the budget is {MAX_HOUSE_LINES}"
 
 
 @pytest.mark.parametrize("source", each_source())

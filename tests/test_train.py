@@ -91,8 +91,8 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert time.monotonic() - started < train._LAUNCHER_SECONDS
     told = [line for line in done.stderr.splitlines() if "error: --" in line]
-    assert told == ["error: --train-iters is missing: optimizer steps in all",
-                    "error: --lr is 'x'; expected a number of at least 0"]
+    assert told == ["error: --lr is 'x'; expected a number of at least 0",
+                    "error: --train-iters is missing: optimizer steps in all"]
     assert done.returncode != 0
 
 

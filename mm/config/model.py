@@ -20,7 +20,8 @@ def _chunks(value: Any) -> Any:
     """A flat list is one virtual chunk.  Tuples, because a strict check takes no lists from Python."""
     match value:
         case [[*_], *_]:
-            return tuple(tuple(chunk) if isinstance(chunk, list) else chunk for chunk in typing.cast(Any, value))
+            chunks = typing.cast(list[Any], value)
+            return tuple(tuple(typing.cast(Any, chunk)) if isinstance(chunk, list) else chunk for chunk in chunks)
         case [*counts]:
             return (tuple(counts),)
         case _:
