@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.formats.spelling import Spelling, spell
+from checkpoint.formats.spelling import Spelling
 from tests import tiny
 
 
@@ -44,3 +44,11 @@ def weight_files(directory: Path) -> dict[str, bytes]:
     """Contents of the shards and the index by file name."""
     return {file.name: file.read_bytes() for file in directory.iterdir() if "model.safetensors" in file.name
             or file.suffix == ".safetensors"}
+
+
+def spell(name: str, spelling: Spelling) -> str:
+    """A published name (see ``published_name``) in the given spelling."""
+    for published, spelled in zip(Spelling.PUBLISHED.value, spelling.value, strict=True):
+        if name.startswith(published):
+            return spelled + name.removeprefix(published)
+    return name

@@ -34,11 +34,3 @@ def hf_spelling(names: Iterable[str]) -> Spelling:
             f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
         )
     return Spelling.MODULE if True in examples else Spelling.PUBLISHED
-
-
-def spell(name: str, spelling: Spelling) -> str:
-    """A published name (see ``published_name``) in the given spelling."""
-    for published, spelled in zip(Spelling.PUBLISHED.value, spelling.value, strict=True):
-        if name.startswith(published):
-            return spelled + name.removeprefix(published)
-    return name

@@ -14,12 +14,13 @@ from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.mindspeed_target import mindspeed_targets
 from checkpoint.formats.safetensors import SafetensorsFile
-from checkpoint.formats.spelling import Spelling, spell
+from checkpoint.formats.spelling import Spelling
 from checkpoint.formats.storage import RELEASE, Storage
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights
+from tests.saved_hf import spell
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from checkpoint.diff import Difference, diff_directories
 from checkpoint.formats import training as checkpoint_files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import read_header
-from checkpoint.formats.spelling import spell
 from checkpoint.formats.storage import Format, Storage, Structure
 from mm.errors import UserError
 from mm.weights.table import fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_hf
+from tests.saved_hf import spell
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
 SMALL = SmallModel(2)
