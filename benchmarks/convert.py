@@ -66,7 +66,7 @@ def make_checkpoint(directory: Path, size: str) -> None:
     import torch
 
     from checkpoint.formats.hf_config import model_from_hf
-    from checkpoint.formats.safetensors import SafetensorsFile
+    from checkpoint.formats.safetensors import safetensors_file
     from mm.weights.table import model_weights
 
     directory.mkdir(parents=True)
@@ -82,11 +82,11 @@ def make_checkpoint(directory: Path, size: str) -> None:
             filled += num_bytes
     weight_map = {}
     for number, described in enumerate(shards, start=1):
-        file = SafetensorsFile.new(f"model-{number:05d}-of-{len(shards):05d}.safetensors", described)
+        file = safetensors_file(f"model-{number:05d}-of-{len(shards):05d}.safetensors", described)
         weight_map |= {tensor.name: file.name for tensor in file.tensors}
         with (directory / file.name).open("wb") as opened:
-            opened.write(file.header)
-            left = file.num_bytes - len(file.header)
+            opened.write(file.parts[0][1])
+            left = file.num_bytes - len(file.parts[0][1])
             while left:
                 left -= opened.write(os.urandom(min(CHUNK_BYTES, left)))
             os.fsync(opened.fileno())

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.formats.copy import Files, Progress
+from checkpoint.formats.copy import Progress
+from checkpoint.formats.files import Files
 from checkpoint.formats.source import Source
 from mm.weights.cut import cut_dim
-from mm.weights.plan import Padding
+from mm.weights.plan import Stretch
 from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
@@ -76,7 +77,7 @@ def compare(weights: Sequence[Weight], source: Source, target: Source, num_worke
         return list(pool.map(lambda weight: _compare_weight(weight, sides, bar.update), weights))
 
 
-_Checks = dict[str, list[tuple[View, View] | Padding | Misfit]]
+_Checks = dict[str, list[tuple[View, View] | Stretch | Misfit]]
 
 
 def _checks(source: Source) -> _Checks:
@@ -127,7 +128,7 @@ def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], pro
                 match check:
                     case Misfit():
                         finding.misfits.append((side, check))
-                    case Padding(view) if not files.is_zero(check):
+                    case Stretch(view) if not files.is_zero(check):
                         finding.padding[view.stored] = side
                     case (kept, copy) if not files.are_equal(kept.stored, copy.stored):
                         finding.copies.append((side, kept.stored, copy.stored))

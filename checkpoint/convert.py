@@ -20,10 +20,9 @@ from checkpoint.formats.hf_target import hf_targets, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import TOOL, Manifest
-from checkpoint.formats.mindspeed_target import mindspeed_targets
 from checkpoint.formats.source import Source, open_hf
 from checkpoint.formats.source import open as open_source
-from checkpoint.formats.storage import RELEASE, Format, Storage, Structure
+from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from checkpoint.formats.training import LATEST_FILE
 from mm.errors import UserError
 from mm.weights.plan import Plan, make_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoint.convert import LAYOUT, num_threads
-from checkpoint.formats.atomic import stored_crc32
 from checkpoint.formats.copy import differing
+from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
@@ -63,16 +63,19 @@ def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_worke
         yield f"{root / file} is missing; convert again."
     with tqdm(total=len(stated), unit="tensor", disable=None) as bar, ThreadPoolExecutor(num_workers) as pool:
         files = sorted(by_file.keys() & contents.keys())
-        for problems in pool.map(lambda file: _file_problems(root / file, contents[file], by_file[file], bar), files):
+        for problems in pool.map(lambda file: _file_problems(root, file, contents[file], by_file[file], bar), files):
             yield from problems
 
 
-def _file_problems(path: Path, stored: Mapping[str, Stored], stated: list[Stored], bar: tqdm) -> list[str]:
+def _file_problems(
+    root: Path, file: str, stored: Mapping[str, Stored], stated: list[Stored], bar: tqdm
+) -> list[str]:
+    path = root / file
     problems = [
         f"{path} holds {name}, which is not in {MANIFEST_FILE}."
         for name in sorted(stored.keys() - {one.name for one in stated})
     ]
-    with path.open("rb", buffering=0) as opened:
+    with Files(root) as files:
         for entry in stated:
             tensor = stored.get(entry.name)
             if tensor is None:
@@ -82,7 +85,7 @@ def _file_problems(path: Path, stored: Mapping[str, Stored], stated: list[Stored
                     f"{path}: {entry.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; "
                     f"{MANIFEST_FILE} says {dtype_name(entry.dtype)} {list(entry.shape)}."
                 )
-            elif stored_crc32(opened, tensor) != entry.crc32:
+            elif files.crc32(tensor) != entry.crc32:
                 problems.append(
                     f"{path}: {entry.name} is damaged or belongs to another file (its crc32 differs from "
                     f"{MANIFEST_FILE}); convert again."

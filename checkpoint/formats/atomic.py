@@ -10,18 +10,15 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from checkpoint.formats.files import Files
 from mm.errors import UserError
 from mm.weights.plan import TargetFile
-from mm.weights.views import Stored
-
-_CHECK_BYTES = 1 << 18
 
 Crc32s = Mapping[str, int]
 
@@ -128,7 +125,7 @@ class Output:
     def drop_damaged(self, files: tuple[TargetFile, ...]) -> list[str]:
         """Forget the finished files that are not, byte for byte, what the journal says; return their names."""
         damaged = [file.name for file in files if file.name in self.finished
-                   and not is_intact(self.folder / file.name, file, self.finished[file.name])]
+                   and not is_intact(self.folder, file, self.finished[file.name])]
         for name in damaged:
             del self.finished[name]
         return damaged
@@ -184,7 +181,7 @@ def is_complete(target: Path, fingerprint: str, files: Sequence[TargetFile]) -> 
     return (
         finished is not None
         and not _temporary(target).exists()
-        and all(file.name in finished and is_intact(target / file.name, file, finished[file.name]) for file in files)
+        and all(file.name in finished and is_intact(target, file, finished[file.name]) for file in files)
     )
 
 
@@ -201,26 +198,14 @@ def left_bytes(target: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
-def is_intact(path: Path, file: TargetFile, crc32s: Crc32s) -> bool:
-    """Whether the file at ``path`` has the size, the frame and the checksums that it should have."""
+def is_intact(folder: Path, file: TargetFile, crc32s: Crc32s) -> bool:
+    """Whether ``file`` in ``folder`` has the size, the frame and the checksums that it should have."""
+    path = folder / file.name
     if not path.is_file() or path.stat().st_size != file.num_bytes:
         return False
-    with path.open("rb", buffering=0) as opened:
+    with path.open("rb", buffering=0) as opened, Files(folder) as files:
         is_framed = all(os.pread(opened.fileno(), len(data), at) == data for at, data in file.frame(crc32s))
-        return is_framed and all(stored_crc32(opened, tensor) == crc32s[tensor.name] for tensor in file.tensors)
-
-
-def stored_crc32(opened: BinaryIO, tensor: Stored) -> int:
-    """crc32 of one tensor's bytes in an open file; shorter when the file is."""
-    crc32, buffer = 0, memoryview(bytearray(_CHECK_BYTES))
-    position, stop = tensor.offset, tensor.offset + tensor.num_bytes
-    while position < stop:
-        num_bytes = os.preadv(opened.fileno(), [buffer[: min(_CHECK_BYTES, stop - position)]], position)
-        if num_bytes == 0:
-            break
-        crc32 = zlib.crc32(buffer[:num_bytes], crc32)
-        position += num_bytes
-    return crc32
+        return is_framed and all(files.crc32(tensor) == crc32s[tensor.name] for tensor in file.tensors)
 
 
 def _temporary(target: Path) -> Path:

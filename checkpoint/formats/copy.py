@@ -11,18 +11,16 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from checkpoint.formats.atomic import Output
+from checkpoint.formats.files import BUFFER_BYTES, Files
 from checkpoint.formats.hf import output_layer_hint
 from mm.errors import UserError
-from mm.weights.plan import Index, Job, Padding, Plan
-from mm.weights.views import Stored, View
+from mm.weights.plan import Index, Job, Plan
+from mm.weights.views import Stored
 
-BUFFER_BYTES = 1 << 18
-"""Size of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
 Progress = Callable[[int], object]
 
 
@@ -137,80 +135,6 @@ class _Todo:
             self._output.finish(self._files[file], self._crc32s[file])
 
 
-class Files:
-    """The open files of one directory, and exact reads and writes.  For one thread: readahead is per open file."""
-
-    def __init__(self, directory: Path, flags: int = os.O_RDONLY) -> None:
-        self.directory = directory
-        self._flags = flags
-        self._descriptors: dict[str, int] = {}
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.directory / file, self._flags)
-        return self._descriptors[file]
-
-    def read(self, stored: Stored, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a tensor from ``start`` on."""
-        done = 0
-        while done < len(into):
-            num_bytes = os.preadv(self._descriptor(stored.file), [into[done:]], stored.offset + start + done)
-            if num_bytes == 0:
-                raise UserError(
-                    f"{self.directory / stored.file} ends within {stored.name}; it became shorter while it was read."
-                )
-            done += num_bytes
-
-    def write(self, stored: Stored, start: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor(stored.file), data[done:], stored.offset + start + done)
-
-    def read_columns(self, view: View, rows: range, indices: range, into: memoryview) -> None:
-        """Fill ``into`` with some indices of some rows of a stored tensor; only these are read."""
-        width, first = view.num_indices * view.unit_bytes, indices.start * view.unit_bytes
-        if len(rows) == 1 or len(indices) == view.num_indices:
-            self.read(view.stored, rows.start * width + first, into)
-            return
-        size = len(into) // len(rows)
-        for number, row in enumerate(rows):
-            self.read(view.stored, row * width + first, into[number * size : (number + 1) * size])
-
-    def are_equal(self, one: Stored, other: Stored) -> bool:
-        """Whether dtype, shape and every bit are the same."""
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return False
-        left, right = (memoryview(bytearray(BUFFER_BYTES)) for _ in range(2))
-        for start in range(0, one.num_bytes, BUFFER_BYTES):
-            num_bytes = min(BUFFER_BYTES, one.num_bytes - start)
-            self.read(one, start, left[:num_bytes])
-            self.read(other, start, right[:num_bytes])
-            if left[:num_bytes] != right[:num_bytes]:
-                return False
-        return True
-
-    def is_zero(self, padding: Padding) -> bool:
-        stored, width = padding.view.stored, padding.view.num_indices * padding.view.unit_bytes
-        found = memoryview(bytearray(min(BUFFER_BYTES, padding.num_bytes)))
-        for row in range(padding.view.num_rows):
-            for at in range(0, padding.num_bytes, BUFFER_BYTES):
-                part = found[: min(BUFFER_BYTES, padding.num_bytes - at)]
-                self.read(stored, row * width + padding.start + at, part)
-                if any(part):
-                    return False
-        return True
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class _Compared(Files):
     """Takes what would be written and notes where the files hold something else."""
 
@@ -238,7 +162,7 @@ class _Worker:
 
     def run(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
         """Write ``targets``, which are some of the job's or none; return their checksums."""
-        if job.num_rows == 1:
+        if job.num_rows == len(job.targets) == 1:
             return {target: self._gather(job, target) for target in targets}
         return self._cut(job, targets) if targets else {}
 

@@ -9,8 +9,9 @@ import torch
 
 from checkpoint.formats.hf import INDEX_FILE, SINGLE_FILE, HFDirectory, is_model_weights
 from checkpoint.formats.hf_config import for_both_versions, stated_dtype, with_dtype
-from checkpoint.formats.safetensors import SafetensorsFile
+from checkpoint.formats.safetensors import safetensors_file, safetensors_file_like
 from mm.config.model import ModelConfig
+from mm.weights.plan import TargetFile
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
 from mm.weights.views import View, whole_view
 
@@ -22,7 +23,7 @@ Dtypes = Mapping[str, torch.dtype]
 """Dtypes of the source, by published name: a conversion changes none."""
 
 
-def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[SafetensorsFile]]:
+def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
     """Views and files of a new directory: the shards of ``base`` where it has weights, else new ones.
 
     A shard whose tensors have the dtypes of the base's gets the base's header to the byte.
@@ -33,9 +34,9 @@ def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[l
     views, files = [], []
     for shard, sources in _shards(base, model, dtypes):
         if base.tensors and all(base.contents[shard][name].dtype == dtypes[hf] for name, hf in sources.items()):
-            file = SafetensorsFile.like(base.path / shard)
+            file = safetensors_file_like(base.path / shard)
         else:
-            file = SafetensorsFile.new(shard, [(name, dtypes[hf], shapes[hf]) for name, hf in sources.items()])
+            file = safetensors_file(shard, [(name, dtypes[hf], shapes[hf]) for name, hf in sources.items()])
         files.append(file)
         views += [whole_view(stored, sources[stored.name], weights[sources[stored.name]]) for stored in file.tensors]
     return views, files
@@ -64,7 +65,7 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
         yield SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
 
 
-def write_other_files(base: HFDirectory, folder: Path, files: Sequence[SafetensorsFile]) -> None:
+def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
     """Everything beside the weights ``files``: config.json, the index, and what the base has at its top.
 
     Neither weights nor pickles nor hidden files are copied.  config.json states the dtype of the weights, and gets what
@@ -88,7 +89,7 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[Safetenso
         _write_index(base, folder, files)
 
 
-def _write_index(base: HFDirectory, folder: Path, files: Sequence[SafetensorsFile]) -> None:
+def _write_index(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
     """The index of tensors; further metadata of the base's is kept."""
     total_bytes = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     metadata = {**(base.index or {}).get("metadata", {}), "total_size": total_bytes}

@@ -5,9 +5,8 @@ a training checkpoint.  Opening reads headers only.
 """
 
 import hashlib
+import math
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.formats.copy import Files, check_copies_and_padding
+from checkpoint.formats.copy import check_copies_and_padding
+from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory, language_views
 from checkpoint.formats.hf_config import FREE_ON_RESUME, hf_problems, stored_problems
 from checkpoint.formats.known_models import recognize
@@ -29,8 +29,8 @@ from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoin
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.cut import Span, shard_spans
-from mm.weights.plan import Index, Stretch
+from mm.weights.cut import Span, cut_dim, shard_spans
+from mm.weights.plan import Index
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, View
 
@@ -144,23 +144,21 @@ class Source:
             UserError: a tensor is damaged; the message names it and its file.
         """
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
-        needed: dict[View, list[tuple[Stretch, int]]] = {}
-        filled = 0
-        for span in shard_spans(weight, tp_size, tp_rank):
-            found = list(self.index.find(span))
-            assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
-            for one in found:
-                needed.setdefault(one.view, []).append((one, filled + one.span.start - span.start))
-            filled += span.length
+        spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
+        whole = shard.view(math.prod(shard.shape[: cut_dim(weight)]), sum(span.length for span in spans), -1)
         with Files(self.path) as files:
-            for view, stretches in needed.items():
-                whole = shard.view(view.num_rows, filled, -1)
-                for rows, indices, block in self._blocks(files, view, [one for one, _ in stretches], block_bytes):
-                    for one, target in stretches:
-                        start, stop = max(indices.start, one.start), min(indices.stop, one.stop)
-                        if start < stop:
-                            into = whole[rows.start : rows.stop, target + start - one.start :][:, : stop - start]
-                            into.copy_(block[:, start - indices.start : stop - indices.start])
+            for span in spans:
+                found = list(self.index.find(span))
+                assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
+                for one in found:
+                    if one.view not in checked:
+                        files.check(one.view.stored, USE_ANOTHER if self.kind is Kind.TRAINING else "convert again")
+                        checked.add(one.view)
+                    into = whole[:, filled + one.span.start - span.start :]
+                    for rows, indices in one.view.blocks(range(one.start, one.stop), block_bytes):
+                        block = _read(files, one.view, rows, indices)
+                        into[rows.start : rows.stop, indices.start - one.start :][:, : len(indices)] = block
+                filled += span.length
         return shard
 
     def read_block(self, files: Files, key: str, rows: range, indices: range) -> Tensor:
@@ -173,44 +171,10 @@ class Source:
         blocks = [_read(files, one.view, rows, range(one.start, one.stop)) for one in found]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
-    def _blocks(
-        self, files: Files, view: View, stretches: list[Stretch], block_bytes: int
-    ) -> Iterator[tuple[range, range, Tensor]]:
-        """Rows, indices and content of blocks that cover ``stretches``, or with a checksum all of the stored tensor.
-
-        The checksum is known, and refused, after the last block.
-        """
-        stored, crc32 = view.stored, 0
-        is_checked = stored.crc32 is not None
-        for span in [range(view.num_indices)] if is_checked else [range(one.start, one.stop) for one in stretches]:
-            for rows, indices in _steps(view, span, block_bytes):
-                block = _read(files, view, rows, indices)
-                if is_checked:
-                    crc32 = zlib.crc32(block.view(torch.uint8).numpy().data, crc32)
-                yield rows, indices, block
-        if is_checked and crc32 != stored.crc32:
-            mend = USE_ANOTHER if self.kind is Kind.TRAINING else "convert again"
-            raise UserError(
-                f"{self.path / stored.file}: {stored.name} is damaged (its crc32 differs from {MANIFEST_FILE}); {mend}."
-            )
-
-
-def _steps(view: View, span: range, block_bytes: int) -> Iterator[tuple[range, range]]:
-    """(rows, indices) that cover the indices ``span`` of every row, in the order of the file."""
-    step = max(1, block_bytes // (view.unit_bytes * (1 if view.num_rows == 1 else len(span))))
-    for rows in [range(1)] if view.num_rows == 1 else _split(range(view.num_rows), step):
-        for indices in _split(span, step) if view.num_rows == 1 else [span]:
-            yield rows, indices
-
-
-def _split(whole: range, step: int) -> Iterator[range]:
-    return (whole[start : start + step] for start in range(0, len(whole), step))
-
 
 def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
     """[row, index, place] of a stored tensor, in new memory."""
-    content = bytearray(len(rows) * len(indices) * view.unit_bytes)
-    files.read_columns(view, rows, indices, memoryview(content))
+    content = files.read_columns(view, rows, indices)
     return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
 

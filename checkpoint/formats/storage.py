@@ -14,9 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
+
 from checkpoint.formats.layout import Layout
+from checkpoint.formats.safetensors import safetensors_file
+from checkpoint.formats.torch_file_writer import Tensors, TorchFile
 from mm.config.model import ModelConfig
-from mm.weights.table import Fusion, Weight, stage_local_name, stage_weights
+from mm.weights.plan import TargetFile
+from mm.weights.table import Fusion, Weight, local_shape, stage_local_name, stage_weights
+from mm.weights.views import View, shard_view
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"
@@ -80,6 +86,35 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                     for part in stored_weights(weight, storage.structure)
                 }
                 yield RankFile(_file_name(layout, tp_rank, stage, chunk, storage.format), key, tp_rank, owned)
+
+
+def mindspeed_targets(
+    model: ModelConfig, tp_size: int, storage: Storage, dtypes: Mapping[str, torch.dtype]
+) -> tuple[list[View], list[TargetFile]]:
+    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published Hugging Face name."""
+    by_file: dict[str, list[RankFile]] = {}
+    for part in rank_files(model, tp_size, storage):
+        by_file.setdefault(f"{RELEASE}/{part.file}", []).append(part)
+    views, files = [], []
+    for name, parts in by_file.items():
+        owned = {key: (weight, part.tp_rank) for part in parts for key, weight in part.weights.items()}
+        described = {
+            key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
+        }
+        file = _torch_file(name, parts, described) if storage.format is Format.TORCH else safetensors_file(
+            name, [(key, *spec) for key, spec in described.items()])
+        files.append(file)
+        for stored in file.tensors:
+            weight, tp_rank = owned[stored.name]
+            views.append(shard_view(stored, weight, tp_size, tp_rank))
+    return views, files
+
+
+def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFile:
+    return TorchFile.new(name, {
+        part.chunk_key: {key.removeprefix(f"{part.chunk_key}/"): described[key] for key in part.weights}
+        for part in parts
+    })
 
 
 def _file_name(layout: Layout, tp_rank: int, stage: int, chunk: int, format: Format) -> str:

@@ -10,7 +10,7 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch._utils import _rebuild_tensor_v2
 
 from checkpoint.formats.torch_file import STORAGES, row_major
 from mm.errors import UserError
+from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -27,18 +28,12 @@ Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class TorchFile:
-    """A file to write: a ``mm.weights.plan.TargetFile``.
+class TorchFile(TargetFile):
+    """A file to write.
 
     It is what torch.save would have written, byte for byte, but for one record: ``.data/serialization_id``, a hash
     that torch makes of the checksums, which are not known yet.  Readers treat it as optional.
     """
-
-    name: str
-    tensors: tuple[Stored, ...]
-    num_bytes: int
-    _frame: tuple[tuple[int, bytes], ...]
-    """(offset, bytes) around the tensors' data, with checksums of 0."""
 
     @classmethod
     def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
@@ -68,13 +63,10 @@ class TorchFile:
         writer.write_end_of_file()
         return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(part)) for at, part in space.parts))
 
-    def frame(self, crc32s: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name.
-
-        torch.load does not compare them, but zipfile and every unzip do.
-        """
+    def frame(self, crc32s: Mapping[str, int]) -> list[tuple[int, bytes]]:
+        """``parts`` with the checksums, which torch.load does not compare, but zipfile and every unzip do."""
         filled = [(number, tensor) for number, tensor in enumerate(self.tensors) if tensor.num_bytes]
-        parts = [(offset, bytearray(part)) for offset, part in self._frame]
+        parts = [(offset, bytearray(part)) for offset, part in self.parts]
         last_offset, last = parts[-1]
         # The last part ends with three records of 56, 20 and 22 bytes; the first says where the directory begins.
         at = struct.unpack_from("<Q", last, len(last) - 50)[0] - last_offset
@@ -83,7 +75,7 @@ class TorchFile:
             struct.pack_into("<I", part, 4, crc32s[tensor.name])
             at = last.index(f"archive/data/{number}".encode(), at)
             struct.pack_into("<I", last, at - 30, crc32s[tensor.name])
-        yield from ((offset, bytes(part)) for offset, part in parts)
+        return [(offset, bytes(part)) for offset, part in parts]
 
 
 class _Space:

@@ -31,7 +31,7 @@ from checkpoint.formats.manifest import (
     tensor_from_json,
     tensor_json,
 )
-from checkpoint.formats.safetensors import SafetensorsFile
+from checkpoint.formats.safetensors import safetensors_file
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.views import Stored
@@ -155,11 +155,11 @@ def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]
         UserError: the file cannot be written.
     """
     by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
-    planned = SafetensorsFile.new(file, [(name, piece.stored.dtype, piece.stored.shape)
+    planned = safetensors_file(file, [(name, piece.stored.dtype, piece.stored.shape)
                                          for name, (piece, _) in by_name.items()])
     finished = []
     with _new_file(folder / file) as opened:
-        opened.write(planned.header)
+        opened.write(planned.parts[0][1])
         for stored in planned.tensors:
             piece, tensor = by_name[stored.name]
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.formats.copy import Files
+from checkpoint.formats.files import Files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
@@ -155,10 +154,6 @@ class TrainingDirectory:
         """All of a piece, flat."""
         stored, content = self._located(piece), bytearray(piece.stored.num_bytes)
         with Files(self.path) as files:
+            files.check(stored, USE_ANOTHER)
             files.read(stored, 0, memoryview(content))
-        if zlib.crc32(content) != stored.crc32:
-            raise UserError(
-                f"{self.path / stored.file}: {stored.name} is damaged (its crc32 differs from {MANIFEST_FILE}); "
-                f"{USE_ANOTHER}."
-            )
         return torch.frombuffer(content, dtype=stored.dtype)

@@ -6,7 +6,6 @@ Pure: opens no file.  Conversions, loading and comparisons find what they need b
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -15,23 +14,20 @@ from mm.weights.cut import Span
 from mm.weights.views import Stored, View
 
 
-class TargetFile(Protocol):
+@dataclass(frozen=True)
+class TargetFile:
     """A file to write.  Its tensors are copied by the plan; the rest of it, such as a header, is its frame."""
 
-    @property
-    def name(self) -> str:
-        """Relative to the directory that is written."""
-        ...
+    name: str
+    """Relative to the directory that is written."""
+    tensors: tuple[Stored, ...]
+    num_bytes: int
+    parts: tuple[tuple[int, bytes], ...]
+    """(offset, bytes) of the frame."""
 
-    @property
-    def tensors(self) -> tuple[Stored, ...]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def frame(self, crc32s: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data; ``crc32s`` are those of the tensors by name."""
-        ...
+    def frame(self, crc32s: Mapping[str, int]) -> Sequence[tuple[int, bytes]]:
+        """The frame of the finished file; ``crc32s`` are the checksums of its tensors by name."""
+        return self.parts
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,8 @@ class Move:
 class Job:
     """Tensors that are written in one pass over their sources; what no move fills is zero.
 
-    Each source and target is a block of ``num_rows`` equally long rows of bytes.  With one row, a job has one target
-    and its moves are in the order of the target.
+    Each source and target is a block of ``num_rows`` equally long rows of bytes.  The moves of a target are in its
+    order.
     """
 
     num_rows: int
@@ -59,18 +55,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The same columns of bytes of every row of a tensor."""
-
-    view: View
-    start: int
-    num_bytes: int
-    """Length of the columns in one row."""
-
-
-@dataclass(frozen=True)
 class Stretch:
-    """A range of one tensor of the model, as a view holds it."""
+    """A range of one tensor of the model, or of padding, as a view holds it."""
 
     view: View
     start: int
@@ -93,13 +79,12 @@ class Index:
     def __init__(self, views: Iterable[View]) -> None:
         first: dict[tuple[Span, ...], View] = {}
         copies: list[tuple[View, View]] = []
-        padding: list[Padding] = []
+        padding: list[Stretch] = []
         for view in views:
             kept = view if view.is_padding else first.setdefault(view.spans, view)
             if kept is not view:
                 copies.append((kept, view))
-            padding += [Padding(view, position * view.unit_bytes, span.length * view.unit_bytes)
-                        for position, span in view.positions() if span.key is None]
+            padding += [Stretch(view, *at) for at in view.positions() if at[1].key is None]
         self.views = tuple(first.values())
         """What is read: no copies, and nothing that is padding only."""
         self.copies = tuple(copies)
@@ -170,13 +155,11 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
         # Targets that are cut by columns share their sources' rows, so they are written together.
         group = ("key", keys[0]) if shares_rows else (view.stored.file, view.stored.name)
         groups.setdefault(group, []).append(view)
-    jobs: list[Job] = []
-    for views in groups.values():
-        jobs += planner.jobs(views)
+    jobs = tuple(planner.job(views) for views in groups.values())
     problems = list(dict.fromkeys([*sources.overlaps(), *planner.problems, *planner.unused()]))
     if problems:
         raise UserError(problems)
-    return Plan(tuple(files), tuple(jobs))
+    return Plan(tuple(files), jobs)
 
 
 class _Planner:
@@ -187,20 +170,10 @@ class _Planner:
         self._used = dict.fromkeys((view.stored for view in index.views), 0)
         self.problems: list[str] = []
 
-    def jobs(self, targets: Sequence[View]) -> Iterator[Job]:
-        """The jobs that write ``targets``, which have their number of rows in common unless they are alone."""
-        num_rows = targets[0].num_rows
-        shared: list[Stored] = []
-        shared_moves: list[Move] = []
-        for target in targets:
-            moves = list(self._moves(target))
-            if all(_is_whole(move, num_rows) for move in moves):
-                yield Job(1, (target.stored,), tuple(_of_all_rows(move, num_rows) for move in moves))
-            else:
-                shared.append(target.stored)
-                shared_moves += moves
-        if shared:
-            yield Job(num_rows, tuple(shared), tuple(shared_moves))
+    def job(self, targets: Sequence[View]) -> Job:
+        """The job that writes ``targets``, which have their number of rows in common."""
+        moves = tuple(move for target in targets for move in self._moves(target))
+        return Job(targets[0].num_rows, tuple(target.stored for target in targets), moves)
 
     def _moves(self, target: View) -> Iterator[Move]:
         """In the order of the target."""
@@ -234,17 +207,6 @@ class _Planner:
         for view in self._index.views:
             if self._used[view.stored] < sum(span.length for span in view.spans if span.key is not None):
                 yield f"{view.stored.file}: {view.stored.name} has no place in the target."
-
-
-def _is_whole(move: Move, num_rows: int) -> bool:
-    """Whether the rows of a move lie one after the other in source and target."""
-    return num_rows == 1 or all(move.num_bytes * num_rows == stored.num_bytes for stored in (move.source, move.target))
-
-
-def _of_all_rows(move: Move, num_rows: int) -> Move:
-    """A move of whole rows as one of the whole block; with one row nothing changes."""
-    starts = move.source_start * num_rows, move.target_start * num_rows
-    return Move(move.source, starts[0], move.target, starts[1], move.num_bytes * num_rows)
 
 
 def _short(dtype: torch.dtype) -> str:

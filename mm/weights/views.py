@@ -67,6 +67,16 @@ class View:
         """Whether it holds nothing of the model."""
         return all(span.key is None for span in self.spans)
 
+    def blocks(self, indices: range, num_bytes: int) -> Iterator[tuple[range, range]]:
+        """(rows, indices) that cover ``indices`` of every row in the order of the file, ``num_bytes`` at a time."""
+        if self.num_rows == 1:
+            step = max(1, num_bytes // self.unit_bytes)
+            yield from ((range(1), indices[start : start + step]) for start in range(0, len(indices), step))
+        else:
+            step = max(1, num_bytes // (len(indices) * self.unit_bytes))
+            rows = range(self.num_rows)
+            yield from ((rows[start : start + step], indices) for start in range(0, len(rows), step))
+
     def positions(self) -> Iterator[tuple[int, Span]]:
         """Each span with its first index along ``dim`` of the stored tensor."""
         position = 0

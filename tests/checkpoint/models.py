@@ -12,10 +12,9 @@ from torch import Tensor
 from checkpoint.cli import main
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.mindspeed_target import mindspeed_targets
-from checkpoint.formats.safetensors import SafetensorsFile
+from checkpoint.formats.safetensors import safetensors_file
 from checkpoint.formats.spelling import Spelling
-from checkpoint.formats.storage import RELEASE, Storage
+from checkpoint.formats.storage import RELEASE, Storage, mindspeed_targets
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
@@ -170,7 +169,7 @@ def write_sparse_hf(config: dict, root: Path) -> None:
     """A Hugging Face directory of a model of any size, in one file that takes no space."""
     described = [(name, torch.bfloat16, shape) for weight in model_weights(model_from_hf(config))
                  for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)]
-    write_sparse(SafetensorsFile.new("model.safetensors", described), root / "model.safetensors")
+    write_sparse(safetensors_file("model.safetensors", described), root / "model.safetensors")
     (root / "config.json").write_text(json.dumps(config))
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.formats.mindspeed_target import mindspeed_targets
-from checkpoint.formats.storage import Storage
+from checkpoint.formats.storage import Storage, mindspeed_targets
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.placement import layout_problems
@@ -71,7 +70,7 @@ def test_real_sizes(size: str, tp_size: int):
         times = (tp_size if weight.tp_dim is None else 1) * (2 if is_doubled else 1)
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             assert read[name] == math.prod(shape) * 2 * times, name
-    assert plan.num_bytes - sum(len(file.header) for file in plan.files) == sum(read.values()) + padding(model, tp_size)
+    assert plan.num_bytes - sum(len(file.parts[0][1]) for file in plan.files) == sum(read.values()) + padding(model, tp_size)
 
 
 def padding(model: ModelConfig, tp_size: int) -> int:

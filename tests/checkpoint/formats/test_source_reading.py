@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats.copy import Files
+from checkpoint.formats.files import Files
 from checkpoint.formats.hf_config import model_from_hf, stored_problems
 from checkpoint.formats.known_models import published_model
 from checkpoint.formats.layout import Layout
