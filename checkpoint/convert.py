@@ -68,8 +68,7 @@ class Conversion:
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
 
-        Raises:
-            UserError: the target must not or cannot be written, or the source is damaged.
+        Raises UserError when the target must not or cannot be written, or the source is damaged.
         """
         num_workers = num_threads(options.num_workers)
         for note in self.source.notes:
@@ -143,8 +142,7 @@ def hf_to_mm(
 ) -> Conversion:
     """Hugging Face directory -> MindSpeed-MM's layout; the LLM is taken from ``language_dir`` if that is given.
 
-    Raises:
-        UserError: the source is not complete, or the layout is not legal.
+    Raises UserError when the source is not complete, or the layout is not legal.
     """
     source = open_hf(HFDirectory.open(hf_dir), language_dir)
     check_layout(layout, source.model, LAYOUT)
@@ -162,11 +160,8 @@ def resplit(
 ) -> Conversion:
     """From any layout, or a training checkpoint, to another layout.
 
-    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure stay what they are in
-    the source unless they are given.
-
-    Raises:
-        UserError: the source is not complete, or a layout is not legal.
+    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure stay what they are in the
+    source unless they are given.  Raises UserError when the source is not complete, or a layout is not legal.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     source = open_source(source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given)
@@ -186,9 +181,8 @@ def mm_to_hf(
     """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
 
     The weights keep the dtype of the source, which config.json states, whatever the dtype of those in ``hf_dir``.
-
-    Raises:
-        UserError: the source is not complete or not of the stated ``structure``, or ``hf_dir`` is of another model.
+    Raises UserError when the source is not complete or not of the stated ``structure``, or ``hf_dir`` is of another
+    model.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config())
@@ -236,8 +230,7 @@ def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage
 def num_threads(num_workers: int) -> int:
     """How many threads ``--cfg.num_workers`` asks for.
 
-    Raises:
-        UserError: it is negative.
+    Raises UserError when it is negative.
     """
     if num_workers < 0:
         raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread for each core) or more.")

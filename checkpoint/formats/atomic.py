@@ -86,10 +86,8 @@ class Output:
     def begin(cls, target: Path, fingerprint: str, modes: Modes) -> "Output":
         """Claim ``target`` (a resolved path) for the conversion ``fingerprint``, and take over what it finished before.
 
-        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.
-
-        Raises:
-            UserError: another process is writing it.
+        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.  Raises
+        UserError when another process is writing it.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         path = _journal(target)

@@ -27,8 +27,7 @@ Progress = Callable[[int], object]
 def check_copies_and_padding(index: Index, root: Path) -> None:
     """Make sure that stored tensors that should be equal are, and that padding, which is not read, is zero.
 
-    Raises:
-        UserError: naming each pair that differs, and each tensor whose padding is not zero.
+    Raises UserError naming each pair that differs, and each tensor whose padding is not zero.
     """
     problems = []
     with Files(root) as files:

@@ -53,8 +53,7 @@ class Layout:
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
     """Refuse a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given.
 
-    Raises:
-        UserError: every problem, with the nearest legal value.
+    Raises UserError with every problem, with the nearest legal value.
     """
     problems = layout_problems(
         layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,

@@ -73,8 +73,7 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest | None":
         """The manifest of ``directory``; None when it has none.
 
-        Raises:
-            UserError: it is damaged or of another format or version.
+        Raises UserError when it is damaged or of another format or version.
         """
         if not (directory / MANIFEST_FILE).is_file():
             return None
@@ -122,8 +121,7 @@ class MindSpeedDirectory:
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
         """Find the ranks, the manifest and every tensor's place; no weights are read.
 
-        Raises:
-            UserError: it is no such directory, or naming each file that is damaged.
+        Raises UserError when it is no such directory, and naming each file that is damaged.
         """
         path = Path(path)
         if not path.is_dir():
@@ -167,11 +165,9 @@ class MindSpeedDirectory:
     ) -> tuple[ModelConfig, int]:
         """The model on the layout of this directory, and its tensor parallel size.
 
-        Model and layout are the manifest's; without a manifest the model is ``model``, and the layout is what the
-        files show.  A ``given`` layout, which ``flag`` gives, must be the same.
-
-        Raises:
-            UserError: given and found layout differ, the model is not given, or the files do not hold all of it.
+        Model and layout are the manifest's; without a manifest the model is ``model``, and the layout is what the files
+        show.  A ``given`` layout, which ``flag`` gives, must be the same.  Raises UserError when given and found layout
+        differ, the model is not given, or the files do not hold all of it.
         """
         found = self.manifest.layout if self.manifest else self.layout
         if given is not None and given != found:
@@ -203,10 +199,7 @@ class MindSpeedDirectory:
     def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and what does not fit; ``model`` is on the layout of this directory.
 
-        Views have the checksums of the manifest.
-
-        Raises:
-            UserError: the manifest describes other files.
+        Views have the checksums of the manifest.  Raises UserError when the manifest describes other files.
         """
         if self.manifest is not None and self.manifest.storage != self.storage:
             raise UserError(

@@ -45,8 +45,7 @@ def read_header(
 ) -> dict[str, Stored]:
     """The tensors of one file by name, in its order; ``file`` is what they call it (default: its name).
 
-    Raises:
-        UserError: the file is truncated or damaged, or has a tensor that is of none of ``dtypes``.
+    Raises UserError when the file is truncated or damaged, or has a tensor that is of none of ``dtypes``.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as opened:

@@ -112,16 +112,14 @@ class Source:
     def check(self) -> None:
         """Make sure that copies are equal and padding is zero, which ``read`` does not look at.
 
-        Raises:
-            UserError: naming each tensor that is not as it should be.
+        Raises UserError naming each tensor that is not as it should be.
         """
         check_copies_and_padding(self.index, self.path)
 
     def check_model(self, model: ModelConfig) -> None:
         """Make sure that ``model``, on any layout, is what is stored.
 
-        Raises:
-            UserError: naming every field that differs.
+        Raises UserError naming every field that differs.
         """
         match self.kind:
             case Kind.HUGGING_FACE:
@@ -139,9 +137,7 @@ class Source:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
         A stored tensor with a checksum is read in whole and checked; of others only what the rank needs is read.
-
-        Raises:
-            UserError: a tensor is damaged; the message names it and its file.
+        Raises UserError when a tensor is damaged; the message names it and its file.
         """
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
         spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
@@ -184,8 +180,7 @@ def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
 def find(path: str | Path, flag: str = "--load") -> Directory:
     """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers show.
 
-    Raises:
-        UserError: it is of no kind, incomplete or damaged.
+    Raises UserError when it is of no kind, incomplete or damaged.
     """
     classes = {
         Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
@@ -206,10 +201,8 @@ def open(
 
     ``layout`` is the layout that the user states with ``layout_flag``.  ``model`` says what model it is, where a
     directory in MindSpeed-MM's layout has no manifest.  With ``lenient``, what does not fit that model is collected in
-    ``problems`` instead of raised, and the views are those of what fits.
-
-    Raises:
-        UserError: it is of no kind, incomplete, damaged, or not on the given layout.
+    ``problems`` instead of raised, and the views are those of what fits.  Raises UserError when it is of no kind,
+    incomplete, damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
@@ -230,9 +223,8 @@ def open(
 def open_to_train(path: str | Path, model: ModelConfig, finetune: bool) -> Source:
     """What ``--load`` gives, found to be a whole ``model``.
 
-    Raises:
-        UserError: it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and ``finetune`` does
-            not say to begin anew.
+    Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and ``finetune``
+    does not say to begin anew.
     """
     source = open(path, "--load", model=model)
     if source.is_trained and source.kind is Kind.MINDSPEED and not finetune:
@@ -295,8 +287,7 @@ def _source(
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     """What ``path``, which ``flag`` gives, holds.  Only names are looked at.
 
-    Raises:
-        UserError: nothing that weights are read from; the message says what was found.
+    Raises UserError when there is nothing that weights are read from; the message says what was found.
     """
     path = Path(path)
     if not path.is_dir():

@@ -37,8 +37,7 @@ def initialize(stage: Stage, mesh: Mesh, seed: int, std: float) -> None:
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
     """Set ``weights`` of this rank's ``stage``; each rank reads only what it holds, and what has a checksum in whole.
 
-    Raises:
-        UserError: a tensor is damaged, two copies of a weight differ, or padding is not zero.
+    Raises UserError when a tensor is damaged, two copies of a weight differ, or padding is not zero.
     """
     if not source.has_checksums:
         on_first(mesh, source.check)

@@ -35,8 +35,7 @@ def cut_dim(weight: Weight) -> int:
 def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     """One rank's shard from its first index along ``cut_dim`` to its last.
 
-    Raises:
-        UserError: ``tp_size`` does not divide the weight.
+    Raises UserError when ``tp_size`` does not divide the weight.
     """
     dim = cut_dim(weight)
     sizes = [shape[dim] for shape in weight.hf_shapes]

@@ -142,10 +142,7 @@ class Plan:
 def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFile]) -> Plan:
     """Cover every byte of ``targets`` from ``sources``, and use every byte of the sources.
 
-    ``files`` hold the targets.
-
-    Raises:
-        UserError: naming each tensor that has no source, no place, or another dtype.
+    ``files`` hold the targets.  Raises UserError naming each tensor that has no source, no place, or another dtype.
     """
     planner = _Planner(sources)
     groups: dict[tuple[str, str], list[View]] = {}
