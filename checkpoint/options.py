@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.convert import Options
-from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf import HFDirectory, Spelling, hf_spelling
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.spelling import Spelling, hf_spelling
 from checkpoint.formats.storage import Structure
 from mm.errors import UserError
 from mm.placement import PipelineLayout

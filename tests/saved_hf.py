@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.formats.spelling import Spelling
+from checkpoint.formats.hf import Spelling
 from tests import tiny
 
 

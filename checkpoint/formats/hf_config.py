@@ -8,15 +8,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
-from mm.config.schema import expected, fields_of, shown
-from mm.errors import UserError
+from mm.config.schema import expected, settings_of, shown
+from mm.errors import UserError, refuse
 
 Section = Mapping[str, Any]
 
@@ -70,13 +72,6 @@ _KEYS = (
     _Key("video_token_id", "top", ("video_token_id",), 151656),
     _Key("vision_start_token_id", "top", ("vision_start_token_id",), 151652),
 )
-_JSON_NAMES = {
-    "vision": "image_encoder.vision_encoder",
-    "projector": "image_encoder.vision_projector",
-    "language": "text_decoder",
-    "image_token_id": "img_context_token_id",
-}
-"""Sections and keys of model JSON files, where they have other names than our fields."""
 
 
 def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> ModelConfig:
@@ -113,29 +108,25 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
-        raise UserError(dict.fromkeys(_value_problems(error, found))) from error
+        raise UserError(_value_problems(error, found)) from error
 
 
 def _value_problems(error: ValidationError, found: Section) -> Iterator[str]:
     """What is wrong with the values of config.json; nothing of what only follows from them."""
-    for one in error.errors():
-        *parts, name = (part for part in one["loc"] if isinstance(part, str))
-        key = next((key for key in _KEYS if key.ours == ".".join((*parts, name))), None)
-        if key is not None:
-            values, fields = found, fields_of(ModelConfig)
-            for inner in parts:
-                values, fields = values[inner], fields_of(cast(type, fields[inner].annotation))
-            yield f"config.json: {key.theirs[0]} is {shown(values[name])}; expected {expected(fields[name])}."
+    wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
+    theirs = {key.ours: key.theirs[0] for key in _KEYS if key.ours in wrong}
+    for name, _, field in settings_of(ModelConfig):
+        if name in theirs:
+            value = reduce(getitem, name.split("."), found)
+            yield f"config.json: {theirs[name]} is {shown(value)}; expected {expected(field)}."
 
 
 def _sections(config: Section) -> dict[str, Section]:
     text = config.get("text_config") or config
-    broken = [("text_config", text), ("vision_config", config.get("vision_config"))]
-    if isinstance(text, dict):
-        broken += [(key, text.get(key)) for key in ("rope_parameters", "rope_scaling")]
-    broken = [(key, value) for key, value in broken if not isinstance(value, dict | None)]
-    if broken:
-        raise UserError(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in broken)
+    rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
+    sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
+    refuse(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
+           if not isinstance(value, dict | None))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
     if not types <= {"default", "mrope"}:
@@ -156,30 +147,20 @@ class Difference:
 
     field: str
     """"language.num_layers", or "image_token_id" at the top."""
+    json_name: str
+    """The key in a model JSON file."""
     one: Any
     other: Any
-
-    @property
-    def json_name(self) -> str:
-        """The key in a model JSON file."""
-        section, dot, name = self.field.partition(".")
-        return f"{_JSON_NAMES.get(section, section)}{dot}{name}"
 
 
 def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[Difference]:
     """Every field in which two models differ, except those named in ``but``."""
-    return list(_differences(one, other, but, ""))
-
-
-def _differences(one: Any, other: Any, but: tuple[str, ...], prefix: str) -> Iterator[Difference]:
-    for field in dataclasses.fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if field.name in but:
-            continue
-        if dataclasses.is_dataclass(a):
-            yield from _differences(a, b, but, f"{field.name}.")
-        elif not _equal(a, b):
-            yield Difference(f"{prefix}{field.name}", *(list(v) if isinstance(v, tuple) else v for v in (a, b)))
+    found = []
+    for name, key_paths, _ in settings_of(ModelConfig):
+        values = [attrgetter(name)(model) for model in (one, other)]
+        if set(but).isdisjoint(name.split(".")) and not _equal(*values):
+            found.append(Difference(name, key_paths[0], *(list(v) if isinstance(v, tuple) else v for v in values)))
+    return found
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
 from mm.weights.views import Misfit, Stored, View, shard_view
 
@@ -31,13 +31,13 @@ class TrainingDirectory:
     """For the user: what an interrupted save left behind."""
 
     @classmethod
-    def open(cls, path: str | Path, iteration: int | None = None) -> "TrainingDirectory":
+    def open(cls, path: str | Path) -> "TrainingDirectory":
         """The checkpoint that ``find_checkpoint`` finds.
 
         Raises:
             UserError: there is none, or its manifest is missing, damaged or of another version.
         """
-        folder, notes = find_checkpoint(path, iteration)
+        folder, notes = find_checkpoint(path)
         return cls(folder, Manifest.read(folder), notes)
 
     @property
@@ -85,8 +85,7 @@ class TrainingDirectory:
                 shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
                 assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
                 views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
-        if problems:
-            raise UserError(dict.fromkeys(problems))
+        refuse(problems)
         return views, misfits
 
     def has(self, weight: Weight, part: str) -> bool:
@@ -120,19 +119,17 @@ class TrainingDirectory:
         return found
 
     @cached_property
-    def _headers(self) -> dict[str, Mapping[str, Stored]]:
-        """Those that were needed so far: a rank reads few of the files."""
-        return {}
+    def _header(self) -> Callable[[str], Mapping[str, Stored]]:
+        """The tensors of a file, which is read when they are first needed: a rank reads few of the files."""
+        return cache(lambda file: read_header(self.path / file))
 
     def _located(self, piece: Piece) -> Stored:
         """The piece as its file has it, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
-        if stated.file not in self._headers:
-            try:
-                self._headers[stated.file] = read_header(path)
-            except OSError as error:
-                raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
-        found = self._headers[stated.file].get(stated.name)
+        try:
+            found = self._header(stated.file).get(stated.name)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
         if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
             raise UserError(f"{path}: {stated.name} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
         return dataclasses.replace(found, crc32=stated.crc32)

@@ -3,6 +3,7 @@
 Keys of the file without a field are in ``mm.config.foreign``.
 """
 
+import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,14 @@ class ModelConfig:
     def num_chunks(self) -> int:
         """Virtual chunks per stage; 1 without virtual pipeline stages."""
         return len(self.language.pipeline_num_layers)
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Every tensor parallel size that divides what is never cut: heads and vocabulary rows."""
+        language, vision = self.language, self.vision
+        common = math.gcd(language.num_attention_heads, language.num_query_groups, language.vocab_size,
+                          vision.num_attention_heads)
+        return tuple(size for size in range(1, common + 1) if common % size == 0)
 
     def is_frozen(self, part: str) -> bool:
         """Whether a part ("vision", "projector" or "language") is not trained."""

@@ -52,11 +52,6 @@ class OwnedState:
             state[moment].copy_(moments[moment].reshape(self.main.shape))
         self.optimizer.state[self.main] = state
 
-    def restore_master(self, values: Tensor) -> None:
-        """Set the fp32 copy from flat values."""
-        assert self.is_copy, self.name
-        self.main.data.copy_(values.reshape(self.main.shape))
-
 
 def owned_states(optimizer: ChainedOptimizer, model: DistributedDataParallel) -> list[OwnedState]:
     """The state of trainable parameters on this rank, in model order.

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
+from checkpoint.formats.hf import Spelling
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.mindspeed_target import mindspeed_targets
 from checkpoint.formats.safetensors import SafetensorsFile
-from checkpoint.formats.spelling import Spelling
 from checkpoint.formats.storage import RELEASE, Storage
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.formats.spelling import Spelling, hf_spelling, published_name
+from checkpoint.formats.hf import Spelling, hf_spelling, published_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems

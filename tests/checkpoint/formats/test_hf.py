@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.copy import Files
-from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf import HFDirectory, Spelling
 from checkpoint.formats.hf_config import for_both_versions
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
 from checkpoint.formats.source import open_to_train
-from checkpoint.formats.spelling import Spelling
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.table import (
