@@ -7,12 +7,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from checkpoint.formats.hf_config import MODEL_TYPE, hf_problems, model_from_hf
+from checkpoint.formats.hf_config import LANGUAGE_KEYS, MODEL_TYPE, hf_problems, model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
 from mm.config.model import ModelConfig
@@ -22,41 +21,28 @@ from mm.weights.views import Misfit, Stored, View, whole_view
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_LANGUAGE_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "rms_norm_eps",
-)  # fmt: skip
-"""What must be equal for the LLM of another directory to take the place of a model's own."""
-
-
-class Spelling(Enum):
-    """The two ways Hugging Face names these weights: prefixes of (ViT, LLM)."""
-
-    PUBLISHED = ("visual.", "model.")
-    """On the hub, and what ``save_pretrained`` writes."""
-    MODULE = ("model.visual.", "model.language_model.")
-    """Names of the live module since transformers 4.52, and of files saved from its state dict."""
+_MODULE_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
+on the hub, and by ``save_pretrained``."""
 
 
 def published_name(name: str) -> str:
-    """The published spelling of a Hugging Face name in any spelling; an unknown name comes back as it is."""
-    for spelled, published in zip(Spelling.MODULE.value, Spelling.PUBLISHED.value, strict=True):
+    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
+    for spelled, published in _MODULE_PREFIXES.items():
         if name.startswith(spelled):
             return published + name.removeprefix(spelled)
     return name
 
 
-def hf_spelling(names: Iterable[str]) -> Spelling:
-    """Which spelling a set of Hugging Face names is in.  Names that mix the two are a ``UserError``."""
-    examples = {
-        name.startswith(Spelling.MODULE.value): name for name in names if name.startswith(Spelling.PUBLISHED.value)
-    }
+def are_module_names(names: Iterable[str]) -> bool:
+    """Whether Hugging Face names are spelled as in the live module; raises UserError for names that mix the two."""
+    examples = {published_name(name) != name: name for name in names if name.startswith(("visual.", "model."))}
     if len(examples) > 1:
         raise UserError(
             f"The weights are named in two ways, for example {examples[False]!r} and {examples[True]!r}; expected "
             f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
         )
-    return Spelling.MODULE if True in examples else Spelling.PUBLISHED
+    return True in examples
 
 
 @dataclass(frozen=True)
@@ -74,10 +60,8 @@ class HFDirectory:
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
         """Find and check config and shards; only headers are read.
 
-        With ``weights_required=False`` a directory without any weights is accepted too (``tensors`` is empty).
-
-        Raises:
-            UserError: not a Qwen2.5-VL directory, or its weights are incomplete, damaged or of another format.
+        With ``weights_required=False`` a directory without any weights is accepted too (``tensors`` is empty).  Raises
+        UserError when it is of another model, or its weights are incomplete, damaged or of another format.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -118,9 +102,7 @@ class HFDirectory:
     def check(self, model: ModelConfig) -> None:
         """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.
 
-        Raises:
-            UserError: naming each setting that differs from config.json, else each tensor that is missing, has
-                another shape, or belongs to nothing.
+        Raises UserError with each setting that differs, else with each tensor that does not fit.
         """
         problems = hf_problems(model, self.path, "The model JSON")
         if not problems and self.tensors:
@@ -172,10 +154,8 @@ def output_layer_hint(name: str) -> str:
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
     """Views and files of the LLM in ``path``, a text-only Qwen2.5 or a Qwen2.5-VL; paths are absolute.
 
-    ``config`` is the config.json of the whole ``model``.
-
-    Raises:
-        UserError: naming each setting in which the two differ, and each tensor that is missing or has another shape.
+    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting in which the two differ,
+    or each tensor that is missing or has another shape.
     """
     directory = Path(path).resolve()
     if not (directory / "config.json").is_file():
@@ -183,7 +163,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     found = _parsed(directory / "config.json")
     ours, theirs = (one.get("text_config") or one for one in (config, found))
     refuse(f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give "
-           f"the LLM of the same size." for key in _LANGUAGE_KEYS if theirs.get(key) != ours.get(key))
+           f"the LLM of the same size." for key in LANGUAGE_KEYS if theirs.get(key) != ours.get(key))
     tensors, index = _read_tensors(directory)
     located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
     language = HFDirectory(directory, found, located, index)

@@ -24,14 +24,6 @@ class Layout:
         """The layout on which ``model`` is placed."""
         return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers, tp_size)
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.language[0])
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.language)
-
     def place(self, model: ModelConfig) -> ModelConfig:
         """``model`` on this layout."""
         return dataclasses.replace(
@@ -46,11 +38,7 @@ class Layout:
 
 
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
-    """Refuse a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given.
-
-    Raises:
-        UserError: every problem, with the nearest legal value.
-    """
+    """Raise UserError for a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given."""
     problems = layout_problems(
         layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
         f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers",

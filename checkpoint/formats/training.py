@@ -123,12 +123,7 @@ def _key(name: str, part: str) -> str:
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """Make the temporary directory that ``commit`` will rename.
-
-    Raises:
-        UserError: less than ``num_bytes`` are free.
-        OSError: the directory cannot be made.
-    """
+    """Make the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
@@ -144,10 +139,7 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
 def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]) -> list[Piece]:
     """Write one safetensors file through to the disk and return its pieces with their checksums.
 
-    Only one tensor at a time is copied to the host.
-
-    Raises:
-        UserError: the file cannot be written.
+    Only one tensor at a time is copied to the host.  Raises UserError when the file cannot be written.
     """
     by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
     planned = SafetensorsFile.new(file, [(name, piece.stored.dtype, piece.stored.shape)
@@ -182,11 +174,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def purge(directory: Path, newest: int, keep_last: int) -> None:
-    """Delete the checkpoints before ``newest`` except the last ``keep_last - 1``; later ones are not touched.
-
-    Raises:
-        OSError: one cannot be deleted.
-    """
+    """Delete the checkpoints before ``newest`` except the last ``keep_last - 1``; later ones are not touched."""
     earlier = [iteration for iteration in complete_iterations(directory) if iteration < newest]
     for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
         doomed = directory / iteration_name(iteration)
@@ -236,10 +224,7 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
 
     ``directory`` is the directory of all checkpoints, of which ``latest_checkpointed_iteration.txt`` names one, or one
-    of them.
-
-    Raises:
-        UserError: there is no such checkpoint.
+    of them.  Raises UserError when there is none.
     """
     directory = Path(directory)
     if (directory / MANIFEST_FILE).is_file():

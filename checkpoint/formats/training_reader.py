@@ -32,11 +32,7 @@ class TrainingDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> "TrainingDirectory":
-        """The checkpoint that ``find_checkpoint`` finds.
-
-        Raises:
-            UserError: there is none, or its manifest is missing, damaged or of another version.
-        """
+        """The checkpoint that ``find_checkpoint`` finds; raises UserError for none and for a damaged manifest."""
         folder, notes = find_checkpoint(path)
         return cls(folder, Manifest.read(folder), notes)
 
@@ -63,11 +59,7 @@ class TrainingDirectory:
                 f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights, and what is missing.
-
-        Raises:
-            UserError: naming each tensor that is not in its file as the manifest says.
-        """
+        """Views of all weights, and what is missing; UserError names each tensor that is not as the manifest says."""
         views, misfits, problems = [], [], []
         for weight in model_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
@@ -94,14 +86,11 @@ class TrainingDirectory:
     def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
-        Raises:
-            UserError: something is missing or damaged; the message names file and tensor.
+        Raises UserError with file and tensor when something is missing or damaged.
         """
         name, stored_size = stored_name(weight), self.manifest.tp_size
-        if weight.tp_dim is None:
-            return self._range(name, part, 0, start, stop)
-        if tp_size == stored_size:
-            return self._range(name, part, tp_rank, start, stop)
+        if weight.tp_dim is None or tp_size == stored_size:
+            return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
         shape = local_shape(weight, stored_size)
         shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape) for rank in range(stored_size)]
         return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]

@@ -67,16 +67,6 @@ class Run:
         return self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
 
     @property
-    def precision(self) -> str:
-        """"fp32", "bf16" or "fp16"."""
-        return self.args.precision
-
-    @property
-    def per_sample_loss(self) -> bool:
-        """Whether the loss is the mean over samples of each sample's mean, not the mean over all target tokens."""
-        return self.args.calculate_per_sample_loss
-
-    @property
     def lr_decay_iters(self) -> int:
         """Step at which the lowest learning rate is reached."""
         return self.args.lr_decay_iters or self.args.train_iters
@@ -121,7 +111,7 @@ def resolved(run: Run) -> dict[str, Any]:
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages, "data_parallel_size": run.dp_size,
         "global_batch_size": run.global_batch_size, "num_microbatches": run.num_microbatches,
-        "precision": run.precision, "per_sample_loss": run.per_sample_loss,
+        "precision": run.args.precision, "per_sample_loss": run.args.calculate_per_sample_loss,
         "lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters, "notes": run.notes,
     })
 
@@ -225,12 +215,12 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     contrary = [
         f"{document.at(key_path)} is {shown(document.get(key_path))}"
         for tower in ("image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder")
-        for key, values in _PRECISION_KEYS[run.precision].items()
+        for key, values in _PRECISION_KEYS[args.precision].items()
         if document.get(key_path := f"{tower}.{key}") not in (None, *values)
     ]
     if contrary:
-        flag = "Neither --bf16 nor --fp16 is given" if run.precision == "fp32" else f"--{run.precision} is given"
-        yield f"{flag}, which means {run.precision}, but {', '.join(contrary)}; change the flag or the file"
+        flag = "Neither --bf16 nor --fp16 is given" if args.precision == "fp32" else f"--{args.precision} is given"
+        yield f"{flag}, which means {args.precision}, but {', '.join(contrary)}; change the flag or the file"
 
 
 def _notes(args: Arguments) -> Iterator[str]:

@@ -58,10 +58,8 @@ def save(
 
     It appears complete or not at all, also when it replaces one of the same iteration; until then the older ones
     stay as they are.  ``run_facts`` is kept for people and must be JSON-ready.  With ``keep_last``, older
-    checkpoints beyond that many are deleted; failing to is only a warning.
-
-    Raises:
-        UserError: on every rank when any rank cannot write.
+    checkpoints beyond that many are deleted; failing to is only a warning.  Raises UserError on every rank when any
+    cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     if parts.model.ddp_config.overlap_param_gather:
@@ -148,11 +146,9 @@ def load(
     """Restore the newest checkpoint, of this or any other layout; returns where training goes on.
 
     Under the same layout training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.
-    Random states are restored under the same layout only.
-
-    Raises:
-        UserError: on every rank, when there is no such checkpoint, something in it is missing or damaged, it is of
-            another model, or it has no optimizer state for a parameter that is now trained.
+    Random states are restored under the same layout only.  Raises UserError on every rank when there is no checkpoint,
+    something in it is missing or damaged, it is of another model, or it has no optimizer state for a parameter that is
+    now trained.
     """
     mesh, stage = parts.mesh, parts.stage
     folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory))

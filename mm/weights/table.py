@@ -157,7 +157,7 @@ def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
 
 def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """One TP rank's part of a whole fused tensor, zero-padded; [gate; up] gives [gate_i; up_i]."""
-    _expect_shape(weight, whole, weight.shape)
+    assert whole.shape == weight.shape, (weight.name, whole.shape)
     if weight.tp_dim is None or tp_size == 1:
         return whole
     num_blocks = _num_blocks(weight)
@@ -171,8 +171,7 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
 
 def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
     """The whole fused tensor from the shards of all TP ranks, without padding.  A replicated one is rank 0's."""
-    for part in shards:
-        _expect_shape(weight, part, local_shape(weight, len(shards)))
+    assert all(part.shape == local_shape(weight, len(shards)) for part in shards), weight.name
     if weight.tp_dim is None or len(shards) == 1:
         return shards[0]
     num_blocks = _num_blocks(weight)
@@ -321,10 +320,3 @@ def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> 
 
 def _zero_pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, size - tensor.shape[dim]))
-
-
-def _expect_shape(weight: Weight, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise UserError(
-            f"{weight.name} has shape {list(tensor.shape)}; expected {list(shape)}. Was it cut for another TP size?"
-        )

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
-from checkpoint.formats.hf import Spelling
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.mindspeed_target import mindspeed_targets
@@ -20,7 +19,7 @@ from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights
-from tests.saved_hf import spell
+from tests.saved_hf import Spelling, spell
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.copy import Files
-from checkpoint.formats.hf import HFDirectory, Spelling
+from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import for_both_versions
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
@@ -29,7 +29,7 @@ from mm.weights.table import (
 )
 from tests import tiny
 from tests.checkpoint.formats.test_hf_config import flat
-from tests.saved_hf import as_single_file, cast, save, weight_files
+from tests.saved_hf import Spelling, as_single_file, cast, save, weight_files
 
 ONE_WORKER = Options(num_workers=1)
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
