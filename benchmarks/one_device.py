@@ -17,7 +17,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
-from checkpoint.formats.spelling import published_name
+from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model

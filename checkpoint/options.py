@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.convert import Options
-from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.spelling import Spelling, hf_spelling
 from checkpoint.formats.storage import Structure
 from mm.errors import UserError
 from mm.placement import PipelineLayout
@@ -132,8 +131,7 @@ def _facts(hf_dir: str) -> dict[str, object]:
         "tie_word_embeddings": model.language.tied,
         "llm_num_layers": model.language.num_layers,
         "vit_num_layers": model.vision.num_layers,
-        "new_transformers_weight_key":
-            hf_spelling(stored.name for stored in directory.tensors.values()) is Spelling.MODULE,
+        "new_transformers_weight_key": are_module_names(stored.name for stored in directory.tensors.values()),
     }  # fmt: skip
 
 

@@ -1,13 +1,22 @@
 """A small random model as transformers saves it, to be read, copied and damaged."""
 
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.formats.spelling import Spelling
 from tests import tiny
+
+
+class Spelling(Enum):
+    """The two ways Hugging Face names these weights: prefixes of (ViT, LLM)."""
+
+    PUBLISHED = ("visual.", "model.")
+    """On the hub, and what ``save_pretrained`` writes."""
+    MODULE = ("model.visual.", "model.language_model.")
+    """Names of the live module since transformers 4.52, and of files saved from its state dict."""
 
 
 def save(directory: Path, tied: bool) -> Path:

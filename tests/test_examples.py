@@ -67,7 +67,7 @@ def test_dry_run_of_every_size(tmp_path, monkeypatch, size):
     monkeypatch.chdir(ROOT)
     run = load_run(argv[2:], environment={})
     assert (run.world_size, run.tp_size, run.num_stages) == (world_size, tp_size, num_stages)
-    assert (run.dp_size, run.global_batch_size, run.precision) == (dp_size, batch_size, "bf16")
+    assert (run.dp_size, run.global_batch_size, run.args.precision) == (dp_size, batch_size, "bf16")
     assert num_model_params(run) == num_params
     report = stage_report(run)
     assert f"{num_params:,} parameters" in report

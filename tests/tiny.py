@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.formats.spelling import published_name
+from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, Grid, Microbatch
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.positions import mrope_positions

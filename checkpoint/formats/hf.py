@@ -1,31 +1,48 @@
 """Hugging Face directories as a source of weights: their files found, checked and described as views.
 
-Only headers are read.  Every name and shape comes from ``mm.weights.table``; the two spellings are ``spelling.py``'s.
+Only headers are read.  Every name and shape comes from ``mm.weights.table``.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from checkpoint.formats.hf_config import MODEL_TYPE, hf_problems, model_from_hf
+from checkpoint.formats.hf_config import LANGUAGE_KEYS, MODEL_TYPE, hf_problems, model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
-from checkpoint.formats.spelling import published_name
 from mm.config.model import ModelConfig
-from mm.errors import UserError
-from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Weight, model_weights
+from mm.errors import UserError, refuse
+from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
 from mm.weights.views import Misfit, Stored, View, whole_view
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_LANGUAGE_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "rms_norm_eps",
-)  # fmt: skip
-"""What must be equal for the LLM of another directory to take the place of a model's own."""
+_MODULE_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
+on the hub, and by ``save_pretrained``."""
+
+
+def published_name(name: str) -> str:
+    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
+    for spelled, published in _MODULE_PREFIXES.items():
+        if name.startswith(spelled):
+            return published + name.removeprefix(spelled)
+    return name
+
+
+def are_module_names(names: Iterable[str]) -> bool:
+    """Whether Hugging Face names are spelled as in the live module; raises UserError for names that mix the two."""
+    examples = {published_name(name) != name: name for name in names if name.startswith(("visual.", "model."))}
+    if len(examples) > 1:
+        raise UserError(
+            f"The weights are named in two ways, for example {examples[False]!r} and {examples[True]!r}; expected "
+            f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
+        )
+    return True in examples
 
 
 @dataclass(frozen=True)
@@ -43,15 +60,13 @@ class HFDirectory:
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
         """Find and check config and shards; only headers are read.
 
-        With ``weights_required=False`` a directory without any weights is accepted too (``tensors`` is empty).
-
-        Raises:
-            UserError: not a Qwen2.5-VL directory, or its weights are incomplete, damaged or of another format.
+        With ``weights_required=False`` a directory without any weights is accepted too (``tensors`` is empty).  Raises
+        UserError when it is of another model, or its weights are incomplete, damaged or of another format.
         """
         directory = Path(path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory; expected a Hugging Face model directory.")
-        files = sorted(file.name for file in directory.iterdir())
+        files = sorted(os.listdir(directory))
         has_weights = any(is_model_weights(name) for name in files)
         if not has_weights and any(name.startswith("adapter_") for name in files):
             raise UserError(
@@ -61,7 +76,7 @@ class HFDirectory:
         config = _read_config(directory)
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
             return cls(directory, config, {}, None)
-        return cls(directory, config, *_read_tensors(directory, files))
+        return cls(directory, config, *_read_tensors(directory))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -87,15 +102,12 @@ class HFDirectory:
     def check(self, model: ModelConfig) -> None:
         """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.
 
-        Raises:
-            UserError: naming each setting that differs from config.json, else each tensor that is missing, has
-                another shape, or belongs to nothing.
+        Raises UserError with each setting that differs, else with each tensor that does not fit.
         """
         problems = hf_problems(model, self.path, "The model JSON")
         if not problems and self.tensors:
             problems = [misfit.text for misfit in self.views(model)[1]]
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of all weights of ``model``, and what does not fit.
@@ -107,10 +119,15 @@ class HFDirectory:
             for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
                 claimed.add(name)
                 stored = self.tensors.get(name)
-                if stored is not None and stored.shape == shape:
-                    views.append(whole_view(stored, name, weight))
+                if stored is None:
+                    text = f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}."
+                    misfits.append(Misfit("missing", text, weight, hf_name=name))
+                elif stored.shape != shape:
+                    text = (f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
+                            f"{list(shape)}. Give the weights that belong to the model JSON.")
+                    misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
                 else:
-                    misfits.append(self._misfit(weight, name, shape))
+                    views.append(whole_view(stored, name, weight))
         for name in self.tensors.keys() - claimed:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
@@ -122,17 +139,6 @@ class HFDirectory:
                         f"{output_layer_hint(name)}.")
                 misfits.append(Misfit("left over", text, hf_name=name, stored=stored))
         return views, misfits
-
-    def _misfit(self, weight: Weight, name: str, shape: tuple[int, ...]) -> Misfit:
-        stored = self.tensors.get(name)
-        if stored is None:
-            text = f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}."
-            return Misfit("missing", text, weight, hf_name=name)
-        text = (
-            f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs {list(shape)}. "
-            f"Give the weights that belong to the model JSON."
-        )
-        return Misfit("shape", text, weight, hf_name=name, stored=stored)
 
 
 def output_layer_hint(name: str) -> str:
@@ -148,31 +154,21 @@ def output_layer_hint(name: str) -> str:
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
     """Views and files of the LLM in ``path``, a text-only Qwen2.5 or a Qwen2.5-VL; paths are absolute.
 
-    ``config`` is the config.json of the whole ``model``.
-
-    Raises:
-        UserError: naming each setting in which the two differ, and each tensor that is missing or has another shape.
+    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting in which the two differ,
+    or each tensor that is missing or has another shape.
     """
     directory = Path(path).resolve()
     if not (directory / "config.json").is_file():
         raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
     found = _parsed(directory / "config.json")
     ours, theirs = (one.get("text_config") or one for one in (config, found))
-    problems = [
-        f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give the "
-        f"LLM of the same size."
-        for key in _LANGUAGE_KEYS
-        if theirs.get(key) != ours.get(key)
-    ]
-    if problems:
-        raise UserError(problems)
-    tensors, index = _read_tensors(directory, sorted(file.name for file in directory.iterdir()))
+    refuse(f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give "
+           f"the LLM of the same size." for key in LANGUAGE_KEYS if theirs.get(key) != ours.get(key))
+    tensors, index = _read_tensors(directory)
     located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
     language = HFDirectory(directory, found, located, index)
     views, misfits = language.views(model)
-    problems = [misfit.text for misfit in misfits if misfit.weight is not None and misfit.weight.part == "language"]
-    if problems:
-        raise UserError(problems)
+    refuse(misfit.text for misfit in misfits if misfit.weight is not None and misfit.weight.part == "language")
     return [view for view in views if view.weight.part == "language"], [directory / file for file in language.contents]
 
 
@@ -204,17 +200,22 @@ def is_model_weights(name: str) -> bool:
     return is_safetensors and not name.startswith("adapter_")
 
 
-def _find_shards(directory: Path, files: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """The parsed index (None for a single file) and the names of the shard files, all of which exist."""
-    has_index, has_single = INDEX_FILE in files, SINGLE_FILE in files
-    if has_index and has_single:
+    files = sorted(os.listdir(directory))
+    if INDEX_FILE in files and SINGLE_FILE in files:
         raise UserError(f"{directory} holds both {INDEX_FILE} and {SINGLE_FILE}; remove the one that is out of date.")
-    if has_single:
+    if SINGLE_FILE in files:
         return None, [SINGLE_FILE]
-    if not has_index:
+    if INDEX_FILE not in files:
         raise UserError(_no_weights(directory, files))
-    index = _read_index(directory / INDEX_FILE)
-    shards = list(dict.fromkeys(index["weight_map"].values()))
+    index = _parsed(directory / INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{directory / INDEX_FILE} has no 'weight_map' from tensor names to shard files; download it again."
+        )
+    shards = list(dict.fromkeys(weight_map.values()))
     outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise UserError(f"{directory / INDEX_FILE} names {outside[0]!r}; expected plain file names beside it.")
@@ -244,50 +245,32 @@ def _no_weights(directory: Path, files: list[str]) -> str:
     return f"{directory} holds no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards."
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    index = _parsed(path)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{path} has no 'weight_map' from tensor names to shard files; download it again.")
-    return index
-
-
-def _read_tensors(directory: Path, files: list[str]) -> tuple[dict[str, Stored], Mapping[str, Any] | None]:
+def _read_tensors(directory: Path) -> tuple[dict[str, Stored], Mapping[str, Any] | None]:
     """All tensors of the shards by published name, in the order of the files, and the index, which must agree."""
-    index, shards = _find_shards(directory, files)
+    index, shards = _find_shards(directory)
     tensors: dict[str, Stored] = {}
+    problems: list[str] = []
     for shard in shards:
         found = read_header(directory / shard, dtypes=FLOAT_DTYPES)
         if index is not None:
             listed = {name for name, file in index["weight_map"].items() if file == shard}
-            _match_index(directory, shard, listed, found.keys())
+            if absent := _some(listed - found.keys()):
+                problems.append(f"{directory / INDEX_FILE} says that {shard} holds {absent}, which it does not; "
+                                f"download both again.")
+            if extra := _some(found.keys() - listed):
+                problems.append(f"{directory / shard} holds {extra}, not listed for it in {INDEX_FILE}; download both "
+                                f"again.")
         for tensor in found.values():
             twin = tensors.setdefault(published_name(tensor.name), tensor)
             if twin is not tensor:
-                raise UserError(
-                    f"{directory / tensor.file} holds {tensor.name} and {directory / twin.file} holds {twin.name}: the "
-                    f"same weight twice. Remove one of them."
-                )
+                problems.append(f"{directory / tensor.file} holds {tensor.name} and {directory / twin.file} holds "
+                                f"{twin.name}: the same weight twice. Remove one of them.")
+    refuse(problems)
     return tensors, index
 
 
-def _match_index(directory: Path, shard: str, listed: Iterable[str], found: Iterable[str]) -> None:
-    absent, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
-    problems = []
-    if absent:
-        problems.append(
-            f"{directory / INDEX_FILE} says that {shard} holds {_some(absent)}, which it does not; download both again."
-        )
-    if extra:
-        problems.append(
-            f"{directory / shard} holds {_some(extra)}, not listed for it in {INDEX_FILE}; download both again."
-        )
-    if problems:
-        raise UserError(problems)
-
-
-def _some(names: list[str], shown: int = 5) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+def _some(names: set[str], shown: int = 5) -> str:
+    return ", ".join(sorted(names)[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _parsed(path: Path) -> Any:

@@ -8,15 +8,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
-from mm.config.schema import expected, fields_of, shown
-from mm.errors import UserError
+from mm.config.schema import expected, settings_of, shown
+from mm.errors import UserError, refuse
 
 Section = Mapping[str, Any]
 
@@ -28,78 +30,60 @@ FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 _TOLERANCE = 1e-6
 """Relative, for epsilons and rope bases."""
 
-
-@dataclass(frozen=True)
-class _Key:
-    """A field of ours in config.json."""
-
-    ours: str
-    """"language.num_layers", or "image_token_id" at the top."""
-    section: str
-    """The section that holds it, see ``_sections``."""
-    theirs: tuple[str, ...]
-    """Its names; the first one that is there counts."""
-    default: Any = None
-    """Default of ``Qwen2_5_VLTextConfig`` or ``Qwen2_5_VLVisionConfig``; None for what a config must state."""
-
-
-_KEYS = (
-    _Key("language.num_layers", "text", ("num_hidden_layers",)),
-    _Key("language.hidden_size", "text", ("hidden_size",)),
-    _Key("language.ffn_hidden_size", "text", ("intermediate_size",)),
-    _Key("language.num_attention_heads", "text", ("num_attention_heads",)),
-    _Key("language.num_query_groups", "text", ("num_key_value_heads",)),
-    _Key("language.vocab_size", "text", ("vocab_size",)),
-    _Key("language.max_position_embeddings", "text", ("max_position_embeddings",)),
-    _Key("language.layernorm_epsilon", "text", ("rms_norm_eps",), 1e-5),
-    _Key("language.rope_theta", "rope", ("rope_theta",), 1_000_000.0),
-    _Key("language.mrope_section", "rope", ("mrope_section",)),
-    _Key("vision.num_layers", "vision", ("depth",)),
-    _Key("vision.hidden_size", "vision", ("hidden_size",)),
-    _Key("vision.ffn_hidden_size", "vision", ("intermediate_size",)),
-    _Key("vision.num_attention_heads", "vision", ("num_heads",)),
-    _Key("vision.in_channels", "vision", ("in_channels", "in_chans"), 3),
-    _Key("vision.patch_size", "vision", ("patch_size",), 14),
-    _Key("vision.temporal_patch_size", "vision", ("temporal_patch_size",), 2),
-    _Key("vision.spatial_merge_size", "vision", ("spatial_merge_size",), 2),
-    _Key("vision.window_attn_size", "vision", ("window_size",), 112),
-    _Key("vision.fullatt_block_indexes", "vision", ("fullatt_block_indexes",), (7, 15, 23, 31)),
-    _Key("vision.tokens_per_second", "vision", ("tokens_per_second",), 4),
-    _Key("projector.hidden_size", "vision", ("out_hidden_size",)),
-    _Key("image_token_id", "top", ("image_token_id",), 151655),
-    _Key("video_token_id", "top", ("video_token_id",), 151656),
-    _Key("vision_start_token_id", "top", ("vision_start_token_id",), 151652),
-)
-_JSON_NAMES = {
-    "vision": "image_encoder.vision_encoder",
-    "projector": "image_encoder.vision_projector",
-    "language": "text_decoder",
-    "image_token_id": "img_context_token_id",
+_KEYS: Mapping[str, tuple[str, str, Any]] = {
+    "language.num_layers": ("text", "num_hidden_layers", None),
+    "language.hidden_size": ("text", "hidden_size", None),
+    "language.ffn_hidden_size": ("text", "intermediate_size", None),
+    "language.num_attention_heads": ("text", "num_attention_heads", None),
+    "language.num_query_groups": ("text", "num_key_value_heads", None),
+    "language.vocab_size": ("text", "vocab_size", None),
+    "language.max_position_embeddings": ("text", "max_position_embeddings", None),
+    "language.layernorm_epsilon": ("text", "rms_norm_eps", 1e-5),
+    "language.rope_theta": ("rope", "rope_theta", 1_000_000.0),
+    "language.mrope_section": ("rope", "mrope_section", None),
+    "vision.num_layers": ("vision", "depth", None),
+    "vision.hidden_size": ("vision", "hidden_size", None),
+    "vision.ffn_hidden_size": ("vision", "intermediate_size", None),
+    "vision.num_attention_heads": ("vision", "num_heads", None),
+    "vision.in_channels": ("vision", "in_channels in_chans", 3),
+    "vision.patch_size": ("vision", "patch_size", 14),
+    "vision.temporal_patch_size": ("vision", "temporal_patch_size", 2),
+    "vision.spatial_merge_size": ("vision", "spatial_merge_size", 2),
+    "vision.window_attn_size": ("vision", "window_size", 112),
+    "vision.fullatt_block_indexes": ("vision", "fullatt_block_indexes", (7, 15, 23, 31)),
+    "vision.tokens_per_second": ("vision", "tokens_per_second", 4),
+    "projector.hidden_size": ("vision", "out_hidden_size", None),
+    "image_token_id": ("top", "image_token_id", 151655),
+    "video_token_id": ("top", "video_token_id", 151656),
+    "vision_start_token_id": ("top", "vision_start_token_id", 151652),
 }
-"""Sections and keys of model JSON files, where they have other names than our fields."""
+"""Field of ours ("language.num_layers", or "image_token_id" at the top) -> section of config.json that holds it (see
+``_sections``), its names there, of which the first that is there counts, and the default of ``Qwen2_5_VLTextConfig`` or
+``Qwen2_5_VLVisionConfig``; None for what a config must state."""
+
+LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in _KEYS.items()
+                      if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
+"""What must be equal for the LLM of another directory to take the place of a model's own."""
 
 
 def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> ModelConfig:
     """The model of a parsed ``config.json``, all on one stage.
 
-    Absent keys take the value of ``otherwise``, or without it transformers' defaults.
-
-    Raises:
-        UserError: the config lacks a size, has a value that no model can have, or asks for a rotary embedding that is
-            not computed here.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a size that
+    is missing, values that no model can have, and a rotary embedding that is not computed here.
     """
     sections, found = _sections(config), {"vision": {}, "projector": {}, "language": {}}
     if otherwise is not None:
         found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
         raise UserError("config.json lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
-    for key in _KEYS:
-        part, _, name = key.ours.rpartition(".")
+    for ours, (section, theirs, default) in _KEYS.items():
+        part, _, name = ours.rpartition(".")
         values = found[part] if part else found
-        value = next((sections[key.section][one] for one in key.theirs if sections[key.section].get(one) is not None),
-                     values.get(name, key.default))
+        stated = (sections[section].get(one) for one in theirs.split())
+        value = next((one for one in stated if one is not None), values.get(name, default))
         if value is None:
-            raise UserError(f"config.json lacks {key.theirs[0]!r}; expected a complete config of Qwen2.5-VL.")
+            raise UserError(f"config.json lacks {theirs!r}; expected a complete config of Qwen2.5-VL.")
         values[name] = value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
     vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
@@ -113,29 +97,24 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
-        raise UserError(dict.fromkeys(_value_problems(error, found))) from error
+        raise UserError(_value_problems(error, found)) from error
 
 
 def _value_problems(error: ValidationError, found: Section) -> Iterator[str]:
     """What is wrong with the values of config.json; nothing of what only follows from them."""
-    for one in error.errors():
-        *parts, name = (part for part in one["loc"] if isinstance(part, str))
-        key = next((key for key in _KEYS if key.ours == ".".join((*parts, name))), None)
-        if key is not None:
-            values, fields = found, fields_of(ModelConfig)
-            for inner in parts:
-                values, fields = values[inner], fields_of(cast(type, fields[inner].annotation))
-            yield f"config.json: {key.theirs[0]} is {shown(values[name])}; expected {expected(fields[name])}."
+    wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
+    for name, _, field in settings_of(ModelConfig):
+        if name in wrong and name in _KEYS:
+            theirs, value = _KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
+            yield f"config.json: {theirs} is {shown(value)}; expected {expected(field)}."
 
 
 def _sections(config: Section) -> dict[str, Section]:
     text = config.get("text_config") or config
-    broken = [("text_config", text), ("vision_config", config.get("vision_config"))]
-    if isinstance(text, dict):
-        broken += [(key, text.get(key)) for key in ("rope_parameters", "rope_scaling")]
-    broken = [(key, value) for key, value in broken if not isinstance(value, dict | None)]
-    if broken:
-        raise UserError(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in broken)
+    rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
+    sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
+    refuse(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
+           if not isinstance(value, dict | None))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
     if not types <= {"default", "mrope"}:
@@ -156,30 +135,20 @@ class Difference:
 
     field: str
     """"language.num_layers", or "image_token_id" at the top."""
+    json_name: str
+    """The key in a model JSON file."""
     one: Any
     other: Any
-
-    @property
-    def json_name(self) -> str:
-        """The key in a model JSON file."""
-        section, dot, name = self.field.partition(".")
-        return f"{_JSON_NAMES.get(section, section)}{dot}{name}"
 
 
 def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[Difference]:
     """Every field in which two models differ, except those named in ``but``."""
-    return list(_differences(one, other, but, ""))
-
-
-def _differences(one: Any, other: Any, but: tuple[str, ...], prefix: str) -> Iterator[Difference]:
-    for field in dataclasses.fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if field.name in but:
-            continue
-        if dataclasses.is_dataclass(a):
-            yield from _differences(a, b, but, f"{field.name}.")
-        elif not _equal(a, b):
-            yield Difference(f"{prefix}{field.name}", *(list(v) if isinstance(v, tuple) else v for v in (a, b)))
+    found = []
+    for name, key_paths, _ in settings_of(ModelConfig):
+        values = [attrgetter(name)(model) for model in (one, other)]
+        if set(but).isdisjoint(name.split(".")) and not _equal(*values):
+            found.append(Difference(name, key_paths[0], *(list(v) if isinstance(v, tuple) else v for v in values)))
+    return found
 
 
 def _equal(one: Any, other: Any) -> bool:

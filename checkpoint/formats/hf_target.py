@@ -69,7 +69,8 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
     """Everything beside the weights ``files``: config.json, the index, and what the base has at its top.
 
     Neither weights nor pickles nor hidden files are copied.  config.json states the dtype of the weights, and gets what
-    one of transformers 4.57 and 5 would miss in it; where neither changes anything, it is the base's to the byte.
+    one of transformers 4.57 and 5 would miss in it; where neither changes anything, it is the base's to the byte.  So
+    is the index of the same tensors; another one keeps further metadata of the base's.
     """
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
@@ -83,16 +84,12 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
     config = for_both_versions(config)
     if config != base.config:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    index = folder / INDEX_FILE
     if is_like_base and base.index is not None:
-        shutil.copyfile(base.path / INDEX_FILE, folder / INDEX_FILE)
+        shutil.copyfile(base.path / INDEX_FILE, index)
     elif len(files) > 1 or base.index is not None:
-        _write_index(base, folder, files)
-
-
-def _write_index(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
-    """The index of tensors; further metadata of the base's is kept."""
-    total_bytes = sum(tensor.num_bytes for file in files for tensor in file.tensors)
-    metadata = {**(base.index or {}).get("metadata", {}), "total_size": total_bytes}
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        total_bytes = sum(tensor.num_bytes for file in files for tensor in file.tensors)
+        metadata = {**(base.index or {}).get("metadata", {}), "total_size": total_bytes}
+        weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+        index.write_text(text, encoding="utf-8")

@@ -1,19 +1,14 @@
 """Where the layers of a weight directory live: pipeline lists and tensor parallel size.
 
-The rules are those of ``mm.placement`` and ``mm.weights.table``; only the names of the flags
-are added here.
+The rules are those of ``mm.placement`` and ``mm.config.model``; only the names of the flags are added here.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
 from mm.config.model import ModelConfig
-from mm.errors import UserError
+from mm.errors import refuse
 from mm.placement import PipelineLayout, layout_problems
-from mm.weights.table import local_shape, model_weights
-
-_MAX_TP_SIZE = 64
-"""Largest TP size suggested in messages."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,6 @@ class Layout:
         """The layout on which ``model`` is placed."""
         return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers, tp_size)
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.language[0])
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.language)
-
     def place(self, model: ModelConfig) -> ModelConfig:
         """``model`` on this layout."""
         return dataclasses.replace(
@@ -51,30 +38,16 @@ class Layout:
 
 
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
-    """Refuse a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given.
-
-    Raises UserError with every problem, with the nearest legal value.
-    """
+    """Raise UserError for a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given."""
     problems = layout_problems(
         layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
         f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers",
     )  # fmt: skip
-    if layout.tp_size < 1 or not _cuts(model, layout.tp_size):
-        legal = [size for size in range(1, _MAX_TP_SIZE + 1) if _cuts(model, size)]
+    if layout.tp_size not in model.tp_sizes:
         problems.append(
             f"{flag}.tp_size is {layout.tp_size}; it must divide the model's {model.language.num_query_groups} "
             f"key/value heads, {model.language.num_attention_heads} attention heads, "
             f"{model.vision.num_attention_heads} ViT heads and {model.language.vocab_size} vocabulary rows; legal "
-            f"sizes are {', '.join(map(str, legal))}."
+            f"sizes are {', '.join(map(str, model.tp_sizes))}."
         )
-    if problems:
-        raise UserError(problems)
-
-
-def _cuts(model: ModelConfig, tp_size: int) -> bool:
-    try:
-        for weight in model_weights(model):
-            local_shape(weight, tp_size)
-    except UserError:
-        return False
-    return True
+    refuse(problems)

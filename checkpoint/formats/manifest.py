@@ -30,8 +30,7 @@ def manifest_text(content: Mapping[str, Any], key: str, tensors: Sequence[Mappin
 def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[str, Any]:
     """What the manifest in ``folder`` states, without its format and version; ``mend`` ends the messages.
 
-    Raises:
-        UserError: it is missing, damaged, or of another format or version.
+    Raises UserError when it is missing, damaged, or of another format or version.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -61,11 +60,7 @@ def tensor_from_json(entry: Mapping[str, Any]) -> Stored:
 
 
 def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
-    """A ``ModelConfig`` from its ``asdict`` in JSON.
-
-    Raises:
-        UserError: it has other fields than ours, or a value that none of ours can have.
-    """
+    """A ``ModelConfig`` from its ``asdict`` in JSON; raises UserError for other fields or values than ours can have."""
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:

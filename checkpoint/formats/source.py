@@ -25,7 +25,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.storage import Storage
-from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint, is_leftover
+from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError
@@ -304,7 +304,7 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     names = sorted(entry.name for entry in path.iterdir())
     if any(name.startswith("adapter_") for name in names):
         raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model.")
-    if (path / LATEST_FILE).is_file() or any(is_leftover(name) for name in names):
+    if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
         find_checkpoint(path)  # says what is wrong with it
     raise UserError(
         f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "

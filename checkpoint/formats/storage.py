@@ -16,7 +16,6 @@ from enum import Enum
 
 import torch
 
-from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import safetensors_file
 from checkpoint.formats.torch_file_writer import Tensors, TorchFile
 from mm.config.model import ModelConfig
@@ -73,11 +72,10 @@ class RankFile:
 def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:
     """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
     placement = model.placement()
-    layout = Layout.of(model, tp_size)
     for stage in range(placement.num_stages):
         for tp_rank in range(tp_size):
             for chunk in range(placement.num_chunks):
-                spec, key = placement[stage, chunk], chunk_key(layout, chunk)
+                spec, key = placement[stage, chunk], chunk_key(model, chunk)
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
                     prefix + stage_local_name(part, spec): part
@@ -85,7 +83,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                     if not (storage.vit_only and weight.part == "language")
                     for part in stored_weights(weight, storage.structure)
                 }
-                yield RankFile(_file_name(layout, tp_rank, stage, chunk, storage.format), key, tp_rank, owned)
+                yield RankFile(_file_name(model, tp_rank, stage, chunk, storage.format), key, tp_rank, owned)
 
 
 def mindspeed_targets(
@@ -117,15 +115,15 @@ def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFi
     })
 
 
-def _file_name(layout: Layout, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
+def _file_name(model: ModelConfig, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
     """Name of one file, relative to the directory of the ranks."""
-    rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if layout.num_stages > 1 else "")
-    return f"{rank}/{TORCH_FILE if format is Format.TORCH else f'{chunk_key(layout, chunk)}.safetensors'}"
+    rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if model.num_stages > 1 else "")
+    return f"{rank}/{TORCH_FILE if format is Format.TORCH else f'{chunk_key(model, chunk)}.safetensors'}"
 
 
-def chunk_key(layout: Layout, chunk: int) -> str:
+def chunk_key(model: ModelConfig, chunk: int) -> str:
     """What a virtual chunk is called."""
-    return f"model{chunk if layout.num_chunks > 1 else ''}"
+    return f"model{chunk if model.num_chunks > 1 else ''}"
 
 
 def rank_of(directory_name: str) -> tuple[int, int] | None:

@@ -96,11 +96,6 @@ class Manifest:
     facts: Mapping[str, Any]
     pieces: tuple[Piece, ...]
 
-    @property
-    def layout(self) -> tuple[int, int, int]:
-        """Random states fit only a run of the same one."""
-        return self.world_size, self.tp_size, self.pp_size
-
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises UserError when it is missing, damaged or of another version."""
@@ -128,12 +123,7 @@ def _key(name: str, part: str) -> str:
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """Make the temporary directory that ``commit`` will rename.
-
-    Raises:
-        UserError: less than ``num_bytes`` are free.
-        OSError: the directory cannot be made.
-    """
+    """Make the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
@@ -149,10 +139,7 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
 def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]) -> list[Piece]:
     """Write one safetensors file through to the disk and return its pieces with their checksums.
 
-    Only one tensor at a time is copied to the host.
-
-    Raises:
-        UserError: the file cannot be written.
+    Only one tensor at a time is copied to the host.  Raises UserError when the file cannot be written.
     """
     by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
     planned = safetensors_file(file, [(name, piece.stored.dtype, piece.stored.shape)
@@ -170,13 +157,15 @@ def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
     """Make a written checkpoint the newest one: manifest, rename, then ``latest``.  An older twin is replaced."""
-    _write_text(temporary / MANIFEST_FILE, manifest.text())
+    with _new_file(temporary / MANIFEST_FILE) as opened:
+        opened.write(manifest.text().encode())
     sync(temporary)
     directory, final = temporary.parent, temporary.with_name(iteration_name(manifest.iteration))
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
     put_in_place(temporary, final, old)
     latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
-    _write_text(latest, f"{manifest.iteration}\n")
+    with _new_file(latest) as opened:
+        opened.write(f"{manifest.iteration}\n".encode())
     latest.replace(directory / LATEST_FILE)
     sync(directory)
     if old.exists():
@@ -185,11 +174,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def purge(directory: Path, newest: int, keep_last: int) -> None:
-    """Delete the checkpoints before ``newest`` except the last ``keep_last - 1``; later ones are not touched.
-
-    Raises:
-        OSError: one cannot be deleted.
-    """
+    """Delete the checkpoints before ``newest`` except the last ``keep_last - 1``; later ones are not touched."""
     earlier = [iteration for iteration in complete_iterations(directory) if iteration < newest]
     for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
         doomed = directory / iteration_name(iteration)
@@ -222,11 +207,6 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _write_text(path: Path, text: str) -> None:
-    with _new_file(path) as opened:
-        opened.write(text.encode())
-
-
 # Finding
 
 
@@ -240,26 +220,27 @@ def complete_iterations(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tuple[Path, tuple[str, ...]]:
+def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
 
-    ``directory`` is the directory of all checkpoints or one of them.  Without ``iteration`` it is what
-    ``latest_checkpointed_iteration.txt`` names.
-
-    Raises:
-        UserError: there is no such checkpoint.
+    ``directory`` is the directory of all checkpoints, of which ``latest_checkpointed_iteration.txt`` names one, or one
+    of them.  Raises UserError when there is none.
     """
     directory = Path(directory)
     if (directory / MANIFEST_FILE).is_file():
         return directory, ()
-    complete, notes = complete_iterations(directory), []
-    if iteration is None:
-        iteration = _latest(directory)
-    if iteration is None:
-        if not complete:
-            raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
+    complete, latest, notes = complete_iterations(directory), directory / LATEST_FILE, []
+    if latest.is_file():
+        text = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdecimal():
+            raise UserError(f"{latest} holds {text[:40]!r}; expected the number of an iteration, for example 100, "
+                            f"or 'release' beside release/mp_rank_*.")
+        iteration = int(text)
+    elif complete:
         iteration = complete[-1]
         notes.append(f"{directory} has no {LATEST_FILE}; the newest complete checkpoint is iteration {iteration}")
+    else:
+        raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
     chosen = directory / iteration_name(iteration)
     # a save over an existing checkpoint that was killed between its two renames leaves the complete old one aside
     asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
@@ -278,19 +259,3 @@ def find_checkpoint(directory: str | Path, iteration: int | None = None) -> tupl
         if _LEFTOVER_NAME.fullmatch(path.name) and path != chosen
     ]
     return chosen, tuple(notes)
-
-
-def is_leftover(name: str) -> bool:
-    """Whether an interrupted save left a directory of this name."""
-    return bool(_LEFTOVER_NAME.fullmatch(name))
-
-
-def _latest(directory: Path) -> int | None:
-    path = directory / LATEST_FILE
-    if not path.is_file():
-        return None
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    if not text.isdecimal():
-        raise UserError(f"{path} holds {text[:40]!r}; expected the number of an iteration, for example 100, "
-                        f"or 'release' beside release/mp_rank_*.")
-    return int(text)

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
 from mm.weights.views import Misfit, Stored, View, shard_view
 
@@ -30,13 +30,9 @@ class TrainingDirectory:
     """For the user: what an interrupted save left behind."""
 
     @classmethod
-    def open(cls, path: str | Path, iteration: int | None = None) -> "TrainingDirectory":
-        """The checkpoint that ``find_checkpoint`` finds.
-
-        Raises:
-            UserError: there is none, or its manifest is missing, damaged or of another version.
-        """
-        folder, notes = find_checkpoint(path, iteration)
+    def open(cls, path: str | Path) -> "TrainingDirectory":
+        """The checkpoint that ``find_checkpoint`` finds; raises UserError for none and for a damaged manifest."""
+        folder, notes = find_checkpoint(path)
         return cls(folder, Manifest.read(folder), notes)
 
     @property
@@ -62,11 +58,7 @@ class TrainingDirectory:
                 f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights, and what is missing.
-
-        Raises:
-            UserError: naming each tensor that is not in its file as the manifest says.
-        """
+        """Views of all weights, and what is missing; UserError names each tensor that is not as the manifest says."""
         views, misfits, problems = [], [], []
         for weight in model_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
@@ -84,8 +76,7 @@ class TrainingDirectory:
                 shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
                 assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
                 views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
-        if problems:
-            raise UserError(dict.fromkeys(problems))
+        refuse(problems)
         return views, misfits
 
     def has(self, weight: Weight, part: str) -> bool:
@@ -94,14 +85,11 @@ class TrainingDirectory:
     def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
-        Raises:
-            UserError: something is missing or damaged; the message names file and tensor.
+        Raises UserError with file and tensor when something is missing or damaged.
         """
         name, stored_size = stored_name(weight), self.manifest.tp_size
-        if weight.tp_dim is None:
-            return self._range(name, part, 0, start, stop)
-        if tp_size == stored_size:
-            return self._range(name, part, tp_rank, start, stop)
+        if weight.tp_dim is None or tp_size == stored_size:
+            return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
         shape = local_shape(weight, stored_size)
         shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape) for rank in range(stored_size)]
         return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
@@ -119,19 +107,17 @@ class TrainingDirectory:
         return found
 
     @cached_property
-    def _headers(self) -> dict[str, Mapping[str, Stored]]:
-        """Those that were needed so far: a rank reads few of the files."""
-        return {}
+    def _header(self) -> Callable[[str], Mapping[str, Stored]]:
+        """The tensors of a file, which is read when they are first needed: a rank reads few of the files."""
+        return cache(lambda file: read_header(self.path / file))
 
     def _located(self, piece: Piece) -> Stored:
         """The piece as its file has it, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
-        if stated.file not in self._headers:
-            try:
-                self._headers[stated.file] = read_header(path)
-            except OSError as error:
-                raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
-        found = self._headers[stated.file].get(stated.name)
+        try:
+            found = self._header(stated.file).get(stated.name)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
         if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
             raise UserError(f"{path}: {stated.name} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
         return dataclasses.replace(found, crc32=stated.crc32)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.foreign import FLAGS, Fixed, Inert
 from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
 from mm.config.schema import STRICT, Count, NotNegative, Number, choices, converted, expected, fields_of
-from mm.errors import UserError, nearest
+from mm.errors import nearest, refuse
 
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
@@ -170,8 +170,7 @@ def read_flags(words: Words) -> Arguments:
                 values[flag.removeprefix("--").replace("-", "_")] = last[0] if last else True
     problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
                  if field.is_required() and flag not in words.given)
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return TypeAdapter(Arguments).validate_python(values)
 
 

@@ -30,7 +30,7 @@ def _all(row: Row, words: str) -> dict[str, Row]:
     return dict.fromkeys(words.split(), row)
 
 
-_KERNELS = "the device chooses its kernels"
+_KERNEL = Inert("the device chooses its kernels")
 _NO_TRUST = "code out of a model directory is never run"
 _NO_CONTEXT_PARALLEL = "context parallelism is not supported by this version"
 
@@ -41,7 +41,7 @@ FLAGS: Mapping[str, Row] = {
            "--rotary-percent --vocab-size --padded-vocab-size --normalization --swiglu --norm-epsilon "
            "--init-method-std --attention-dropout --hidden-dropout --add-qkv-bias --disable-bias-linear "
            "--untie-embeddings-and-output-weights --attention-softmax-in-fp32 --make-vocab-size-divisible-by"),
-    **_all(Inert(_KERNELS),
+    **_all(_KERNEL,
            "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
            "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
            "--no-rope-fusion --no-gradient-accumulation-fusion --attention-backend --transformer-impl --jit-compile "
@@ -91,7 +91,6 @@ FLAGS: Mapping[str, Row] = {
 """Flags that are no fields of ``mm.config.flags``."""
 
 _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
-_KERNEL = Inert(_KERNELS)
 _STRUCTURE = Inert("the model has Hugging Face's structure either way, and --load reads both")
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
 _NO_VIDEO = "this version trains on images and text, not on video or audio"

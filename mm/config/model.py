@@ -3,6 +3,7 @@
 Keys of the file without a field are in ``mm.config.foreign``.
 """
 
+import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,14 @@ class ModelConfig:
         """Virtual chunks per stage; 1 without virtual pipeline stages."""
         return len(self.language.pipeline_num_layers)
 
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Every tensor parallel size that divides what is never cut: heads and vocabulary rows."""
+        language, vision = self.language, self.vision
+        common = math.gcd(language.num_attention_heads, language.num_query_groups, language.vocab_size,
+                          vision.num_attention_heads)
+        return tuple(size for size in range(1, common + 1) if common % size == 0)
+
     def is_frozen(self, part: str) -> bool:
         """Whether a part ("vision", "projector" or "language") is not trained."""
         return getattr(self, part).freeze
@@ -175,7 +184,15 @@ def _problems(model: ModelConfig) -> Iterator[str]:
     for key, tower in (("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
     yield from _vision_problems(model.vision)
-    yield from _projector_problems(model)
+    projector_sizes = (
+        ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
+        ("ffn_hidden_size", "input_size x spatial_merge_size^2",
+         model.projector.input_size * model.vision.spatial_merge_size**2),
+        ("hidden_size", "text_decoder.hidden_size", model.language.hidden_size),
+    )
+    for name, rule, size in projector_sizes:
+        if (found := getattr(model.projector, name)) != size:
+            yield f"image_encoder.vision_projector.{name} is {found}; expected {rule} = {size}"
     yield from _language_problems(model.language)
     yield from layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
@@ -205,18 +222,6 @@ def _vision_problems(vision: VisionConfig) -> Iterator[str]:
     if vision.window_attn_size % window_unit:
         yield (f"{key}.window_attn_size is {vision.window_attn_size} pixels; expected a multiple of patch_size x "
                f"spatial_merge_size = {window_unit}")
-
-
-def _projector_problems(model: ModelConfig) -> Iterator[str]:
-    sizes = (
-        ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
-        ("ffn_hidden_size", "input_size x spatial_merge_size^2",
-         model.projector.input_size * model.vision.spatial_merge_size**2),
-        ("hidden_size", "text_decoder.hidden_size", model.language.hidden_size),
-    )
-    for name, rule, size in sizes:
-        if (found := getattr(model.projector, name)) != size:
-            yield f"image_encoder.vision_projector.{name} is {found}; expected {rule} = {size}"
 
 
 def _language_problems(language: LanguageConfig) -> Iterator[str]:

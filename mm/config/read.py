@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ def read_json(path: str | Path) -> Document:
     lines: dict[tuple[str | int, ...], list[int]] = {}
     for place, position in _keys(path, text):
         lines.setdefault(place, []).append(_line(text, position))
-    twice = [f"{path}:{line}: {_key_path(place)} appears twice (first on line {found[0]}); remove one of the two"
-             for place, found in lines.items() for line in found[1:]]
-    if twice:
-        raise UserError(twice)
+    refuse(f"{path}:{line}: {_key_path(place)} appears twice (first on line {found[0]}); remove one of the two"
+           for place, found in lines.items() for line in found[1:])
     return Document(str(path), root, lines)
 
 

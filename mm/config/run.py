@@ -4,7 +4,6 @@ All problems are reported at once, before torch is loaded.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.schema import shown
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -68,16 +67,6 @@ class Run:
         return self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
 
     @property
-    def precision(self) -> str:
-        """"fp32", "bf16" or "fp16"."""
-        return self.args.precision
-
-    @property
-    def per_sample_loss(self) -> bool:
-        """Whether the loss is the mean over samples of each sample's mean, not the mean over all target tokens."""
-        return self.args.calculate_per_sample_loss
-
-    @property
     def lr_decay_iters(self) -> int:
         """Step at which the lowest learning rate is reached."""
         return self.args.lr_decay_iters or self.args.train_iters
@@ -112,28 +101,18 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
     run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
               (*usage_notes(words), *_notes(args), *model.notes, *data.notes, *(missing if is_dry_run else ())))
-    problems += (*_layout_problems(run), *_model_problems(run, model.document))
-    if problems:
-        raise UserError(problems)
+    refuse((*problems, *_layout_problems(run), *_model_problems(run, model.document)))
     return run
 
 
 def resolved(run: Run) -> dict[str, Any]:
     """The whole run as JSON values, derived numbers included; to be written beside the logs."""
     return to_jsonable_python({
-        "arguments": run.args,
-        "model": run.model,
-        "data": run.data,
-        "world_size": run.world_size,
-        "pipeline_model_parallel_size": run.num_stages,
-        "data_parallel_size": run.dp_size,
-        "global_batch_size": run.global_batch_size,
-        "num_microbatches": run.num_microbatches,
-        "precision": run.precision,
-        "per_sample_loss": run.per_sample_loss,
-        "lr_decay_iters": run.lr_decay_iters,
-        "lr_warmup_iters": run.lr_warmup_iters,
-        "notes": run.notes,
+        "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
+        "pipeline_model_parallel_size": run.num_stages, "data_parallel_size": run.dp_size,
+        "global_batch_size": run.global_batch_size, "num_microbatches": run.num_microbatches,
+        "precision": run.args.precision, "per_sample_loss": run.args.calculate_per_sample_loss,
+        "lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters, "notes": run.notes,
     })
 
 
@@ -201,12 +180,10 @@ def _layout_problems(run: Run) -> Iterator[str]:
         "text_decoder.vocab_size": run.model.language.vocab_size,
         "image_encoder.vision_encoder.num_attention_heads": run.model.vision.num_attention_heads,
     }
-    common = math.gcd(*counts.values())
-    legal = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
     for key, count in counts.items():
         if count % run.tp_size:
             yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
-                   f"{args.mm_model}; this model allows {legal}")
+                   f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")
     if run.model.num_chunks != 1:
         yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.model.num_chunks} virtual chunks per stage; "
                f"this version's engine runs one: give flat lists of {run.num_stages} numbers")
@@ -238,12 +215,12 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     contrary = [
         f"{document.at(key_path)} is {shown(document.get(key_path))}"
         for tower in ("image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder")
-        for key, values in _PRECISION_KEYS[run.precision].items()
+        for key, values in _PRECISION_KEYS[args.precision].items()
         if document.get(key_path := f"{tower}.{key}") not in (None, *values)
     ]
     if contrary:
-        flag = "Neither --bf16 nor --fp16 is given" if run.precision == "fp32" else f"--{run.precision} is given"
-        yield f"{flag}, which means {run.precision}, but {', '.join(contrary)}; change the flag or the file"
+        flag = "Neither --bf16 nor --fp16 is given" if args.precision == "fp32" else f"--{args.precision} is given"
+        yield f"{flag}, which means {args.precision}, but {', '.join(contrary)}; change the flag or the file"
 
 
 def _notes(args: Arguments) -> Iterator[str]:

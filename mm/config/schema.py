@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mm.config.foreign import Fixed, Inert, Row
 from mm.config.read import Document, read_json
-from mm.errors import UserError, nearest
+from mm.errors import nearest, refuse
 
 Built = TypeVar("Built")
 
@@ -71,14 +71,12 @@ def read_settings(
     wrong between fields; it is called only when every single value is right.
     """
     found = _Findings(read_json(path))
-    values = found.read_fields(cls)
+    values = found.read(cls)
     for key_path, rows in tables.items():
         found.check_object(key_path, rows, tables)
-    if found.problems:
-        raise UserError(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
+    refuse(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
     built = TypeAdapter(cls).validate_python(values)
-    if broken := list(rules(built)):
-        raise UserError(f"{path}: {problem}" for problem in broken)
+    refuse(f"{path}: {problem}" for problem in rules(built))
     notes = (f"{path}: {why}; no effect: {', '.join(keys)}" for why, keys in found.inert.items())
     return Read(built, tuple(notes), found.document)
 
@@ -86,6 +84,20 @@ def read_settings(
 def fields_of(cls: type) -> Mapping[str, FieldInfo]:
     """The fields of a pydantic dataclass by name."""
     return typing.cast(Any, cls).__pydantic_fields__
+
+
+def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
+    """Every field in ``cls``, however deep, that is no dataclass: its name, its key paths, of which the first counts.
+
+    Names are ``language.num_layers``, or ``image_token_id`` at the top.  All begin with ``name``, key paths with
+    ``start``.
+    """
+    for own, field in fields_of(cls).items():
+        key = next((one for one in field.metadata if isinstance(one, Key)), Key(own))
+        if isinstance(field.annotation, type) and is_dataclass(field.annotation):
+            yield from settings_of(field.annotation, f"{name}{own}.", start + key.path)
+        else:
+            yield name + own, [start + path for path in (key.path, key.alias) if path], field
 
 
 class _Findings:
@@ -103,19 +115,17 @@ class _Findings:
     def _add(self, key_path: str, what: str) -> None:
         self.problems.append((self.document.line(key_path), f"{self.document.at(key_path)} {what}"))
 
-    def read_fields(self, cls: type, start: str = "") -> dict[str, Any]:
-        """The values of ``cls``, whose key paths begin with ``start``; a dict for each dataclass in it."""
+    def read(self, cls: type) -> dict[str, Any]:
+        """The values of ``cls``; a dict for each dataclass in it."""
         values: dict[str, Any] = {}
-        for name, field in fields_of(cls).items():
-            key = next((one for one in field.metadata if isinstance(one, Key)), Key(name))
-            if isinstance(field.annotation, type) and is_dataclass(field.annotation):
-                values[name] = self.read_fields(field.annotation, start + key.path)
-                continue
-            key_paths = [start + path for path in (key.path, key.alias) if path]
+        for name, key_paths, field in settings_of(cls):
+            inner, (*outer, own) = values, name.split(".")
+            for one in outer:
+                inner = inner.setdefault(one, {})
             self._field_paths += key_paths
             given = [key_path for key_path in key_paths if self.document.has(key_path)]
             if given and not (OrDefault in field.metadata and self.document.get(given[0]) is None):
-                values[name] = self._value(given[0], field)
+                inner[own] = self._value(given[0], field)
             elif not given and field.is_required() and self._has_object(key_paths[0]):
                 self._add(key_paths[0], f"is missing; expected {expected(field)}")
             if any(self.document.get(other) != self.document.get(given[0]) for other in given[1:]):

@@ -42,12 +42,12 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
              for weight in stage_weights(run.model, spec, placement)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
-    state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
+    state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.args.precision == "fp32" else _MASTER_BYTES)
     num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
-        weight_bytes=num_params * _WIDTHS[run.precision],
+        weight_bytes=num_params * _WIDTHS[run.args.precision],
         gradient_bytes=num_trainable * _GRADIENT_BYTES,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
     )
@@ -79,8 +79,8 @@ def _run_lines(run: Run) -> list[str]:
         f"Ranks     {run.world_size} ranks = tensor {run.tp_size} x pipeline {run.num_stages} x data {run.dp_size}",
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
         f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
-        f"Training  {args.train_iters} steps in {run.precision}, loss: mean over "
-        f"{'the samples' if run.per_sample_loss else 'the target tokens'} of the global batch, optimizer state "
+        f"Training  {args.train_iters} steps in {args.precision}, loss: mean over the "
+        f"{'samples' if args.calculate_per_sample_loss else 'target tokens'} of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
 
@@ -146,7 +146,7 @@ def _boundary_lines(run: Run, placement: Placement) -> list[str]:
         text_only = placement.gradient_flows(before.sends, has_images=False)
         back = {(True, True): "gradient always", (True, False): "gradient for microbatches with images only",
                 (False, False): "no gradient"}[with_images, text_only]
-        lines.append(f"{crossing} {shapes[before.sends]} {run.precision}; {back}")
+        lines.append(f"{crossing} {shapes[before.sends]} {run.args.precision}; {back}")
     return ["Boundaries (per microbatch):", *lines] if lines else []
 
 

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.step import Parts
-from mm.weights.table import Weight, stored_name
+from mm.weights.table import stored_name
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,21 @@ def save(
 
     It appears complete or not at all, also when it replaces one of the same iteration; until then the older ones
     stay as they are.  ``run_facts`` is kept for people and must be JSON-ready.  With ``keep_last``, older
-    checkpoints beyond that many are deleted; failing to is only a warning.
-
-    Raises:
-        UserError: on every rank when any rank cannot write.
+    checkpoints beyond that many are deleted; failing to is only a warning.  Raises UserError on every rank when any
+    cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     if parts.model.ddp_config.overlap_param_gather:
         parts.model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
     owned = owned_states(parts.optimizer, parts.model) if save_optim else []
-    planned = _weight_files(parts)
-    if mesh.dp_rank == 0 or is_split(parts.optimizer):
-        planned |= _optimizer_files(parts, owned)
-    if save_rng:
-        planned |= _random_files(mesh)
-    num_bytes = torch.tensor(sum(piece.stored.num_bytes for pieces in planned.values() for piece, _ in pieces))
+    planned = _planned(parts, owned, save_rng)
+    num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
     dist.all_reduce(num_bytes, group=mesh.control_group)
     temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
     try:
         written = together(mesh, lambda: [
-            piece for file, pieces in planned.items() for piece in files.write_pieces(temporary, file, pieces)
+            piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)
+            for piece in files.write_pieces(temporary, file, list(pieces))
         ])
         gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(parts.optimizer)))
         manifest = Manifest(
@@ -103,44 +99,29 @@ def save(
     return final
 
 
-Planned = dict[str, list[tuple[Piece, Tensor]]]
-"""What one rank writes, by file name; the tensors are the live ones."""
+def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Tensor]]:
+    """What this rank writes, file by file; the tensors are the live ones.
 
-
-def _weight_files(parts: Parts) -> Planned:
-    """Every weight once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold."""
+    Everything once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold.
+    """
     mesh = parts.mesh
-    file = f"weights_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}.safetensors"
-    pieces: list[tuple[Piece, Tensor]] = [
-        (Piece.of(parameter, file, weight.name, "weight", mesh.tp_rank), parameter)
-        for weight in parts.stage.weights
-        if _stores(weight, mesh)
-        for parameter in [parts.stage.get_parameter(weight.name)]
-    ]
-    return {file: pieces} if pieces and mesh.dp_rank == 0 else {}
-
-
-def _optimizer_files(parts: Parts, owned: Sequence[OwnedState]) -> Planned:
-    mesh = parts.mesh
-    file = f"optimizer_tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}_dp{mesh.dp_rank:02d}.safetensors"
-    stored = {weight.name for weight in parts.stage.weights if _stores(weight, mesh)}
-    pieces = [
-        (Piece.of(tensor, file, state.name, part, mesh.tp_rank, state.start), tensor)
-        for state in owned
-        if state.name in stored
-        for part, tensor in state.tensors().items()
-    ]
-    return {file: pieces} if pieces else {}
-
-
-def _stores(weight: Weight, mesh: Mesh) -> bool:
-    return stored_name(weight) == weight.name and (weight.tp_dim is not None or mesh.tp_rank == 0)
-
-
-def _random_files(mesh: Mesh) -> Planned:
-    file = f"random_{mesh.rank:05d}.safetensors"
-    states = random_states()
-    return {file: [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state) for name, state in states.items()]}
+    rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
+    stored = {weight.name: parts.stage.get_parameter(weight.name) for weight in parts.stage.weights
+              if stored_name(weight) == weight.name and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+    planned: list[tuple[Piece, Tensor]] = []
+    if mesh.dp_rank == 0:
+        file = f"weights_{rank}.safetensors"
+        planned += [(Piece.of(parameter, file, name, "weight", mesh.tp_rank), parameter)
+                    for name, parameter in stored.items()]
+    if mesh.dp_rank == 0 or is_split(parts.optimizer):
+        file = f"optimizer_{rank}_dp{mesh.dp_rank:02d}.safetensors"
+        planned += [(Piece.of(tensor, file, state.name, part, mesh.tp_rank, state.start), tensor)
+                    for state in owned if state.name in stored for part, tensor in state.tensors().items()]
+    if save_rng:
+        file = f"random_{mesh.rank:05d}.safetensors"
+        planned += [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state)
+                    for name, state in random_states().items()]
+    return planned
 
 
 def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:
@@ -161,19 +142,16 @@ def load(
     load_optim: bool = True,
     load_rng: bool = True,
     finetune: bool = False,
-    iteration: int | None = None,
 ) -> Progress:
-    """Restore a checkpoint that was saved under this or any other layout; returns where training goes on.
+    """Restore the newest checkpoint, of this or any other layout; returns where training goes on.
 
     Under the same layout training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.
-    ``iteration`` chooses a checkpoint; None takes the newest.  Random states are restored under the same layout only.
-
-    Raises:
-        UserError: on every rank, when there is no such checkpoint, something in it is missing or damaged, it is of
-            another model, or it has no optimizer state for a parameter that is now trained.
+    Random states are restored under the same layout only.  Raises UserError on every rank when there is no checkpoint,
+    something in it is missing or damaged, it is of another model, or it has no optimizer state for a parameter that is
+    now trained.
     """
     mesh, stage = parts.mesh, parts.stage
-    folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory, iteration))
+    folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory))
 
     def find() -> tuple[TrainingDirectory, Source]:
         stored = TrainingDirectory.open(folder)
@@ -220,10 +198,11 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
         )
     for state in owned:
         weight, place = by_name[state.name], (parts.mesh.tp_size, parts.mesh.tp_rank)
-        if state.is_copy and stored.has(weight, "master"):
-            state.restore_master(stored.read_state(weight, "master", *place, state.start, state.stop))
-        elif state.is_copy:
-            state.restore_master(source.read(weight, *place, torch.float32).reshape(-1)[state.start : state.stop])
+        if state.is_copy:
+            values = (stored.read_state(weight, "master", *place, state.start, state.stop)
+                      if stored.has(weight, "master") else
+                      source.read(weight, *place, torch.float32).reshape(-1)[state.start : state.stop])
+            state.main.data.copy_(values.reshape(state.main.shape))
         if step:
             state.restore_moments(step, {
                 moment: stored.read_state(weight, moment, *place, state.start, state.stop) for moment in MOMENTS
@@ -234,7 +213,8 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
 
 def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
     """Returns notes for the user."""
-    if stored.manifest.layout != (mesh.world_size, mesh.tp_size, mesh.pp_size):
+    manifest = stored.manifest
+    if (manifest.world_size, manifest.tp_size, manifest.pp_size) != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
     names = random_states().keys()
     found = {name: state for name in names if (state := stored.read_random(f"{name}.{mesh.rank}")) is not None}

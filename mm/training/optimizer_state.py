@@ -1,5 +1,6 @@
 """The state that megatron's optimizers keep for each parameter, as tensors under the parameter's name."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +53,6 @@ class OwnedState:
             state[moment].copy_(moments[moment].reshape(self.main.shape))
         self.optimizer.state[self.main] = state
 
-    def restore_master(self, values: Tensor) -> None:
-        """Set the fp32 copy from flat values."""
-        assert self.is_copy, self.name
-        self.main.data.copy_(values.reshape(self.main.shape))
-
 
 def owned_states(optimizer: ChainedOptimizer, model: DistributedDataParallel) -> list[OwnedState]:
     """The state of trainable parameters on this rank, in model order.
@@ -64,28 +60,24 @@ def owned_states(optimizer: ChainedOptimizer, model: DistributedDataParallel) ->
     It is of whole parameters without the distributed optimizer.  With it, it is of this data-parallel rank's range of
     each, and parameters of which the rank has nothing are left out.
     """
-    owned = []
-    for name, parameter in model.module.named_parameters():
-        for chained in optimizer.chained_optimizers if parameter.requires_grad else ():
-            if (found := _main_parameter(chained, parameter)) is not None:
-                is_copy = parameter.dtype != torch.float32
-                owned.append(OwnedState(name, *found, is_copy, chained.optimizer))
-    return owned
+    return [state for name, parameter in model.module.named_parameters() if parameter.requires_grad
+            for chained in optimizer.chained_optimizers for state in _owned(name, parameter, chained)]
 
 
-def _main_parameter(chained: Any, parameter: Any) -> tuple[int, int, Tensor, dict[str, Any]] | None:
-    """Start and stop of the range of ``parameter`` that ``chained`` updates, what it updates there, and its group."""
+def _owned(name: str, parameter: Any, chained: Any) -> Iterator[OwnedState]:
+    """What ``chained`` updates of ``parameter``, if anything."""
+    optimizer, is_copy = chained.optimizer, parameter.dtype != torch.float32
     if isinstance(chained, DistributedOptimizer):
-        if parameter not in chained.model_param_group_index_map:
-            return None
-        group_index, index = chained.model_param_group_index_map[parameter]
-        group = chained.optimizer.param_groups[group_index]
-        owned = chained._get_model_param_range_map(parameter)["param"]
-        return owned.start, owned.end, group["params"][index], group
-    main = parameter if parameter.dtype == torch.float32 else parameter.main_param
-    groups = chained.optimizer.param_groups
-    group = next((group for group in groups if any(one is main for one in group["params"])), None)
-    return None if group is None else (0, parameter.numel(), main, group)
+        if parameter in chained.model_param_group_index_map:
+            group_index, index = chained.model_param_group_index_map[parameter]
+            group = optimizer.param_groups[group_index]
+            owned = chained._get_model_param_range_map(parameter)["param"]
+            yield OwnedState(name, owned.start, owned.end, group["params"][index], group, is_copy, optimizer)
+        return
+    main = parameter.main_param if is_copy else parameter
+    for group in optimizer.param_groups:
+        if any(one is main for one in group["params"]):
+            yield OwnedState(name, 0, parameter.numel(), main, group, is_copy, optimizer)
 
 
 def is_split(optimizer: ChainedOptimizer) -> bool:

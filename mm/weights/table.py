@@ -38,18 +38,34 @@ class Fusion(Enum):
 
 
 class Place(Enum):
-    """Where in the model a weight belongs; a stage owns whole places."""
+    """Where in the model a weight belongs: the attribute of a ``StageSpec`` that says whether a stage owns it."""
 
-    PATCH_EMBEDDING = "patch embedding"
-    VISION_LAYER = "ViT layer"
-    PROJECTOR = "projector"
-    EMBEDDING = "word embedding"
-    LANGUAGE_LAYER = "LLM layer"
-    HEAD = "final norm and output layer"
+    PATCH_EMBEDDING = "has_patch_embedding"
+    VISION_LAYER = "vision_layers"
+    PROJECTOR = "has_projector"
+    EMBEDDING = "has_embedding"
+    LANGUAGE_LAYER = "language_layers"
+    HEAD = "has_head"
+    """Final norm and output layer."""
 
 
 @dataclass(frozen=True)
-class Weight:
+class Cut:
+    """How a tensor of ours is made of Hugging Face tensors, and how it is cut."""
+
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism cuts; None = every rank holds the whole tensor."""
+    num_units: int = 1
+    """Pieces along ``tp_dim`` that are never cut: heads, key/value groups, ffn columns or vocabulary rows."""
+    fusion: Fusion = Fusion.COPY
+    pads: bool = False
+    """Whether ``num_units`` is zero-padded to a multiple of the TP size (harmless in an ffn) instead of refused."""
+    head_dim: int = 0
+    """Width of one attention head; 0 outside qkv."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight(Cut):
     """One tensor of ours: its names, shapes, fusion and cut."""
 
     name: str
@@ -61,17 +77,8 @@ class Weight:
     """Global layer number within its tower."""
     hf_names: Names
     hf_shapes: Shapes
-    fusion: Fusion
-    tp_dim: int | None
-    """Dimension that tensor parallelism cuts; None = every rank holds the whole tensor."""
     shape: tuple[int, ...]
     """Shape of the whole fused tensor, without padding."""
-    num_units: int = 1
-    """Pieces along ``tp_dim`` that are never cut: heads, key/value groups, ffn columns or vocabulary rows."""
-    pads: bool = False
-    """Whether ``num_units`` is zero-padded to a multiple of the TP size (harmless in an ffn) instead of refused."""
-    head_dim: int = 0
-    """Width of one attention head; 0 outside qkv."""
 
 
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -103,8 +110,8 @@ def stage_local_name(weight: Weight, spec: StageSpec) -> str:
     """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
     if weight.layer is None:
         return weight.name
-    layers = spec.vision_layers if weight.place is Place.VISION_LAYER else spec.language_layers
-    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - layers.start}.")
+    first = getattr(spec, weight.place.value).start
+    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - first}.")
 
 
 def stored_name(weight: Weight) -> str:
@@ -150,7 +157,7 @@ def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
 
 def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """One TP rank's part of a whole fused tensor, zero-padded; [gate; up] gives [gate_i; up_i]."""
-    _expect_shape(weight, whole, weight.shape)
+    assert whole.shape == weight.shape, (weight.name, whole.shape)
     if weight.tp_dim is None or tp_size == 1:
         return whole
     num_blocks = _num_blocks(weight)
@@ -164,8 +171,7 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
 
 def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
     """The whole fused tensor from the shards of all TP ranks, without padding.  A replicated one is rank 0's."""
-    for part in shards:
-        _expect_shape(weight, part, local_shape(weight, len(shards)))
+    assert all(part.shape == local_shape(weight, len(shards)) for part in shards), weight.name
     if weight.tp_dim is None or len(shards) == 1:
         return shards[0]
     num_blocks = _num_blocks(weight)
@@ -202,16 +208,6 @@ def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the cut dimension of a linear layer falls into pieces (the fields of ``Weight`` of the same names)."""
-
-    num_units: int
-    fusion: Fusion = Fusion.COPY
-    pads: bool = False
-    head_dim: int = 0
-
-
-@dataclass(frozen=True)
 class _Section:
     """Where the next weights of the table live."""
 
@@ -219,34 +215,28 @@ class _Section:
     place: Place
     layer: int | None = None
 
+    def weight(self, name: str, hf_names: Names, hf_shapes: Shapes, cut: Cut = Cut()) -> Weight:
+        shape = (sum(shape[0] for shape in hf_shapes), *hf_shapes[0][1:])
+        return Weight(**vars(self), **vars(cut), name=name, hf_names=hf_names, hf_shapes=hf_shapes, shape=shape)
+
     def norm(self, name: str, hf_name: str, size: int) -> Iterator[Weight]:
         yield self.weight(f"{name}.weight", (f"{hf_name}.weight",), ((size,),))
 
-    def column(
-        self, name: str, hf_names: Names, outputs: tuple[int, ...], inputs: int, cut: _Cut, bias: bool = True
+    def linear(
+        self, name: str, hf_names: Names, outputs: tuple[int, ...], inputs: int, cut: Cut, bias: bool = True
     ) -> Iterator[Weight]:
-        """A column-parallel linear layer: outputs, the rows of its weight, are cut."""
-        for kind, rest in (("weight", (inputs,)), ("bias", ()))[: 1 + bias]:
-            shapes = tuple((size, *rest) for size in outputs)
-            yield self.weight(f"{name}.{kind}", tuple(f"{hf_name}.{kind}" for hf_name in hf_names), shapes, 0, cut)
-
-    def row(self, name: str, hf_name: str, outputs: int, inputs: int, cut: _Cut, bias: bool) -> Iterator[Weight]:
-        """A row-parallel linear layer: inputs, the columns of its weight, are cut; its bias is replicated."""
-        yield self.weight(f"{name}.weight", (f"{hf_name}.weight",), ((outputs, inputs),), 1, cut)
+        """A linear layer: its outputs (rows of its weight) are cut, or its inputs; then its bias is replicated."""
+        names = tuple(f"{hf_name}.weight" for hf_name in hf_names)
+        yield self.weight(f"{name}.weight", names, tuple((size, inputs) for size in outputs), cut)
         if bias:
-            yield self.weight(f"{name}.bias", (f"{hf_name}.bias",), ((outputs,),))
+            names = tuple(f"{hf_name}.bias" for hf_name in hf_names)
+            yield self.weight(f"{name}.bias", names, tuple((size,) for size in outputs), Cut() if cut.tp_dim else cut)
 
     def swiglu(self, name: str, hf_name: str, hidden: int, ffn: int, bias: bool) -> Iterator[Weight]:
-        hf_names, cut = (f"{hf_name}.gate_proj", f"{hf_name}.up_proj"), _Cut(ffn, Fusion.GATE_UP, pads=True)
-        yield from self.column(f"{name}.linear_fc1", hf_names, (ffn, ffn), hidden, cut, bias)
-        yield from self.row(f"{name}.linear_fc2", f"{hf_name}.down_proj", hidden, ffn, _Cut(ffn, pads=True), bias)
-
-    def weight(
-        self, name: str, hf_names: Names, hf_shapes: Shapes, tp_dim: int | None = None, cut: _Cut = _Cut(1)
-    ) -> Weight:
-        shape = (sum(shape[0] for shape in hf_shapes), *hf_shapes[0][1:])
-        where = (name, self.part, self.place, self.layer, hf_names, hf_shapes)
-        return Weight(*where, cut.fusion, tp_dim, shape, cut.num_units, cut.pads, cut.head_dim)
+        hf_names, gate_up = (f"{hf_name}.gate_proj", f"{hf_name}.up_proj"), Cut(0, ffn, Fusion.GATE_UP, pads=True)
+        yield from self.linear(f"{name}.linear_fc1", hf_names, (ffn, ffn), hidden, gate_up, bias)
+        yield from self.linear(
+            f"{name}.linear_fc2", (f"{hf_name}.down_proj",), (hidden,), ffn, Cut(1, ffn, pads=True), bias)
 
 
 def _patch_embedding(vision: VisionConfig) -> Iterator[Weight]:
@@ -259,22 +249,22 @@ def _vision_layer(vision: VisionConfig, layer: int) -> Iterator[Weight]:
     section = _Section("vision", Place.VISION_LAYER, layer)
     ours, hf = f"image_encoder.encoder.blocks.layers.{layer}", f"visual.blocks.{layer}"
     hidden, num_heads, attention = vision.hidden_size, vision.num_attention_heads, f"{ours}.self_attention"
-    qkv = _Cut(num_heads, Fusion.PER_HEAD_QKV, head_dim=vision.head_dim)
+    qkv = Cut(0, num_heads, Fusion.PER_HEAD_QKV, head_dim=vision.head_dim)
     yield from section.norm(f"{ours}.input_layernorm", f"{hf}.norm1", hidden)
-    yield from section.column(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
-    yield from section.row(f"{attention}.linear_proj", f"{hf}.attn.proj", hidden, hidden, _Cut(num_heads), bias=True)
+    yield from section.linear(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
+    yield from section.linear(f"{attention}.linear_proj", (f"{hf}.attn.proj",), (hidden,), hidden, Cut(1, num_heads))
     yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.norm2", hidden)
     yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, vision.ffn_hidden_size, bias=True)
 
 
 def _projector(projector: ProjectorConfig, num_merged_patches: int) -> Iterator[Weight]:
     section = _Section("projector", Place.PROJECTOR)
-    ours, hf = "image_encoder.projector", "visual.merger"
+    ours, hf, hidden = "image_encoder.projector", "visual.merger", projector.hidden_size
     merged, ffn = projector.input_size * num_merged_patches, projector.ffn_hidden_size
-    cut = _Cut(ffn, pads=True)
+    one, two = Cut(0, ffn, pads=True), Cut(1, ffn, pads=True)
     yield from section.norm(f"{ours}.layernorm", f"{hf}.ln_q", projector.input_size)
-    yield from section.column(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, cut)
-    yield from section.row(f"{ours}.encoder.linear_fc2", f"{hf}.mlp.2", projector.hidden_size, ffn, cut, bias=True)
+    yield from section.linear(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, one)
+    yield from section.linear(f"{ours}.encoder.linear_fc2", (f"{hf}.mlp.2",), (hidden,), ffn, two)
 
 
 def _language_layer(language: LanguageConfig, layer: int) -> Iterator[Weight]:
@@ -282,11 +272,11 @@ def _language_layer(language: LanguageConfig, layer: int) -> Iterator[Weight]:
     ours, hf = f"text_decoder.decoder.layers.{layer}", f"model.layers.{layer}"
     hidden, num_groups, attention = language.hidden_size, language.num_query_groups, f"{ours}.self_attention"
     query, key = language.num_attention_heads * language.kv_channels, num_groups * language.kv_channels
-    heads, qkv = _Cut(num_groups), _Cut(num_groups, Fusion.GROUPED_QKV, head_dim=language.kv_channels)
+    heads, qkv = Cut(1, num_groups), Cut(0, num_groups, Fusion.GROUPED_QKV, head_dim=language.kv_channels)
     qkv_names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
     yield from section.norm(f"{ours}.input_layernorm", f"{hf}.input_layernorm", hidden)
-    yield from section.column(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
-    yield from section.row(f"{attention}.linear_proj", f"{hf}.self_attn.o_proj", hidden, query, heads, bias=False)
+    yield from section.linear(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
+    yield from section.linear(f"{attention}.linear_proj", (f"{hf}.self_attn.o_proj",), (hidden,), query, heads, False)
     yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", hidden)
     yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, language.ffn_hidden_size, bias=False)
 
@@ -300,19 +290,12 @@ def _head(language: LanguageConfig) -> Iterator[Weight]:
 
 def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:
     shape = (language.vocab_size, language.hidden_size)
-    return _Section("language", place).weight(name, (hf_name,), (shape,), 0, _Cut(language.vocab_size))
+    return _Section("language", place).weight(name, (hf_name,), (shape,), Cut(0, language.vocab_size))
 
 
 def _owns(spec: StageSpec, weight: Weight) -> bool:
-    owned = {
-        Place.PATCH_EMBEDDING: spec.has_patch_embedding,
-        Place.VISION_LAYER: weight.layer in spec.vision_layers,
-        Place.PROJECTOR: spec.has_projector,
-        Place.EMBEDDING: spec.has_embedding,
-        Place.LANGUAGE_LAYER: weight.layer in spec.language_layers,
-        Place.HEAD: spec.has_head,
-    }
-    return owned[weight.place]
+    owned = getattr(spec, weight.place.value)
+    return owned if weight.layer is None else weight.layer in owned
 
 
 def _num_blocks(weight: Weight) -> int:
@@ -337,10 +320,3 @@ def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> 
 
 def _zero_pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, size - tensor.shape[dim]))
-
-
-def _expect_shape(weight: Weight, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise UserError(
-            f"{weight.name} has shape {list(tensor.shape)}; expected {list(shape)}. Was it cut for another TP size?"
-        )

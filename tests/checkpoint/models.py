@@ -13,13 +13,12 @@ from checkpoint.cli import main
 from checkpoint.formats.hf_config import model_from_hf
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import safetensors_file
-from checkpoint.formats.spelling import Spelling
 from checkpoint.formats.storage import RELEASE, Storage, mindspeed_targets
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights
-from tests.saved_hf import spell
+from tests.saved_hf import Spelling, spell
 
 
 @dataclass(frozen=True)

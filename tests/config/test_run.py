@@ -37,11 +37,12 @@ def problems(tmp_path, *flags: str, **how) -> list[str]:
 def test_derived_numbers(tmp_path):
     run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
     assert (run.num_stages, run.dp_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
-    assert (run.precision, run.per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", False, 100, 12.5)
+    assert (run.args.precision, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", 100, 12.5)
+    assert not run.args.calculate_per_sample_loss
     run = load(tmp_path, "--tensor-model-parallel-size", "2", "--calculate-per-sample-loss",
                "--lr-warmup-iters", "3", "--lr-decay-iters", "50")
     assert (run.dp_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
-    assert (run.per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == (True, 50, 3)
+    assert (run.args.calculate_per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == (True, 50, 3)
 
 
 def test_run_cannot_be_changed(tmp_path):
@@ -165,8 +166,8 @@ def test_precision_keys_may_be_absent(tmp_path):
         (tmp_path / name).write_text(json.dumps(changed(name, changes)))
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
             *(flag for flag in FLAGS if flag != "--bf16")]
-    assert load_run(argv, 2, {}).precision == "fp32"
-    assert load_run([*argv, "--fp16"], 2, {}).precision == "fp16"
+    assert load_run(argv, 2, {}).args.precision == "fp32"
+    assert load_run([*argv, "--fp16"], 2, {}).args.precision == "fp16"
 
 
 @pytest.mark.parametrize(("flags", "values"), [
@@ -181,7 +182,7 @@ def test_precision_keys_may_repeat_the_flags(tmp_path, flags, values):
         (tmp_path / name).write_text(json.dumps(changed(name, how), indent=1))
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
             *(flag for flag in FLAGS if flag != "--bf16")]
-    assert load_run([*argv, *flags], 2, {}).precision == (flags or ["--fp32"])[0].removeprefix("--")
+    assert load_run([*argv, *flags], 2, {}).args.precision == (flags or ["--fp32"])[0].removeprefix("--")
     for other in {"--bf16", "--fp16"}.difference(flags):
         told = [problem for problem in refused([*argv, other], {}) if problem.endswith("; change the flag or the file")]
         assert len(told) == 1

@@ -22,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from checkpoint.formats.source import open_to_train  # noqa: E402
+from checkpoint.formats.training import LATEST_FILE  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
@@ -138,7 +139,9 @@ def refusals(directory: Path) -> dict[str, list[list[str]]]:
     trained = Run(Layout(), seed=2)
     found["other freezing"] = problems_of(lambda: trained.load(directory / "frozen"))
     found["no optimizer state"] = problems_of(lambda: trained.load(directory / "bare"))
-    found["missing"] = problems_of(lambda: trained.load(directory / "frozen", iteration=7))
+    if run.mesh.rank == 0:
+        (directory / "frozen" / LATEST_FILE).write_text("7")
+    found["missing"] = problems_of(lambda: trained.load(directory / "frozen"))
     language = dataclasses.replace(Layout().model.language, rope_theta=5.0, layernorm_epsilon=0.5)
     other = Run(Layout(), model=dataclasses.replace(Layout().model, language=language))
     found["other model"] = problems_of(lambda: other.load(directory / "bare"))

@@ -20,8 +20,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats import training as files
+from checkpoint.formats.hf import published_name
 from checkpoint.formats.source import Kind, find_kind, open_training
-from checkpoint.formats.spelling import published_name
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
 from mm.weights.table import model_weights
@@ -347,7 +347,8 @@ def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path
     (tmp_path / files.LATEST_FILE).unlink()
     folder, (note,) = files.find_checkpoint(tmp_path)
     assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
-    assert files.find_checkpoint(tmp_path, 10)[0].name == "iter_0000010"
+    (tmp_path / files.LATEST_FILE).write_text("10\n")
+    assert files.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
     (tmp_path / files.LATEST_FILE).write_text("ten")
     with pytest.raises(UserError, match="expected the number of an iteration"):
         files.find_checkpoint(tmp_path)

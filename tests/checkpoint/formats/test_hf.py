@@ -17,7 +17,6 @@ from checkpoint.formats.hf_config import for_both_versions
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
 from checkpoint.formats.source import open_to_train
-from checkpoint.formats.spelling import Spelling
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.table import (
@@ -30,7 +29,7 @@ from mm.weights.table import (
 )
 from tests import tiny
 from tests.checkpoint.formats.test_hf_config import flat
-from tests.saved_hf import as_single_file, cast, save, weight_files
+from tests.saved_hf import Spelling, as_single_file, cast, save, weight_files
 
 ONE_WORKER = Options(num_workers=1)
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
