@@ -5,7 +5,6 @@ transparency becomes white, EXIF rotation is not applied, and an animation gives
 """
 
 import json
-import math
 import os
 import stat
 from dataclasses import replace
@@ -19,6 +18,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mm.batch import Grid
 from mm.config.schema import NotNegative, Number, expected, fields_of
@@ -30,30 +30,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Only formats that are pictures: Pillow starts a PostScript interpreter for EPS."""
 _DEEP_MODES = ("F", "I")
 """Pillow modes of more than 8 bits a channel; its conversion to RGB would clip almost all of them to white."""
-_MAX_ASPECT_RATIO = 200
-"""transformers' limit, in ``smart_resize``."""
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
-
-    The same numbers as transformers' function of this name.  The aspect ratio is kept as far as the multiples allow.
-
-    Raises ValueError when one side is more than 200 times the other.
-    """
-    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-        raise ValueError(f"one side is more than {_MAX_ASPECT_RATIO} times the other: {width} x {height} pixels")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        new_height = max(factor, math.floor(height / shrink / factor) * factor)
-        new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * grow / factor) * factor
-        new_width = math.ceil(width * grow / factor) * factor
-    return new_height, new_width
 
 
 def load_image(path: str) -> Image.Image:
@@ -68,12 +45,6 @@ def load_image(path: str) -> Image.Image:
         except Exception as error:  # Pillow's decoders raise errors of many types on broken files
             raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
         return _to_rgb(image)
-
-
-def image_size(path: str) -> tuple[int, int]:
-    """Height and width from the file's header, without decoding pixels.  Raises as ``load_image`` does."""
-    with _open(path) as image:
-        return image.height, image.width
 
 
 def _open(path: str) -> Image.Image:
@@ -159,19 +130,23 @@ class ImageProcessor:
             )
         return replace(found, min_pixels=lower, max_pixels=upper)
 
-    def grid(self, height: int, width: int) -> Grid:
-        """Patches (time, height, width) of an image of this size in pixels.  Raises as ``smart_resize`` does."""
+    def _grid(self, width: int, height: int) -> Grid:
+        """Patches of an image of this size in pixels.  Raises ValueError when it is too long a strip."""
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def image_grid(self, path: str) -> Grid:
-        """Patches of an image file, from its header alone."""
-        height, width = image_size(path)
+        """Patches of an image file, from its header alone.  Raises UserError as ``load_image`` does, and for strips."""
+        with _open(path) as image:
+            width, height = image.size
         try:
-            return self.grid(height, width)
+            return self._grid(width, height)
         except ValueError as error:
-            raise UserError(f"{path}: {error}; crop or remove the image.") from error
+            raise UserError(
+                f"{path}: one side is more than 200 times the other: {width} x {height} pixels; crop or remove the "
+                f"image."
+            ) from error
 
     def patches(self, image: Image.Image) -> tuple[Tensor, Grid]:
         """Resize, normalise and cut an RGB image.
@@ -179,7 +154,7 @@ class ImageProcessor:
         Returns float32 [num_patches, channels x frames x patch_size x patch_size] and the grid.  Patches that merge
         into one visual token lie together.  A still image is repeated to fill ``temporal_patch_size`` frames.
         """
-        grid = self.grid(image.height, image.width)
+        grid = self._grid(*image.size)
         _, rows, columns = grid
         side, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
         resized = image.resize((columns * side, rows * side), resample=Image.Resampling.BICUBIC)
