@@ -47,8 +47,8 @@ class StepLoader:
         step = []
         for _ in range(self._num_microbatches):
             item = next(self._microbatches)
-            if isinstance(item, _Refusal):
-                raise UserError(item.problems)
+            if isinstance(item, UserError):
+                raise item
             step.append(item)
         return step
 
@@ -62,26 +62,22 @@ class StepLoader:
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """A UserError on its way out of a worker, where raising it would bury its sentences in a traceback."""
-
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class _MicrobatchSource(torch.utils.data.Dataset):
-    """Microbatch ``number`` of this rank, counted over all steps from ``consumed_samples`` on."""
+    """Microbatch ``number`` of this rank, counted over all steps from ``consumed_samples`` on.
+
+    A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
+    """
 
     dataset: Dataset
     encoder: SampleEncoder
     order: Order
 
-    def __getitem__(self, number: int) -> Microbatch | _Refusal:
+    def __getitem__(self, number: int) -> Microbatch | UserError:
         indices = self.order.indices(*divmod(number, self.order.num_microbatches))
         try:
             return Microbatch.join(self._encode(index) for index in indices)
         except UserError as error:
-            return _Refusal(error.problems)
+            return error
 
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
@@ -109,7 +105,7 @@ def _end_with_trainer(worker: int) -> None:
 
 def _start_workers(
     source: _MicrobatchSource, num_workers: int, prefetch_factor: int
-) -> Iterator[Microbatch | _Refusal]:
+) -> Iterator[Microbatch | UserError]:
     """Iterate over ``source`` without end, in order, in worker processes."""
     # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
