@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mm.config.model import RecomputeConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
@@ -30,8 +31,8 @@ class LayerContext:
     def tp_size(self) -> int:
         return self.tp_group.size()
 
-    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
-        """A linear layer whose outputs are cut over tensor parallelism."""
+    def column(self, input_size: int, output_size: int, bias: bool, has_weight: bool = True) -> ColumnLinear:
+        """A linear layer whose outputs are cut over tensor parallelism; without a weight, each call gives it one."""
         return ColumnLinear(
             input_size,
             output_size,
@@ -39,6 +40,7 @@ class LayerContext:
             init_method=never_initialize,
             bias=bias,
             gather_output=False,
+            skip_weight_param_allocation=not has_weight,
             tp_group=self.tp_group,
         )
 
@@ -87,9 +89,8 @@ class LayerShape:
     num_query_groups: int
     head_dim: int
     epsilon: float
-    qkv_bias: bool
     linear_bias: bool
-    """Bias of every other linear layer."""
+    """Bias of every linear layer but qkv, which always has one."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class SelfAttention(nn.Module):
         self.heads_per_group = shape.num_heads // shape.num_query_groups
         self.attention = context.device.kernels.attention
         qkv_size = (shape.num_heads + 2 * shape.num_query_groups) * shape.head_dim
-        self.linear_qkv = context.column(shape.hidden_size, qkv_size, shape.qkv_bias)
+        self.linear_qkv = context.column(shape.hidden_size, qkv_size, bias=True)
         self.linear_proj = context.row(shape.num_heads * shape.head_dim, shape.hidden_size, shape.linear_bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -156,15 +157,21 @@ class TransformerLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass."""
+    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass.
+
+    "selective" recomputes attention scores, which our kernels never keep.  "full" with method "uniform" recomputes all
+    of a stage's layers, with "block" the first ``num_layers`` of them, as in Megatron.
+    """
 
     final_layernorm: RMSNorm
     """After the LLM's last layer; on the stage that has the head."""
 
-    def __init__(self, layers: range, shape: LayerShape, context: LayerContext, num_recomputed: int) -> None:
+    def __init__(self, layers: range, shape: LayerShape, context: LayerContext, recompute: RecomputeConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(shape, context) for layer in layers})
-        self.recomputed = frozenset(str(layer) for layer in layers[:num_recomputed])
+        num_recomputed = recompute.num_layers if recompute.method == "block" else None
+        recomputed = layers[:num_recomputed] if recompute.granularity == "full" else ()
+        self.recomputed = frozenset(map(str, recomputed))
 
     def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """Apply the layer with this global number."""
