@@ -89,9 +89,8 @@ def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list
     header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
     rows: list[tuple[str, ...]] = [header]
     for spec, size in zip(placement.slots, sizes, strict=True):
-        name = str(spec.stage) if run.model.num_chunks == 1 else f"{spec.stage}.{spec.chunk}"
         rows.append((
-            name, _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
+            str(spec.stage), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
             _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
         ))
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -104,27 +103,20 @@ def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
-    def marked(what: str, part: str) -> str:
-        return f"{what} (frozen)" if model.is_frozen(part) else what
-
-    parts = []
-    if spec.has_patch_embedding:
-        parts.append(marked("patch embedding", "vision"))
-    if spec.vision_layers:
-        parts.append(marked(f"ViT {_span(spec.vision_layers)}", "vision"))
-    if spec.has_projector:
-        parts.append(marked("projector", "projector"))
-    if spec.has_embedding:
-        parts.append(marked("embedding", "language"))
-    if spec.language_layers:
-        parts.append(marked(f"LLM {_span(spec.language_layers)}", "language"))
-    if spec.has_head:
-        parts.append(marked("norm + head", "language"))
+    held = (
+        ("patch embedding", "vision", spec.has_patch_embedding),
+        (f"ViT {_span(spec.vision_layers)}", "vision", spec.vision_layers),
+        ("projector", "projector", spec.has_projector),
+        ("embedding", "language", spec.has_embedding),
+        (f"LLM {_span(spec.language_layers)}", "language", spec.language_layers),
+        ("norm + head", "language", spec.has_head),
+    )
+    parts = [f"{what} (frozen)" if model.is_frozen(part) else what for what, part, is_held in held if is_held]
     return ", ".join(parts) or "nothing (hands on what it receives)"
 
 
 def _span(layers: range) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+    return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
 
 
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:

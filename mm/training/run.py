@@ -14,7 +14,7 @@ from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner
-from mm.device.device import Device
+from mm.device.device import Device, peak_flops
 from mm.errors import AgreedError
 from mm.model import flops, load
 from mm.model.stage import Stage
@@ -118,7 +118,7 @@ class Trainer:
             self.metrics.write(self._measured(plan, result, seconds))
 
     def _measured(self, plan: StepPlan, result: StepResult, seconds: float) -> StepMetrics:
-        totals, num_devices, peak_flops = plan.totals, self.mesh.world_size, self.device.peak_flops
+        totals, num_devices, peak = plan.totals, self.mesh.world_size, peak_flops(self.device.name)
         rate = flops.training_flops(self.run.model, totals) / seconds / num_devices
         return StepMetrics(
             iteration=self.progress.iteration,
@@ -131,7 +131,7 @@ class Trainer:
             num_images=totals.num_images,
             tokens_per_second_per_device=totals.num_tokens / seconds / num_devices,
             model_flops_per_second_per_device=rate,
-            mfu=rate / peak_flops if peak_flops else None,
+            mfu=rate / peak if peak else None,
             max_memory_bytes=self.device.max_memory_bytes(),
             **asdict(result),
         )
