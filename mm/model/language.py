@@ -10,7 +10,7 @@ from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm, never_initialize
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm, never_initialize
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
 
@@ -69,16 +69,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         if spec.has_embedding:
             self.embedding = WordEmbedding(config, context)
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups,
-            head_dim=config.kv_channels,
-            epsilon=config.layernorm_epsilon,
-            linear_bias=False,
-        )
-        self.decoder = LayerStack(spec.language_layers, shape, context, config.recompute)
+        self.decoder = LayerStack(spec.language_layers, config, context, bias=False)
         if spec.has_head:
             self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, context)
             self.shares_embedding = config.tied and spec.has_embedding

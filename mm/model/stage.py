@@ -47,12 +47,12 @@ class Stage(nn.Module):
         self.device = device
         self.per_sample_loss = per_sample_loss
         context = LayerContext(self.config, mesh.groups.tp, device)
-        if spec.has_vision:
+        if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
                 self.image_encoder["projector"] = Projector(model.projector, merge_factor, context)
-        if spec.has_language:
+        if spec.language_layers:
             self.text_decoder = LanguageModel(model.language, spec, context)
         self.weights = stage_weights(model, spec, placement)
         parameters = dict(self.named_parameters())
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         """
         spec, model, device = self.spec, self.model, self.device
         vision = embedding = language = loss = None
-        if spec.has_vision and microbatch.image_grids:
+        if spec.vision_layers and microbatch.image_grids:
             vision = vision_inputs(microbatch, model.vision, device)
         if spec.has_embedding:
             embedding = embedding_inputs(microbatch, model.image_token_id, device)

@@ -13,7 +13,7 @@ from mm.batch import Microbatch
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.placement import StageSpec
@@ -75,16 +75,7 @@ class VisionEncoder(nn.Module):
         self.has_patch_embedding = spec.has_patch_embedding
         if spec.has_patch_embedding:
             self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_heads=config.num_attention_heads,
-            num_query_groups=config.num_attention_heads,
-            head_dim=config.head_dim,
-            epsilon=config.layernorm_epsilon,
-            linear_bias=True,
-        )
-        self.blocks = LayerStack(spec.vision_layers, shape, context, config.recompute)
+        self.blocks = LayerStack(spec.vision_layers, config, context, bias=True)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order."""
