@@ -20,6 +20,12 @@ class AgreedError(UserError):
     """A UserError that every rank of a run raises with the same problems, so that one of them reports it."""
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise UserError with ``problems``, each once, if there are any."""
+    if found := dict.fromkeys(problems):
+        raise UserError(found)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.data.dataset import IMAGE_PLACEHOLDER, Turn
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 _RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
@@ -52,8 +52,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     vocabulary = tokenizer.get_vocab()
     tokens = (IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
     problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return tokenizer
 
 

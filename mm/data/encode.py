@@ -11,7 +11,7 @@ from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.dataset import IMAGE_PLACEHOLDER, Sample, Turn
 from mm.data.image import ImageProcessor, load_image
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.model.positions import mrope_positions
 
 
@@ -46,14 +46,17 @@ class SampleEncoder:
             ("temporal_patch_size", images.temporal_patch_size, "temporal_patch_size", vision.temporal_patch_size),
             ("merge_size", images.merge_size, "spatial_merge_size", vision.spatial_merge_size),
         ]
-        problems = [
+        refuse(
             f"{name} is {found} in {directory}, but {key} is {expected} in the model JSON; they must be equal."
             for name, found, key, expected in pairs
             if found != expected
-        ]
-        if problems:
-            raise UserError(problems)
-        _try_template(chat, directory)
+        )
+        # A conversation of every kind of part finds a template of another model at once.
+        conversation = [Turn("user", f"{IMAGE_PLACEHOLDER}question"), Turn("assistant", "answer")]
+        try:
+            chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)])
+        except UserError as error:
+            raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
         return cls(chat, images)
 
     def encode(self, sample: Sample) -> Microbatch:
@@ -86,12 +89,3 @@ class SampleEncoder:
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
         return values
-
-
-def _try_template(chat: ChatEncoder, directory: str) -> None:
-    """Encode a conversation of every kind of part, so that a template of another model is found at once."""
-    conversation = [Turn("user", f"{IMAGE_PLACEHOLDER}question"), Turn("assistant", "answer")]
-    try:
-        chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)])
-    except UserError as error:
-        raise UserError(f"{directory}: {problem}" for problem in error.problems) from error

@@ -5,6 +5,7 @@ transparency becomes white, EXIF rotation is not applied, and an animation gives
 """
 
 import json
+import math
 import os
 import stat
 from dataclasses import replace
@@ -13,16 +14,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mm.batch import Grid
-from mm.config.schema import NotNegative, Number, expected, fields_of
-from mm.errors import UserError
+from mm.config.schema import Count, NotNegative, Number, expected, fields_of
+from mm.errors import UserError, refuse
 
 MAX_IMAGE_PIXELS = 50_000_000
 """Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
@@ -31,6 +31,26 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _DEEP_MODES = ("F", "I")
 """Pillow modes of more than 8 bits a channel; its conversion to RGB would clip almost all of them to white."""
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
+    """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
+
+    The same numbers as transformers' function of this name, whose module takes seconds to import.  The aspect ratio is
+    kept as far as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError(f"one side is more than 200 times the other: {width} x {height} pixels")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
 
 
 def load_image(path: str) -> Image.Image:
@@ -86,7 +106,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-_Size = Annotated[int, Ge(1)]
 _Positive = Annotated[Number, Gt(0)]
 _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
 _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
@@ -96,11 +115,11 @@ _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(ti
 class ImageProcessor:
     """Sizes and constants of the image side, by their names in Hugging Face's files."""
 
-    min_pixels: _Size
-    max_pixels: _Size
-    patch_size: _Size
-    temporal_patch_size: _Size
-    merge_size: _Size
+    min_pixels: Count
+    max_pixels: Count
+    patch_size: Count
+    temporal_patch_size: Count
+    merge_size: Count
     image_mean: _PerChannel
     image_std: _PositivePerChannel
 
@@ -131,7 +150,7 @@ class ImageProcessor:
         return replace(found, min_pixels=lower, max_pixels=upper)
 
     def _grid(self, width: int, height: int) -> Grid:
-        """Patches of an image of this size in pixels.  Raises ValueError when it is too long a strip."""
+        """Patches of an image of this size in pixels.  Raises as ``smart_resize`` does."""
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
@@ -139,14 +158,11 @@ class ImageProcessor:
     def image_grid(self, path: str) -> Grid:
         """Patches of an image file, from its header alone.  Raises UserError as ``load_image`` does, and for strips."""
         with _open(path) as image:
-            width, height = image.size
+            size = image.size
         try:
-            return self._grid(width, height)
+            return self._grid(*size)
         except ValueError as error:
-            raise UserError(
-                f"{path}: one side is more than 200 times the other: {width} x {height} pixels; crop or remove the "
-                f"image."
-            ) from error
+            raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
     def patches(self, image: Image.Image) -> tuple[Tensor, Grid]:
         """Resize, normalise and cut an RGB image.
@@ -190,7 +206,7 @@ def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
     """Refuse settings that would change the picture and that this code does not have."""
-    expected = {
+    supported = {
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
@@ -198,13 +214,11 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
         "resample": int(Image.Resampling.BICUBIC),
         "rescale_factor": 1 / 255,
     }
-    problems = [
+    refuse(
         f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
-        for key, value in expected.items()
+        for key, value in supported.items()
         if values.get(key, value) != value
-    ]
-    if problems:
-        raise UserError(problems)
+    )
 
 
 def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:

@@ -4,12 +4,28 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
-from mm.data.image import ImageProcessor, load_image
+from mm.data.image import ImageProcessor, load_image, smart_resize
 from mm.errors import UserError
 from tests.data.oracle import PREPROCESSOR, photo
+
+sides = st.integers(1, 6000)
+
+
+@given(sides, sides, st.sampled_from([28, 32]), st.integers(0, 10**5), st.integers(10**5, 10**7))
+def test_smart_resize_equals_transformers(height, width, factor, min_pixels, max_pixels):
+    try:
+        expected = reference_smart_resize(height, width, factor, min_pixels, max_pixels)
+    except ValueError:
+        with pytest.raises(ValueError, match="200 times"):
+            smart_resize(height, width, factor, min_pixels, max_pixels)
+        return
+    assert smart_resize(height, width, factor, min_pixels, max_pixels) == expected
 
 
 def reference_patches(path, **changes):
