@@ -57,9 +57,9 @@ class Dataset:
         self._config = config
         self._files: list[tuple[str, Version]] = []
         spans: list[np.ndarray] = []
-        num_samples, problems = 0, []
+        problems: list[str] = []
         for path in config.dataset:
-            wanted = None if config.max_samples is None else config.max_samples - num_samples
+            wanted = None if config.max_samples is None else config.max_samples - sum(map(len, spans))
             if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
                 break
             try:
@@ -69,7 +69,6 @@ class Dataset:
                 continue
             spans.append(_check_file(file, len(self._files), wanted, config, problems))
             self._files.append((path, file.version))
-            num_samples += len(spans[-1])
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
             raise UserError(problems[:_MAX_PROBLEMS] + more)

@@ -23,7 +23,7 @@ from mm.parallel.agreement import all_problems, attempt
 from mm.parallel.mesh import Mesh
 
 
-class DataOwner:
+class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
@@ -47,9 +47,6 @@ class DataOwner:
         # A daemon, so that a rank that fails can leave while this waits for other ranks.
         self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Iterator[StepPlan]:
-        return self
 
     def __next__(self) -> StepPlan:
         if self._num_left == 0:
