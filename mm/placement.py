@@ -37,14 +37,6 @@ class StageSpec:
     receives: Message
     sends: Message
 
-    @property
-    def has_vision(self) -> bool:
-        return self.has_patch_embedding or self.has_projector or len(self.vision_layers) > 0
-
-    @property
-    def has_language(self) -> bool:
-        return self.has_embedding or self.has_head or len(self.language_layers) > 0
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -156,12 +148,8 @@ def layout_problems(
     ``vision_key`` and ``language_key`` are how the messages call the lists, so that every front end (model JSON,
     converter flags) can name its own.
     """
-    problems: list[str] = []
-    for key, layout, num_layers in (
-        (vision_key, vision, vision_num_layers),
-        (language_key, language, language_num_layers),
-    ):
-        problems += _list_problems(key, layout, num_layers)
+    problems = _list_problems(vision_key, vision, vision_num_layers)
+    problems += _list_problems(language_key, language, language_num_layers)
     if problems:
         return problems
     if (len(vision), len(vision[0])) != (len(language), len(language[0])):
@@ -198,13 +186,11 @@ def _order_problems(vision: PipelineLayout, language: PipelineLayout, vision_key
     vision_counts = [count for chunk in vision for count in chunk]
     language_counts = [count for chunk in language for count in chunk]
     last_vision = max((slot for slot, count in enumerate(vision_counts) if count), default=0)
-    early = [slot for slot, count in enumerate(language_counts) if count and slot < last_vision]
+    early = [slot for slot, count in enumerate(language_counts[:last_vision]) if count]
     if not early:
         return []
-    legal = list(language_counts)
-    legal[last_vision] += sum(legal[slot] for slot in early)
-    for slot in early:
-        legal[slot] = 0
+    legal = [0] * last_vision + language_counts[last_vision:]
+    legal[last_vision] += sum(language_counts[:last_vision])
     num_stages = len(vision[0])
     nested = [legal[start : start + num_stages] for start in range(0, len(legal), num_stages)]
     chunk, stage = divmod(early[0], num_stages)

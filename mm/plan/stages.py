@@ -11,13 +11,8 @@ from mm.config.run import Run
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.table import local_shape, model_weights, stage_weights
 
-_GRADIENT_BYTES = 4
-"""Megatron's DDP keeps gradients in a contiguous fp32 buffer."""
-_ADAM_MOMENT_BYTES = 4
-"""Each of the two moments is fp32."""
-_MASTER_BYTES = 4
-"""fp32 copy of a parameter whose working copy is bf16 or fp16."""
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a weight.  Its gradient, its two Adam moments and, beside a weight in bf16 or fp16, its copy are fp32."""
 _GIB = 2**30
 
 
@@ -42,13 +37,13 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
              for weight in stage_weights(run.model, spec, placement)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
-    state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.precision == "fp32" else _MASTER_BYTES)
+    state_bytes = _WIDTHS["fp32"] * (2 if run.precision == "fp32" else 3)
     num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * _WIDTHS[run.precision],
-        gradient_bytes=num_trainable * _GRADIENT_BYTES,
+        gradient_bytes=num_trainable * _WIDTHS["fp32"],
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
     )
 
