@@ -144,6 +144,7 @@ def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F82
     """Build one side, warm up, and time its steps."""
     from benchmarks.one_device import Ours, Peer, model_config, peer_attention, random_microbatch, random_tensors
     from mm.batch import BatchTotals
+    from mm.device.device import peak_flops
     from mm.model.flops import training_flops
     from mm.parallel.megatron import DTYPES
 
@@ -171,7 +172,7 @@ def time_side(flags: argparse.Namespace, device: "Device") -> dict:  # noqa: F82
         seconds.append(time.perf_counter() - start)
     timed = seconds[flags.warmup :]
     median = statistics.median(timed)
-    rate, peak = training_flops(model, totals) / median, device.peak_flops
+    rate, peak = training_flops(model, totals) / median, peak_flops(device.name)
     return {
         "attention": attention,
         "precision": precision,

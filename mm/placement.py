@@ -37,19 +37,6 @@ class StageSpec:
     receives: Message
     sends: Message
 
-    @property
-    def is_empty(self) -> bool:
-        """Owns no parameters: it only hands on what it receives."""
-        return not (self.vision_layers or self.has_projector or self.language_layers or self.has_embedding)
-
-    @property
-    def has_vision(self) -> bool:
-        return self.has_patch_embedding or self.has_projector or len(self.vision_layers) > 0
-
-    @property
-    def has_language(self) -> bool:
-        return self.has_embedding or self.has_head or len(self.language_layers) > 0
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -107,30 +94,26 @@ class Placement:
 
         It does when something trainable lies before the boundary and took part in making what crossed it.
         """
-        match message:
-            case Message.NOTHING:
-                return False
-            case Message.PATCHES:
-                return has_images and not self.vision_frozen
-            case Message.VISUAL_TOKENS:
-                return has_images and not (self.vision_frozen and self.projector_frozen)
-            case Message.HIDDEN_STATES:
-                visual = has_images and not (self.vision_frozen and self.projector_frozen)
-                return visual or not self.language_frozen
+        patches = has_images and not self.vision_frozen
+        visual_tokens = patches or (has_images and not self.projector_frozen)
+        flows = {
+            Message.PATCHES: patches,
+            Message.VISUAL_TOKENS: visual_tokens,
+            Message.HIDDEN_STATES: visual_tokens or not self.language_frozen,
+        }
+        return flows.get(message, False)
 
 
 def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int) -> tuple[StageSpec, ...]:
-    last_vision = max(index for index, count in enumerate(vision_counts) if count)
-    first_vision = next(index for index, count in enumerate(vision_counts) if count)
-    first_language = next(index for index, count in enumerate(language_counts) if count)
-    last_language = max(index for index, count in enumerate(language_counts) if count)
+    with_vision = [slot for slot, count in enumerate(vision_counts) if count]
+    with_language = [slot for slot, count in enumerate(language_counts) if count]
 
     def message_after(slot: int) -> Message:
-        if slot < first_vision or slot >= last_language:
+        if slot < with_vision[0] or slot >= with_language[-1]:
             return Message.NOTHING
-        if slot >= first_language:
+        if slot >= with_language[0]:
             return Message.HIDDEN_STATES
-        return Message.VISUAL_TOKENS if slot >= last_vision else Message.PATCHES
+        return Message.VISUAL_TOKENS if slot >= with_vision[-1] else Message.PATCHES
 
     slots: list[StageSpec] = []
     for slot in range(len(vision_counts)):
@@ -140,12 +123,12 @@ def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int
                 stage=slot % num_stages,
                 chunk=slot // num_stages,
                 vision_layers=range(vision_start, vision_start + vision_counts[slot]),
-                has_patch_embedding=slot == first_vision,
-                has_projector=slot == last_vision,
+                has_patch_embedding=slot == with_vision[0],
+                has_projector=slot == with_vision[-1],
                 language_layers=range(language_start, language_start + language_counts[slot]),
-                has_embedding=slot == first_language,
-                has_head=slot == last_language,
-                receives=message_after(slot - 1) if slot else Message.NOTHING,
+                has_embedding=slot == with_language[0],
+                has_head=slot == with_language[-1],
+                receives=message_after(slot - 1),
                 sends=message_after(slot),
             )
         )
@@ -165,12 +148,8 @@ def layout_problems(
     ``vision_key`` and ``language_key`` are how the messages call the lists, so that every front end (model JSON,
     converter flags) can name its own.
     """
-    problems: list[str] = []
-    for key, layout, num_layers in (
-        (vision_key, vision, vision_num_layers),
-        (language_key, language, language_num_layers),
-    ):
-        problems += _list_problems(key, layout, num_layers)
+    problems = _list_problems(vision_key, vision, vision_num_layers)
+    problems += _list_problems(language_key, language, language_num_layers)
     if problems:
         return problems
     if (len(vision), len(vision[0])) != (len(language), len(language[0])):
@@ -207,13 +186,11 @@ def _order_problems(vision: PipelineLayout, language: PipelineLayout, vision_key
     vision_counts = [count for chunk in vision for count in chunk]
     language_counts = [count for chunk in language for count in chunk]
     last_vision = max((slot for slot, count in enumerate(vision_counts) if count), default=0)
-    early = [slot for slot, count in enumerate(language_counts) if count and slot < last_vision]
+    early = [slot for slot, count in enumerate(language_counts[:last_vision]) if count]
     if not early:
         return []
-    legal = list(language_counts)
-    legal[last_vision] += sum(legal[slot] for slot in early)
-    for slot in early:
-        legal[slot] = 0
+    legal = [0] * last_vision + language_counts[last_vision:]
+    legal[last_vision] += sum(language_counts[:last_vision])
     num_stages = len(vision[0])
     nested = [legal[start : start + num_stages] for start in range(0, len(legal), num_stages)]
     chunk, stage = divmod(early[0], num_stages)

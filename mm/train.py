@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from mm.config.run import Run, load_run
-from mm.errors import AgreedError, UserError
+from mm.errors import AgreedError, UserError, refuse
 
 _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:  # every rank of a node finds it; the first one reports it at once
         if os.environ.get("LOCAL_RANK", "0") != "0":
             _wait_for_the_launcher()
-        return _refuse(error)
+        return _report(error)
     if run.args.dry_run:
         from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
 
@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") != "0":
             _wait_for_the_launcher()
             return 2
-        return _refuse(error)
+        return _report(error)
     except UserError as error:
-        return _refuse(error)
+        return _report(error)
     return 0
 
 
@@ -54,9 +54,7 @@ def prepare(argv: Sequence[str]) -> Run:
         return run
     from mm.training import preflight  # imports transformers, which the other ranks may not need
 
-    problems = preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else [])
-    if problems:
-        raise UserError(problems)
+    refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
     for note in () if is_rehearsal else run.notes:
         print(f"note: {note}", flush=True)
     return run
@@ -70,7 +68,7 @@ def _wait_for_the_launcher() -> None:
     time.sleep(_LAUNCHER_SECONDS)
 
 
-def _refuse(error: UserError) -> int:
+def _report(error: UserError) -> int:
     rank = os.environ.get("RANK", "0")
     start = "error: " if rank == "0" else f"[rank {rank}] error: "
     sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen

@@ -75,6 +75,11 @@ class VisionConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def num_query_groups(self) -> int:
+        """Every head has keys and values of its own."""
+        return self.num_attention_heads
+
+    @property
     def patch_elements(self) -> int:
         """Numbers in one flattened patch: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
@@ -114,6 +119,10 @@ class LanguageConfig:
     init_method_std: NotNegative = 0.02
     freeze: bool = False
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels
 
     @property
     def tied(self) -> bool:

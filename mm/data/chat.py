@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
-from mm.data.dataset import Turn
-from mm.errors import UserError
+from mm.data.dataset import IMAGE_PLACEHOLDER, Turn
+from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 _RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
@@ -51,8 +52,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     vocabulary = tokenizer.get_vocab()
     tokens = (IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
     problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return tokenizer
 
 
@@ -76,33 +76,29 @@ class EncodedText:
     num_images: int
 
 
+@dataclass(frozen=True)
 class ChatEncoder:
     """Renders, tokenizes, labels and cuts conversations.
 
     A sample without a system message gets what the template puts there; for Qwen2.5-VL its default system prompt.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seq_length: int,
-        spatial_merge_size: int,
-        train_on_prompt: bool = False,
-        mask_history: bool = False,
-    ) -> None:
-        """``seq_length`` is the most tokens of a sample; longer ones are cut.
+    tokenizer: PreTrainedTokenizerBase
+    seq_length: int
+    """The most tokens of a sample; longer ones are cut."""
+    spatial_merge_size: int
+    train_on_prompt: bool = False
+    """Learn everything but image tokens."""
+    mask_history: bool = False
+    """Learn the last answer only."""
 
-        With ``mask_history`` only the last answer is learnt, with ``train_on_prompt`` everything but image tokens.  At
-        most one of the two is set.
-        """
-        self._tokenizer = tokenizer
-        self._seq_length = seq_length
-        self.merge_area = spatial_merge_size**2
-        self._train_on_prompt = train_on_prompt
-        self._mask_history = mask_history
-        vocabulary = tokenizer.get_vocab()
-        self.image_token_id, self.vision_start_token_id = vocabulary[IMAGE_TOKEN], vocabulary[VISION_START_TOKEN]
+    @cached_property
+    def image_token_id(self) -> int:
+        return self.tokenizer.get_vocab()[IMAGE_TOKEN]
+
+    @cached_property
+    def vision_start_token_id(self) -> int:
+        return self.tokenizer.get_vocab()[VISION_START_TOKEN]
 
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose images have ``grids``, in reading order.
@@ -115,9 +111,9 @@ class ChatEncoder:
         """
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = np.array(encoding["input_ids"], dtype=np.int64)
-        if self._train_on_prompt:
+        if self.train_on_prompt:
             is_target = token_ids != self.image_token_id
         else:
             is_target = _overlapping(np.array(encoding["offset_mapping"], dtype=np.int64), spans)
@@ -127,10 +123,10 @@ class ChatEncoder:
         if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(f"the chat template shows {len(places)} images of {len(grids)}; use Qwen2.5-VL's template.")
         repeats = np.ones(len(token_ids), dtype=np.int64)
-        repeats[places] = [t * h * w // self.merge_area for t, h, w in grids]
+        repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
         ends = np.cumsum(repeats)[places] + 1
         starts = ends - repeats[places] - 2
-        num_tokens, num_images = _cut(int(repeats.sum()), list(zip(starts, ends, strict=True)), self._seq_length)
+        num_tokens, num_images = _cut(int(repeats.sum()), list(zip(starts, ends, strict=True)), self.seq_length)
         token_ids = np.repeat(token_ids, repeats)[:num_tokens]
         is_target = np.repeat(is_target, repeats)[:num_tokens]
 
@@ -140,18 +136,11 @@ class ChatEncoder:
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The conversation as the chat template writes it, with one image token per image."""
-        messages = []
-        for turn in turns:
-            if turn.role == "user":
-                content = [
-                    {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                    for part in turn.parts
-                ]
-            else:
-                content = turn.text
-            messages.append({"role": turn.role, "content": content})
+        messages = [
+            {"role": turn.role, "content": _parts(turn.text) if turn.role == "user" else turn.text} for turn in turns
+        ]
         try:
-            return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
+            return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateError as error:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
@@ -165,7 +154,16 @@ class ChatEncoder:
                 "'<|im_end|>'; use Qwen2.5-VL's template."
             )
         spans = [(match.start(2), match.end()) for match in rendered]
-        return spans[-1:] if self._mask_history else spans
+        return spans[-1:] if self.mask_history else spans
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """A user's text as transformers' chat templates take it."""
+    return [
+        {"type": "image"} if piece == IMAGE_PLACEHOLDER else {"type": "text", "text": piece}
+        for piece in re.split(f"({IMAGE_PLACEHOLDER})", text)
+        if piece
+    ]
 
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

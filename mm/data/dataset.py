@@ -1,4 +1,4 @@
-"""Raw JSON or JSONL files as validated samples: turns whose parts are text and image paths.
+"""Raw JSON or JSONL files as validated samples: turns of text, and the paths of the images in it.
 
 The column names come from the data JSON (``attr``), which follows LLaMA-Factory's sharegpt form, as in MindSpeed-MM.
 Every sample is checked once, up front, so that a bad one stops the run before it starts and not at step 5000.
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mm.config.data import DataConfig
+from mm.config.data import Attributes, DataConfig
 from mm.data.records import RecordFile, Version, read_record
 from mm.errors import UserError, nearest
 
@@ -24,22 +24,11 @@ _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
-class ImagePart:
-    """An image inside a turn; ``path`` exists on this machine."""
-
-    path: str
-
-
-@dataclass(frozen=True)
 class Turn:
-    """What one side says.  ``role`` is "system", "user" or "assistant"; only user turns hold images."""
+    """What one side says.  ``role`` is "system", "user" or "assistant"; only user turns hold image placeholders."""
 
     role: str
-    parts: tuple[str | ImagePart, ...]
-
-    @property
-    def text(self) -> str:
-        return "".join(part for part in self.parts if isinstance(part, str))
+    text: str
 
 
 @dataclass(frozen=True)
@@ -47,13 +36,10 @@ class Sample:
     """An optional system message, then user and assistant turns in alternation, ending with an assistant's."""
 
     turns: tuple[Turn, ...]
+    image_paths: tuple[str, ...]
+    """One for each placeholder, in reading order; they exist on this machine."""
     source: str
     """``file:index``, the index counted from 0 within the file."""
-
-    @property
-    def image_paths(self) -> tuple[str, ...]:
-        """In reading order."""
-        return tuple(part.path for turn in self.turns for part in turn.parts if isinstance(part, ImagePart))
 
 
 class Dataset:
@@ -71,9 +57,9 @@ class Dataset:
         self._config = config
         self._files: list[tuple[str, Version]] = []
         spans: list[np.ndarray] = []
-        num_samples, problems = 0, []
+        problems: list[str] = []
         for path in config.dataset:
-            wanted = None if config.max_samples is None else config.max_samples - num_samples
+            wanted = None if config.max_samples is None else config.max_samples - sum(map(len, spans))
             if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
                 break
             try:
@@ -83,7 +69,6 @@ class Dataset:
                 continue
             spans.append(_check_file(file, len(self._files), wanted, config, problems))
             self._files.append((path, file.version))
-            num_samples += len(spans[-1])
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
             raise UserError(problems[:_MAX_PROBLEMS] + more)
@@ -99,7 +84,7 @@ class Dataset:
         source = f"{path}:{index_in_file}"
         record = read_record(path, version, start, end)
         try:
-            return Sample(_turns(record, self._config), source)
+            return _sample(record, self._config, source)
         except UserError as error:
             raise UserError(f"{source}: {problem}" for problem in error.problems) from error
 
@@ -115,7 +100,7 @@ def _check_file(
     for start, end, record in file.records(problems):
         index = len(positions) // 2
         try:
-            _turns(record, config)
+            _sample(record, config, f"{file.path}:{index}")
         except UserError as error:
             where = f"{file.path}:{file.line(start)}: sample {index} (counted from 0)"
             problems += [f"{where}: {problem}" for problem in error.problems]
@@ -129,8 +114,8 @@ def _check_file(
     return np.column_stack([numbers, np.arange(len(offsets)), offsets])
 
 
-def _turns(record: Any, config: DataConfig) -> tuple[Turn, ...]:
-    """Map the columns of one raw sample to turns.  Raises UserError without saying which sample it was."""
+def _sample(record: Any, config: DataConfig, source: str) -> Sample:
+    """Read the columns of one raw sample.  Raises UserError without saying which sample it was."""
     attr = config.attr
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {attr.messages!r}.")
@@ -140,26 +125,31 @@ def _turns(record: Any, config: DataConfig) -> tuple[Turn, ...]:
     if attr.messages not in record:
         hint = nearest(attr.messages, record)
         raise UserError(f"has no {attr.messages!r}{hint}; attr.messages in the data JSON names that column.")
-    turns = record[attr.messages]
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{attr.messages!r} is {_shown(turns)}; expected a list of messages that is not empty.")
-    texts = [_role_and_text(turn, number, config) for number, turn in enumerate(turns)]
-    texts = _with_system_column(texts, record, config)
-    _check_order(texts, config)
-    return _with_images(texts, _images(record, config))
-
-
-def _role_and_text(turn: Any, number: int, config: DataConfig) -> tuple[str, str]:
-    attr = config.attr
-    if not isinstance(turn, dict) or attr.role_tag not in turn or attr.content_tag not in turn:
+    messages = record[attr.messages]
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{attr.messages!r} is {_shown(messages)}; expected a list of messages that is not empty.")
+    turns = [_turn(message, number, attr) for number, message in enumerate(messages)]
+    turns = _with_system_column(turns, record, attr)
+    _check_order(turns, attr)
+    images = _images(record, config)
+    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
+    if num_placeholders != len(images):
         raise UserError(
-            f"message {number} is {_shown(turn)}; expected an object with {attr.role_tag!r} and {attr.content_tag!r} "
-            f"(role_tag and content_tag of the data JSON)."
+            f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
+        )
+    return Sample(tuple(turns), tuple(images), source)
+
+
+def _turn(message: Any, number: int, attr: Attributes) -> Turn:
+    if not isinstance(message, dict) or attr.role_tag not in message or attr.content_tag not in message:
+        raise UserError(
+            f"message {number} is {_shown(message)}; expected an object with {attr.role_tag!r} and "
+            f"{attr.content_tag!r} (role_tag and content_tag of the data JSON)."
         )
     roles = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
     if attr.system_tag is not None:
         roles[attr.system_tag] = "system"
-    role, text = turn[attr.role_tag], turn[attr.content_tag]
+    role, text = message[attr.role_tag], message[attr.content_tag]
     if not isinstance(role, str) or role not in roles:
         raise UserError(
             f"message {number} has the unknown role {_shown(role)}{nearest(str(role), roles)}; expected one of "
@@ -171,7 +161,7 @@ def _role_and_text(turn: Any, number: int, config: DataConfig) -> tuple[str, str
             f"{IMAGE_PLACEHOLDER} in it."
         )
     _check_text(text, f"message {number}", roles[role])
-    return roles[role], text
+    return Turn(roles[role], text)
 
 
 def _check_text(text: str, where: str, role: str) -> None:
@@ -190,30 +180,29 @@ def _check_text(text: str, where: str, role: str) -> None:
         raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
 
 
-def _with_system_column(
-    texts: list[tuple[str, str]], record: dict[str, Any], config: DataConfig
-) -> list[tuple[str, str]]:
+def _with_system_column(turns: list[Turn], record: dict[str, Any], attr: Attributes) -> list[Turn]:
     """Put the system column in front.  An empty system text counts as none: the chat template's default applies."""
-    system = record.get(config.attr.system) if config.attr.system is not None else None
+    system = record.get(attr.system) if attr.system is not None else None
     if system is not None and not isinstance(system, str):
-        raise UserError(f"{config.attr.system!r} is {_shown(system)}; expected a string or null.")
+        raise UserError(f"{attr.system!r} is {_shown(system)}; expected a string or null.")
     if system:
-        _check_text(system, repr(config.attr.system), "system")
-        if texts[0][0] == "system":
-            raise UserError(f"has a system message and {config.attr.system!r} too; remove one of them.")
-        texts = [("system", system), *texts]
-    return texts[1:] if texts[0] == ("system", "") else texts
+        _check_text(system, repr(attr.system), "system")
+        if turns[0].role == "system":
+            raise UserError(f"has a system message and {attr.system!r} too; remove one of them.")
+        turns = [Turn("system", system), *turns]
+    return turns[1:] if turns[0] == Turn("system", "") else turns
 
 
-def _check_order(texts: list[tuple[str, str]], config: DataConfig) -> None:
-    turns = texts[1:] if texts[:1] and texts[0][0] == "system" else texts
-    tags = {"user": config.attr.user_tag, "assistant": config.attr.assistant_tag, "system": config.attr.system_tag}
-    for number, (role, _) in enumerate(turns):
+def _check_order(turns: list[Turn], attr: Attributes) -> None:
+    if turns and turns[0].role == "system":
+        turns = turns[1:]
+    tags = {"user": attr.user_tag, "assistant": attr.assistant_tag, "system": attr.system_tag}
+    for number, turn in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
-        if role != expected:
+        if turn.role != expected:
             raise UserError(
-                f"turn {number} is of {tags[role]!r}; expected {tags[expected]!r}: turns alternate, beginning with "
-                f"{tags['user']!r}, and only the first message may be the system's."
+                f"turn {number} is of {tags[turn.role]!r}; expected {tags[expected]!r}: turns alternate, beginning "
+                f"with {tags['user']!r}, and only the first message may be the system's."
             )
     if len(turns) % 2 or not turns:
         raise UserError(f"ends without a turn of {tags['assistant']!r}; there is nothing to learn from it.")
@@ -244,26 +233,6 @@ def _local_path(path: str, directory: str) -> str:
         if os.path.isfile(candidate):
             return candidate
     raise UserError(f"image {path!r} is no regular file, neither as {joined!r} nor as it is; check dataset_dir.")
-
-
-def _with_images(texts: list[tuple[str, str]], images: list[str]) -> tuple[Turn, ...]:
-    """Put each image in the place of its placeholder."""
-    num_placeholders = sum(text.count(IMAGE_PLACEHOLDER) for _, text in texts)
-    if num_placeholders != len(images):
-        raise UserError(
-            f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
-        )
-    remaining = iter(images)
-    turns = []
-    for role, text in texts:
-        parts: list[str | ImagePart] = []
-        for number, piece in enumerate(text.split(IMAGE_PLACEHOLDER)):
-            if number:
-                parts.append(ImagePart(next(remaining)))
-            if piece:
-                parts.append(piece)
-        turns.append(Turn(role, tuple(parts)))
-    return tuple(turns)
 
 
 def _shown(value: Any) -> str:

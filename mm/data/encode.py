@@ -1,6 +1,5 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,9 @@ from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
-from mm.data.dataset import ImagePart, Sample, Turn
+from mm.data.dataset import IMAGE_PLACEHOLDER, Sample, Turn
 from mm.data.image import ImageProcessor, load_image
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.model.positions import mrope_positions
 
 
@@ -41,24 +40,23 @@ class SampleEncoder:
         vision = model.vision
         pairs = [
             (f"the id of {IMAGE_TOKEN}", chat.image_token_id, "img_context_token_id", model.image_token_id),
-            (
-                f"the id of {VISION_START_TOKEN}",
-                chat.vision_start_token_id,
-                "vision_start_token_id",
-                model.vision_start_token_id,
-            ),
+            (f"the id of {VISION_START_TOKEN}", chat.vision_start_token_id,
+             "vision_start_token_id", model.vision_start_token_id),
             ("patch_size", images.patch_size, "patch_size", vision.patch_size),
             ("temporal_patch_size", images.temporal_patch_size, "temporal_patch_size", vision.temporal_patch_size),
             ("merge_size", images.merge_size, "spatial_merge_size", vision.spatial_merge_size),
         ]
-        problems = [
+        refuse(
             f"{name} is {found} in {directory}, but {key} is {expected} in the model JSON; they must be equal."
             for name, found, key, expected in pairs
             if found != expected
-        ]
-        if problems:
-            raise UserError(problems)
-        _try_template(chat, directory)
+        )
+        # A conversation of every kind of part finds a template of another model at once.
+        conversation = [Turn("user", f"{IMAGE_PLACEHOLDER}question"), Turn("assistant", "answer")]
+        try:
+            chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)])
+        except UserError as error:
+            raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
         return cls(chat, images)
 
     def encode(self, sample: Sample) -> Microbatch:
@@ -75,11 +73,7 @@ class SampleEncoder:
         except UserError as error:
             raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
         positions = mrope_positions(
-            text.token_ids,
-            grids,
-            self.chat.image_token_id,
-            self.chat.vision_start_token_id,
-            self.images.merge_size,
+            text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size
         )
         return Microbatch(
             token_ids=text.token_ids,
@@ -95,13 +89,3 @@ class SampleEncoder:
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
         return values
-
-
-def _try_template(chat: ChatEncoder, directory: str) -> None:
-    """Encode a conversation of every kind of part, so that a template of another model is found at once."""
-    side = math.isqrt(chat.merge_area)
-    conversation = [Turn("user", (ImagePart(""), "question")), Turn("assistant", ("answer",))]
-    try:
-        chat.encode(conversation, [(1, side, side)])
-    except UserError as error:
-        raise UserError(f"{directory}: {problem}" for problem in error.problems) from error

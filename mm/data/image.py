@@ -14,15 +14,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from mm.batch import Grid
-from mm.config.schema import NotNegative, Number, expected, fields_of
-from mm.errors import UserError
+from mm.config.schema import Count, NotNegative, Number, expected, fields_of
+from mm.errors import UserError, refuse
 
 MAX_IMAGE_PIXELS = 50_000_000
 """Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
@@ -30,20 +30,17 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Only formats that are pictures: Pillow starts a PostScript interpreter for EPS."""
 _DEEP_MODES = ("F", "I")
 """Pillow modes of more than 8 bits a channel; its conversion to RGB would clip almost all of them to white."""
-_MAX_ASPECT_RATIO = 200
-"""transformers' limit, in ``smart_resize``."""
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
 
-    The same numbers as transformers' function of this name.  The aspect ratio is kept as far as the multiples allow.
-
-    Raises ValueError when one side is more than 200 times the other.
+    The same numbers as transformers' function of this name, whose module takes seconds to import.  The aspect ratio is
+    kept as far as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
     """
-    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-        raise ValueError(f"one side is more than {_MAX_ASPECT_RATIO} times the other: {width} x {height} pixels")
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError(f"one side is more than 200 times the other: {width} x {height} pixels")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt((height * width) / max_pixels)
@@ -68,12 +65,6 @@ def load_image(path: str) -> Image.Image:
         except Exception as error:  # Pillow's decoders raise errors of many types on broken files
             raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
         return _to_rgb(image)
-
-
-def image_size(path: str) -> tuple[int, int]:
-    """Height and width from the file's header, without decoding pixels.  Raises as ``load_image`` does."""
-    with _open(path) as image:
-        return image.height, image.width
 
 
 def _open(path: str) -> Image.Image:
@@ -115,7 +106,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-_Size = Annotated[int, Ge(1)]
 _Positive = Annotated[Number, Gt(0)]
 _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
 _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
@@ -125,11 +115,11 @@ _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(ti
 class ImageProcessor:
     """Sizes and constants of the image side, by their names in Hugging Face's files."""
 
-    min_pixels: _Size
-    max_pixels: _Size
-    patch_size: _Size
-    temporal_patch_size: _Size
-    merge_size: _Size
+    min_pixels: Count
+    max_pixels: Count
+    patch_size: Count
+    temporal_patch_size: Count
+    merge_size: Count
     image_mean: _PerChannel
     image_std: _PositivePerChannel
 
@@ -159,17 +149,18 @@ class ImageProcessor:
             )
         return replace(found, min_pixels=lower, max_pixels=upper)
 
-    def grid(self, height: int, width: int) -> Grid:
-        """Patches (time, height, width) of an image of this size in pixels.  Raises as ``smart_resize`` does."""
+    def _grid(self, width: int, height: int) -> Grid:
+        """Patches of an image of this size in pixels.  Raises as ``smart_resize`` does."""
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def image_grid(self, path: str) -> Grid:
-        """Patches of an image file, from its header alone."""
-        height, width = image_size(path)
+        """Patches of an image file, from its header alone.  Raises UserError as ``load_image`` does, and for strips."""
+        with _open(path) as image:
+            size = image.size
         try:
-            return self.grid(height, width)
+            return self._grid(*size)
         except ValueError as error:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
@@ -179,7 +170,7 @@ class ImageProcessor:
         Returns float32 [num_patches, channels x frames x patch_size x patch_size] and the grid.  Patches that merge
         into one visual token lie together.  A still image is repeated to fill ``temporal_patch_size`` frames.
         """
-        grid = self.grid(image.height, image.width)
+        grid = self._grid(*image.size)
         _, rows, columns = grid
         side, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
         resized = image.resize((columns * side, rows * side), resample=Image.Resampling.BICUBIC)
@@ -215,7 +206,7 @@ def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
     """Refuse settings that would change the picture and that this code does not have."""
-    expected = {
+    supported = {
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
@@ -223,13 +214,11 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
         "resample": int(Image.Resampling.BICUBIC),
         "rescale_factor": 1 / 255,
     }
-    problems = [
+    refuse(
         f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
-        for key, value in expected.items()
+        for key, value in supported.items()
         if values.get(key, value) != value
-    ]
-    if problems:
-        raise UserError(problems)
+    )
 
 
 def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:

@@ -23,7 +23,7 @@ from mm.data.order import Order
 from mm.errors import UserError
 
 
-class StepLoader:
+class StepLoader(Iterator[list[Microbatch]]):
     """Endless iterator over optimizer steps: each item is the list of this data-parallel rank's microbatches.
 
     What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once.
@@ -34,54 +34,57 @@ class StepLoader:
     ) -> None:
         """Each worker prepares ``prefetch_factor`` microbatches ahead.  Without workers the calling thread encodes."""
         self._num_microbatches = order.num_microbatches
-        source = _MicrobatchSource(dataset, encoder, order)
-        self._workers: Any = _start_workers(source, num_workers, prefetch_factor) if num_workers else None
-        in_process = map(source.__getitem__, itertools.count())
-        self._microbatches = in_process if self._workers is None else self._workers
-
-    def __iter__(self) -> Iterator[list[Microbatch]]:
-        return self
+        # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
+        self._microbatches: Any = iter(
+            DataLoader(
+                _MicrobatchSource(dataset, encoder, order),
+                sampler=itertools.count(),
+                batch_size=None,
+                num_workers=num_workers,  # torch keeps each to one CPU thread
+                prefetch_factor=prefetch_factor if num_workers else None,
+                multiprocessing_context="forkserver" if num_workers else None,
+                worker_init_fn=_end_with_trainer,
+                generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
+            )
+        )
 
     def __next__(self) -> list[Microbatch]:
         """The next step.  Raises UserError for a sample that cannot be used, naming it."""
         step = []
         for _ in range(self._num_microbatches):
             item = next(self._microbatches)
-            if isinstance(item, _Refusal):
-                raise UserError(item.problems)
+            if isinstance(item, UserError):
+                raise item
             step.append(item)
         return step
 
     def close(self) -> None:
         """End the workers.  The loader yields nothing more."""
-        if self._workers is not None:
+        if hasattr(self._microbatches, "_shutdown_workers"):
             # torch has no public name for this: it counts on the iterator being released, but the traceback of an
             # error holds it.
-            self._workers._shutdown_workers()
-        self._workers, self._microbatches = None, iter(())
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """A UserError on its way out of a worker, where raising it would bury its sentences in a traceback."""
-
-    problems: tuple[str, ...]
+            self._microbatches._shutdown_workers()
+        self._microbatches = iter(())
 
 
 @dataclass(frozen=True)
 class _MicrobatchSource(torch.utils.data.Dataset):
-    """Microbatch ``number`` of this rank, counted over all steps from ``consumed_samples`` on."""
+    """Microbatch ``number`` of this rank, counted over all steps from ``consumed_samples`` on.
+
+    A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
+    """
 
     dataset: Dataset
     encoder: SampleEncoder
     order: Order
 
-    def __getitem__(self, number: int) -> Microbatch | _Refusal:
+    def __getitem__(self, number: int) -> Microbatch | UserError:
         indices = self.order.indices(*divmod(number, self.order.num_microbatches))
         try:
             return Microbatch.join(self._encode(index) for index in indices)
         except UserError as error:
-            return _Refusal(error.problems)
+            return error
 
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
@@ -105,23 +108,3 @@ def _end_with_trainer(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _start_workers(
-    source: _MicrobatchSource, num_workers: int, prefetch_factor: int
-) -> Iterator[Microbatch | _Refusal]:
-    """Iterate over ``source`` without end, in order, in worker processes."""
-    # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
-    return iter(
-        DataLoader(
-            source,
-            sampler=itertools.count(),
-            batch_size=None,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            multiprocessing_context="forkserver",  # torch keeps one CPU thread in each worker
-            worker_init_fn=_end_with_trainer,
-            generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
-        )
-    )

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config.model import VisionConfig
-from mm.errors import AgreedError, UserError
+from mm.errors import AgreedError
+from mm.parallel.agreement import all_problems, attempt
 from mm.parallel.mesh import Mesh
 
 
-class DataOwner:
+class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
@@ -46,9 +47,6 @@ class DataOwner:
         # A daemon, so that a rank that fails can leave while this waits for other ranks.
         self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Iterator[StepPlan]:
-        return self
 
     def __next__(self) -> StepPlan:
         if self._num_left == 0:
@@ -76,16 +74,16 @@ class DataOwner:
 
     def _share_step(self) -> StepPlan:
         mesh = self._mesh
-        microbatches, problems = self._read()
+        microbatches, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
         totals = astuple(BatchTotals.of(microbatches or [], self._vision))
         counts = torch.tensor([bool(problems), *totals], dtype=torch.int64)
         if mesh.owns_data and mesh.dp_size > 1:
             dist.all_reduce(counts, group=mesh.owners_group)
-            problems = _all_problems(problems, mesh) if counts[0] else ()
+            problems = all_problems(problems, mesh.owners_group) if counts[0] else ()
         payload = None
         if mesh.owns_data:
-            contents = _to_numbers(microbatches or []) if not problems else [_to_bytes(problems)]
-            payload = torch.cat([counts, *contents])
+            message = torch.tensor(list(json.dumps(problems).encode()))
+            payload = torch.cat([counts, *([message] if problems else _to_numbers(microbatches or []))])
         if mesh.tp_size * mesh.pp_size > 1:
             payload = _share(payload, mesh)
         assert payload is not None, "a rank without peers owns the data"
@@ -98,17 +96,6 @@ class DataOwner:
             tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
             BatchTotals(*counts[1:].tolist()),
         )
-
-    def _read(self) -> tuple[list[Microbatch] | None, tuple[str, ...]]:
-        """The coming step on the owning rank, or what is wrong with it."""
-        if self._steps is None:
-            return None, ()
-        try:
-            return next(self._steps), ()
-        except UserError as error:
-            return None, error.problems
-        except OSError as error:
-            return None, (f"rank {self._mesh.rank}: {error}",)
 
     def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
         """Pixel values of each microbatch where this rank needs them, None elsewhere."""
@@ -123,17 +110,6 @@ class DataOwner:
             if owned is None:
                 pixels = [p if len(p) else None for p in together.split(sizes)]
         return pixels if self._holds_patch_embedding else [None] * len(light)
-
-
-def _all_problems(problems: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """What any owner found, on every owner."""
-    gathered: list[tuple[str, ...]] = [()] * mesh.dp_size
-    dist.all_gather_object(gathered, problems, group=mesh.owners_group)
-    return tuple(dict.fromkeys(problem for one in gathered for problem in one))
-
-
-def _to_bytes(problems: tuple[str, ...]) -> Tensor:
-    return torch.tensor(list(json.dumps(problems).encode()), dtype=torch.int64)
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:

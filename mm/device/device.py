@@ -74,11 +74,6 @@ class Device:
         """The device's own name, as its driver reports it."""
         return "cpu" if self.kind == "cpu" else getattr(torch, self.kind).get_device_name(self.index)
 
-    @property
-    def peak_flops(self) -> float | None:
-        """Peak bf16 FLOP/s; None for a device that we do not know."""
-        return peak_flops(self.name)
-
     def copy(self, tensor: Tensor) -> Tensor:
         """A host tensor on this device, by way of pinned memory (torch keeps it until it is copied).
 

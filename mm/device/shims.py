@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,20 +29,13 @@ class Shim:
 class _TorchOnCpu(ModuleType):
     """``torch`` as one megatron module sees it on CPU: tensor factories take device="cuda" for the CPU."""
 
-    def __init__(self) -> None:
-        super().__init__("torch")
-        for name in ("zeros", "ones", "empty", "tensor", "full"):
-            setattr(self, name, self._on_cpu(getattr(torch, name)))
-
     def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
+        found = getattr(torch, name)
+        return partial(_on_cpu, found) if name in ("zeros", "ones", "empty", "tensor", "full") else found
 
-    @staticmethod
-    def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def create(*args: object, device: object = None, **options: object) -> Tensor:
-            return factory(*args, device="cpu" if device == "cuda" else device, **options)
 
-        return create
+def _on_cpu(factory: Callable[..., Tensor], *args: object, device: object = None, **options: object) -> Tensor:
+    return factory(*args, device="cpu" if device == "cuda" else device, **options)
 
 
 class _NoStream:
@@ -92,11 +86,11 @@ CPU_SHIMS: tuple[Shim, ...] = (
     Shim("torch.cuda:stream", lambda _: nullcontext(), _STREAMS),
     Shim("torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors are already where they belong"),
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
-    Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu(), _FACTORIES),
-    Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu(), _FACTORIES),
-    Shim("megatron.core.optimizer.clip_grads:torch", _TorchOnCpu(), _FACTORIES),
-    Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu(), _FACTORIES),
-    Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu(), _FACTORIES),
+    Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu("torch"), _FACTORIES),
+    Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu("torch"), _FACTORIES),
+    Shim("megatron.core.optimizer.clip_grads:torch", _TorchOnCpu("torch"), _FACTORIES),
+    Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
+    Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
 )
 """What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
 

@@ -12,7 +12,7 @@ from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one forward pass, by part (a multiply-add counts two)."""
+    """FLOPs of one forward pass, by part, in order (a multiply-add counts two)."""
 
     vision: float
     projector: float
@@ -27,18 +27,12 @@ def forward_flops(model: ModelConfig, totals: BatchTotals) -> ForwardFlops:
 def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
     """FLOPs of one step: a trainable part costs three forwards, a frozen one two where a gradient passes through it
     to something trainable before it, else one."""
-    forward = forward_flops(model, totals)
-    vision_trains = not model.vision.freeze
-    before_language = vision_trains or not model.projector.freeze
-    return (
-        forward.vision * _passes(vision_trains, gradient_passes=False)
-        + forward.projector * _passes(not model.projector.freeze, gradient_passes=vision_trains)
-        + forward.language * _passes(not model.language.freeze, gradient_passes=before_language)
-    )
-
-
-def _passes(trains: bool, gradient_passes: bool) -> int:
-    return 3 if trains else 2 if gradient_passes else 1
+    flops, gradient_passes = 0.0, False
+    for part, forward in vars(forward_flops(model, totals)).items():
+        trains = not model.is_frozen(part)
+        flops += forward * (3 if trains else 2 if gradient_passes else 1)
+        gradient_passes = gradient_passes or trains
+    return flops
 
 
 def _vision(vision: VisionConfig, totals: BatchTotals) -> float:

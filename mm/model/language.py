@@ -10,8 +10,7 @@ from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm, never_initialize
-from mm.model.linear import ColumnLinear
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm, never_initialize
 from mm.model.rope import mrope_cos_sin
 from mm.placement import StageSpec
 
@@ -66,33 +65,16 @@ class WordEmbedding(nn.Module):
 class LanguageModel(nn.Module):
     """The LLM parts of one stage."""
 
-    def __init__(self, config: LanguageConfig, spec: StageSpec, context: LayerContext, num_recomputed: int) -> None:
+    def __init__(self, config: LanguageConfig, spec: StageSpec, context: LayerContext) -> None:
         super().__init__()
         if spec.has_embedding:
             self.embedding = WordEmbedding(config, context)
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups,
-            head_dim=config.kv_channels,
-            epsilon=config.layernorm_epsilon,
-            qkv_bias=True,
-            linear_bias=False,
-        )
-        self.decoder = LayerStack(spec.language_layers, shape, context, num_recomputed)
+        self.decoder = LayerStack(spec.language_layers, config, context, bias=False)
         if spec.has_head:
             self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, context)
             self.shares_embedding = config.tied and spec.has_embedding
-            self.output_layer = ColumnLinear(
-                config.hidden_size,
-                config.vocab_size,
-                config=context.parallel,
-                init_method=never_initialize,
-                bias=False,
-                gather_output=False,
-                tp_group=context.tp_group,
-                skip_weight_param_allocation=self.shares_embedding,
+            self.output_layer = context.column(
+                config.hidden_size, config.vocab_size, bias=False, has_weight=not self.shares_embedding
             )
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -11,11 +11,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
 from mm.weights.table import padded_ffn
+
+Tower = VisionConfig | LanguageConfig
+"""What a layer reads of its settings has the same name in both."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class LayerContext:
     def tp_size(self) -> int:
         return self.tp_group.size()
 
-    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
-        """A linear layer whose outputs are cut over tensor parallelism."""
+    def column(self, input_size: int, output_size: int, bias: bool, has_weight: bool = True) -> ColumnLinear:
+        """A linear layer whose outputs are cut over tensor parallelism; without a weight, each call gives it one."""
         return ColumnLinear(
             input_size,
             output_size,
@@ -39,6 +43,7 @@ class LayerContext:
             init_method=never_initialize,
             bias=bias,
             gather_output=False,
+            skip_weight_param_allocation=not has_weight,
             tp_group=self.tp_group,
         )
 
@@ -78,21 +83,6 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """Sizes of one tower's layers."""
-
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_query_groups: int
-    head_dim: int
-    epsilon: float
-    qkv_bias: bool
-    linear_bias: bool
-    """Bias of every other linear layer."""
-
-
-@dataclass(frozen=True)
 class AttentionInputs:
     """What an attention layer needs beside its rows."""
 
@@ -106,15 +96,15 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """Fused qkv per query group [q ... q, k, v], rope, variable-length attention, output projection."""
 
-    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.num_groups = shape.num_query_groups // context.tp_size
-        self.heads_per_group = shape.num_heads // shape.num_query_groups
+        self.head_dim = tower.head_dim
+        num_heads, num_groups = tower.num_attention_heads, tower.num_query_groups
+        self.num_groups, self.heads_per_group = num_groups // context.tp_size, num_heads // num_groups
         self.attention = context.device.kernels.attention
-        qkv_size = (shape.num_heads + 2 * shape.num_query_groups) * shape.head_dim
-        self.linear_qkv = context.column(shape.hidden_size, qkv_size, shape.qkv_bias)
-        self.linear_proj = context.row(shape.num_heads * shape.head_dim, shape.hidden_size, shape.linear_bias)
+        qkv_size = (num_heads + 2 * num_groups) * self.head_dim
+        self.linear_qkv = context.column(tower.hidden_size, qkv_size, bias=True)
+        self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         num_rows = x.shape[0]
@@ -129,12 +119,12 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]."""
 
-    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        ffn = padded_ffn(shape.ffn_hidden_size, context.tp_size)
+        ffn = padded_ffn(tower.ffn_hidden_size, context.tp_size)
         self.swiglu = context.device.kernels.swiglu
-        self.linear_fc1 = context.column(shape.hidden_size, 2 * ffn, shape.linear_bias)
-        self.linear_fc2 = context.row(ffn, shape.hidden_size, shape.linear_bias)
+        self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
+        self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(self.swiglu(self.linear_fc1(x)))
@@ -143,12 +133,12 @@ class GatedMLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP, each with a residual connection."""
 
-    def __init__(self, shape: LayerShape, context: LayerContext) -> None:
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, context)
-        self.self_attention = SelfAttention(shape, context)
-        self.pre_mlp_layernorm = RMSNorm(shape.hidden_size, shape.epsilon, context)
-        self.mlp = GatedMLP(shape, context)
+        self.input_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
+        self.self_attention = SelfAttention(tower, context, bias)
+        self.pre_mlp_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
+        self.mlp = GatedMLP(tower, context, bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         x = x + self.self_attention(self.input_layernorm(x), inputs)
@@ -156,15 +146,23 @@ class TransformerLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass."""
+    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass.
+
+    "selective" recomputes attention scores, which our kernels never keep.  "full" with method "uniform" recomputes all
+    of a stage's layers, with "block" the first ``num_layers`` of them, as in Megatron.
+    """
 
     final_layernorm: RMSNorm
     """After the LLM's last layer; on the stage that has the head."""
 
-    def __init__(self, layers: range, shape: LayerShape, context: LayerContext, num_recomputed: int) -> None:
+    def __init__(self, layers: range, tower: Tower, context: LayerContext, bias: bool) -> None:
+        """``bias``: of every linear layer but qkv, which always has one."""
         super().__init__()
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(shape, context) for layer in layers})
-        self.recomputed = frozenset(str(layer) for layer in layers[:num_recomputed])
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(tower, context, bias) for layer in layers})
+        recompute = tower.recompute
+        num_recomputed = recompute.num_layers if recompute.method == "block" else None
+        recomputed = layers[:num_recomputed] if recompute.granularity == "full" else ()
+        self.recomputed = frozenset(map(str, recomputed))
 
     def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """Apply the layer with this global number."""

@@ -26,12 +26,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: dist.ProcessGroup | None,
-        accumulates: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, accumulates: bool
     ) -> Tensor:
         needs_x = weight.requires_grad
         ctx.save_for_backward(x if needs_x else None)

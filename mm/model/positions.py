@@ -37,12 +37,10 @@ def merge_units(grids: Sequence[Grid], spatial_merge_size: int) -> MergeUnits:
     sizes = patches // torch.tensor([1, spatial_merge_size, spatial_merge_size])
     counts = sizes.prod(dim=1)
     image = torch.repeat_interleave(counts)
-    index = torch.arange(image.numel()) - (counts.cumsum(0) - counts)[image]
-    columns = sizes[:, 2][image]
-    rows = sizes[:, 1][image]
+    index = torch.arange(image.numel()) - _starts(counts)[image]
+    _, rows, columns = sizes[image].unbind(1)
     line = index // columns
-    frame = line // rows
-    return MergeUnits(image, frame, line - frame * rows, index - line * columns, sizes)
+    return MergeUnits(image, line // rows, line % rows, index % columns, sizes)
 
 
 def mrope_positions(
@@ -54,20 +52,14 @@ def mrope_positions(
 ) -> Tensor:
     """M-RoPE positions of one sample, as transformers' ``Qwen2_5_VLModel.get_rope_index`` gives them for images.
 
-    Text counts 1, 2, 3, ... on all three axes.  The tokens of an image share one base position, to which their frame,
-    row and column (in merge units) are added; the text after it goes on at base + the longer side of the image.
+    From the tokens of one sample, int64 [num_tokens] with an image token per merge unit, and its images in order, to
+    positions along time, height and width: int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all three axes.  The
+    tokens of an image share one base position, to which their frame, row and column (in merge units) are added; the
+    text after it goes on at base + the longer side of the image.
 
-    Args:
-        token_ids: int64 [num_tokens], one unpadded sample with an image token per merge unit.
-        image_grids: the images of the sample, in the order in which they appear.
-
-    Returns:
-        int64 [3, num_tokens]: positions along time, height and width.
-
-    Raises:
-        UserError: the image tokens do not match the grids (an image cut by truncation, a stray image token), or an
-            image does not directly follow a vision start token.  transformers 4 finds images by that token and
-            transformers 5 by the runs of image tokens; with this check both give the same positions.
+    Raises UserError when the image tokens do not match the grids (an image cut by truncation, a stray image token), or
+    an image does not directly follow a vision start token.  transformers 4 finds images by that token and transformers
+    5 by the runs of image tokens; with this check both give the same positions.
     """
     units = merge_units(image_grids, spatial_merge_size)
     is_image = token_ids == image_token_id

@@ -10,15 +10,10 @@ from torch import Tensor
 def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Tables of the language model's M-RoPE, with the three axes already combined.
 
-    Frequency j turns with the time, height or width position according to which of ``section``'s three spans it
-    falls into (``mrope_section`` of the model, summing to head_dim / 2).  Equal to the bit to transformers'
-    ``Qwen2_5_VLRotaryEmbedding`` in float32, which evaluates all axes at all frequencies and then picks.
-
-    Args:
-        positions: int [3, num_tokens]; the tables are made on its device.
-
-    Returns:
-        cos and sin, float32 [num_tokens, head_dim]; both halves of the last axis are equal.
+    From positions, int [3, num_tokens], to cos and sin, float32 [num_tokens, head_dim] on the same device; both halves
+    of the last axis are equal.  Frequency j turns with the time, height or width position according to which of
+    ``section``'s three spans it falls into (``mrope_section`` of the model, summing to head_dim / 2).  Equal to the bit
+    to transformers' ``Qwen2_5_VLRotaryEmbedding`` in float32, which evaluates all axes at all frequencies.
     """
     if len(section) != 3 or 2 * sum(section) != head_dim:
         raise ValueError(f"mrope_section {tuple(section)} must be three numbers that sum to {head_dim // 2}")
@@ -30,31 +25,20 @@ def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Seque
 def vision_cos_sin(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Tables of the ViT's rope: the first quarter of a head turns with the row, the second with the column.
 
-    Equal to the bit to transformers' ``Qwen2_5_VLVisionRotaryEmbedding``; 10000 is its ``rope_theta``.
-
-    Args:
-        positions: int [num_patches, 2], row and column; the tables are made on its device.
-
-    Returns:
-        cos and sin, float32 [num_patches, head_dim]; both halves of the last axis are equal.
+    From rows and columns, int [num_patches, 2], to cos and sin as above.  Equal to the bit to transformers'
+    ``Qwen2_5_VLVisionRotaryEmbedding``; 10000 is its ``rope_theta``.
     """
     frequencies = _inverse_frequencies(head_dim // 2, theta, positions.device)
     return _cos_sin((positions.float()[..., None] * frequencies).flatten(1))
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads of ``x``: ``x * cos + rotate_half(x) * sin``, in the wider dtype of ``x`` and the tables.
+    """Rotate the heads of ``x``, [num_tokens, num_heads, head_dim]: ``x * cos + rotate_half(x) * sin``.
 
-    The dtype of the tables thus chooses the arithmetic of transformers: its ViT rotates in float32 and casts back
-    (pass float32 tables), its language model rotates in the dtype of the model (pass tables cast to it).  Forward
-    and gradient are equal to the bit to both.
-
-    Args:
-        x: [num_tokens, num_heads, head_dim].
-        cos, sin: [num_tokens, head_dim], with equal halves; no gradient flows into them.
-
-    Returns:
-        Like ``x``, in its dtype.
+    It computes in the wider dtype of ``x`` and the tables and returns that of ``x``.  The tables' dtype thus chooses
+    the arithmetic of transformers: its ViT rotates in float32 and casts back (pass float32 tables), its language model
+    rotates in the dtype of the model (pass tables cast to it).  Forward and gradient are equal to the bit to both.  No
+    gradient flows into the tables.
     """
     return _Rotation.apply(x, cos[:, None], sin[:, None])
 

@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from torch import Tensor, nn
 
 from mm.batch import BatchTotals, Microbatch
-from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
@@ -47,15 +47,13 @@ class Stage(nn.Module):
         self.device = device
         self.per_sample_loss = per_sample_loss
         context = LayerContext(self.config, mesh.groups.tp, device)
-        if spec.has_vision:
-            num_recomputed = _num_recomputed(model.vision.recompute, spec.vision_layers)
-            self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context, num_recomputed)})
+        if spec.vision_layers:
+            self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
                 self.image_encoder["projector"] = Projector(model.projector, merge_factor, context)
-        if spec.has_language:
-            num_recomputed = _num_recomputed(model.language.recompute, spec.language_layers)
-            self.text_decoder = LanguageModel(model.language, spec, context, num_recomputed)
+        if spec.language_layers:
+            self.text_decoder = LanguageModel(model.language, spec, context)
         self.weights = stage_weights(model, spec, placement)
         parameters = dict(self.named_parameters())
         names = {weight.name for weight in self.weights}
@@ -75,7 +73,7 @@ class Stage(nn.Module):
         """
         spec, model, device = self.spec, self.model, self.device
         vision = embedding = language = loss = None
-        if spec.has_vision and microbatch.image_grids:
+        if spec.vision_layers and microbatch.image_grids:
             vision = vision_inputs(microbatch, model.vision, device)
         if spec.has_embedding:
             embedding = embedding_inputs(microbatch, model.image_token_id, device)
@@ -114,14 +112,3 @@ class Stage(nn.Module):
             assert x is not None, "every microbatch has tokens"
             x = self.text_decoder(x, inputs.language)
         return x
-
-
-def _num_recomputed(recompute: RecomputeConfig, layers: range) -> int:
-    """How many of a stage's layers recompute in the backward pass.
-
-    "selective" means the attention scores, which our kernels never keep: nothing to recompute.  Method "uniform"
-    recomputes all of a stage's layers, "block" the first ``num_layers`` of them, as in Megatron.
-    """
-    if recompute.granularity != "full":
-        return 0
-    return len(layers) if recompute.method == "uniform" else min(recompute.num_layers or len(layers), len(layers))

@@ -4,7 +4,7 @@ Rows are patches in window order (see ``mm.model.positions``) from the patch emb
 visual tokens back in reading order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from mm.batch import Microbatch
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.model.layers import AttentionInputs, LayerContext, LayerShape, LayerStack, RMSNorm
-from mm.model.positions import plan_vision
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
+from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.placement import StageSpec
 
@@ -25,36 +25,27 @@ class VisionInputs:
 
     pixel_values: Tensor | None
     """None without the patch embedding."""
-    patch_order: Tensor
-    token_restore: Tensor
+    plan: VisionPlan
     window: AttentionInputs
     """Window layers: rows in window order."""
     full: AttentionInputs
     """Full-attention layers: rows in image order."""
-    image_order: Tensor | None
-    image_restore: Tensor | None
-    """Gathers from window order to image order and back; None when the two are the same."""
 
 
 def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: Device) -> VisionInputs:
     """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
     plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
+    copies = {name: device.copy(value) for name, value in vars(plan).items() if isinstance(value, Tensor)}
+    plan = replace(plan, **copies)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
-    cos, sin = vision_cos_sin(device.copy(plan.positions), config.head_dim)
-
-    def on_device(index: Tensor | None) -> Tensor | None:
-        return None if index is None else device.copy(index)
-
-    image_order = on_device(plan.image_order)
-    image_cos, image_sin = (cos, sin) if image_order is None else (cos[image_order], sin[image_order])
+    cos, sin = vision_cos_sin(plan.positions, config.head_dim)
+    image_cos, image_sin = (cos, sin) if plan.image_order is None else (cos[plan.image_order], sin[plan.image_order])
+    pixels = microbatch.pixel_values
     return VisionInputs(
-        pixel_values=on_device(microbatch.pixel_values),
-        patch_order=device.copy(plan.patch_order),
-        token_restore=device.copy(plan.token_restore),
+        pixel_values=None if pixels is None else device.copy(pixels),
+        plan=plan,
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), causal=False),
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), causal=False),
-        image_order=image_order,
-        image_restore=on_device(plan.image_restore),
     )
 
 
@@ -78,35 +69,26 @@ class PatchProjection(nn.Module):
 class VisionEncoder(nn.Module):
     """The ViT layers of one stage, with the patch embedding where the stage owns it."""
 
-    def __init__(self, config: VisionConfig, spec: StageSpec, context: LayerContext, num_recomputed: int) -> None:
+    def __init__(self, config: VisionConfig, spec: StageSpec, context: LayerContext) -> None:
         super().__init__()
         self.full_attention = frozenset(config.fullatt_block_indexes)
         self.has_patch_embedding = spec.has_patch_embedding
         if spec.has_patch_embedding:
             self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
-        shape = LayerShape(
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_heads=config.num_attention_heads,
-            num_query_groups=config.num_attention_heads,
-            head_dim=config.head_dim,
-            epsilon=config.layernorm_epsilon,
-            qkv_bias=True,
-            linear_bias=True,
-        )
-        self.blocks = LayerStack(spec.vision_layers, shape, context, num_recomputed)
+        self.blocks = LayerStack(spec.vision_layers, config, context, bias=True)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order."""
+        plan = inputs.plan
         if self.has_patch_embedding:
-            x = self.patch_embed["proj"](x)[inputs.patch_order]
+            x = self.patch_embed["proj"](x)[plan.patch_order]
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 x = self.blocks.run(layer, x, inputs.window)
-            elif inputs.image_order is None:
+            elif plan.image_order is None:
                 x = self.blocks.run(layer, x, inputs.full)
             else:
-                x = self.blocks.run(layer, x[inputs.image_order], inputs.full)[inputs.image_restore]
+                x = self.blocks.run(layer, x[plan.image_order], inputs.full)[plan.image_restore]
         return x
 
 
@@ -126,4 +108,4 @@ class Projector(nn.Module):
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         x = self.layernorm(x).view(-1, self.merged_size)
         x = self.encoder["linear_fc2"](F.gelu(self.encoder["linear_fc1"](x)))
-        return x[inputs.token_restore]
+        return x[inputs.plan.token_restore]

@@ -13,18 +13,15 @@ Result = TypeVar("Result")
 
 def together(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run ``action`` on every rank; when it fails on one, raise the same AgreedError on all."""
-    result, problems = _attempt(mesh, action)
-    gathered: list[tuple[str, ...]] = [()] * mesh.world_size
-    dist.all_gather_object(gathered, problems, group=mesh.control_group)
-    found = tuple(dict.fromkeys(problem for one in gathered for problem in one))
-    if found:
+    result, problems = attempt(mesh, action)
+    if found := all_problems(problems, mesh.control_group):
         raise AgreedError(found)
     return cast(Result, result)  # without a problem there is a result
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run ``action`` on rank 0 and give every rank its result, or its error."""
-    outcome: list[Any] = [_attempt(mesh, action) if mesh.rank == 0 else None]
+    outcome: list[Any] = [attempt(mesh, action) if mesh.rank == 0 else None]
     dist.broadcast_object_list(outcome, src=0, group=mesh.control_group)
     result, problems = outcome[0]
     if problems:
@@ -39,7 +36,15 @@ def gather(mesh: Mesh, value: Result) -> list[Result]:
     return gathered or []
 
 
-def _attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:
+def all_problems(problems: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """What any rank of ``group`` found, each problem once, on every rank of it."""
+    gathered: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, problems, group=group)
+    return tuple(dict.fromkeys(problem for one in gathered for problem in one))
+
+
+def attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:
+    """What ``action`` returns on this rank, or what is wrong, without asking other ranks."""
     try:
         return action(), ()
     except UserError as error:

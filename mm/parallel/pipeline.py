@@ -89,12 +89,8 @@ class PipelineCommunicator:
     def send_forward_recv_backward(self, outputs: list[Tensor], _: object, __: bool) -> list[Tensor | None]:
         return [self._exchange(output=outputs[0], recv_backward=True)[1]]
 
-    def send_backward_recv_forward(
-        self, gradients: list[Tensor | None], _: object, __: bool
-    ) -> list[Tensor | None]:
-        return self._receive_forward(
-            *self._exchange(gradient=gradients[0], send_backward=True, recv_forward=True)
-        )
+    def send_backward_recv_forward(self, gradients: list[Tensor | None], _: object, __: bool) -> list[Tensor | None]:
+        return self._receive_forward(*self._exchange(gradient=gradients[0], send_backward=True, recv_forward=True))
 
     def _receive_forward(self, received: Tensor | None, _: Tensor | None, needs_gradient: bool) -> list[Tensor | None]:
         if needs_gradient:

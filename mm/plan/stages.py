@@ -11,13 +11,8 @@ from mm.config.run import Run
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.table import local_shape, model_weights, stage_weights
 
-_GRADIENT_BYTES = 4
-"""Megatron's DDP keeps gradients in a contiguous fp32 buffer."""
-_ADAM_MOMENT_BYTES = 4
-"""Each of the two moments is fp32."""
-_MASTER_BYTES = 4
-"""fp32 copy of a parameter whose working copy is bf16 or fp16."""
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a weight.  Its gradient, its two Adam moments and, beside a weight in bf16 or fp16, its copy are fp32."""
 _GIB = 2**30
 
 
@@ -42,13 +37,13 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
              for weight in stage_weights(run.model, spec, placement)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
-    state_bytes = 2 * _ADAM_MOMENT_BYTES + (0 if run.args.precision == "fp32" else _MASTER_BYTES)
+    state_bytes = _WIDTHS["fp32"] * (2 if run.args.precision == "fp32" else 3)
     num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * _WIDTHS[run.args.precision],
-        gradient_bytes=num_trainable * _GRADIENT_BYTES,
+        gradient_bytes=num_trainable * _WIDTHS["fp32"],
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
     )
 
@@ -89,9 +84,8 @@ def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list
     header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
     rows: list[tuple[str, ...]] = [header]
     for spec, size in zip(placement.slots, sizes, strict=True):
-        name = str(spec.stage) if run.model.num_chunks == 1 else f"{spec.stage}.{spec.chunk}"
         rows.append((
-            name, _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
+            str(spec.stage), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
             _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
         ))
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -104,27 +98,20 @@ def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
-    def marked(what: str, part: str) -> str:
-        return f"{what} (frozen)" if model.is_frozen(part) else what
-
-    parts = []
-    if spec.has_patch_embedding:
-        parts.append(marked("patch embedding", "vision"))
-    if spec.vision_layers:
-        parts.append(marked(f"ViT {_span(spec.vision_layers)}", "vision"))
-    if spec.has_projector:
-        parts.append(marked("projector", "projector"))
-    if spec.has_embedding:
-        parts.append(marked("embedding", "language"))
-    if spec.language_layers:
-        parts.append(marked(f"LLM {_span(spec.language_layers)}", "language"))
-    if spec.has_head:
-        parts.append(marked("norm + head", "language"))
+    held = (
+        ("patch embedding", "vision", spec.has_patch_embedding),
+        (f"ViT {_span(spec.vision_layers)}", "vision", spec.vision_layers),
+        ("projector", "projector", spec.has_projector),
+        ("embedding", "language", spec.has_embedding),
+        (f"LLM {_span(spec.language_layers)}", "language", spec.language_layers),
+        ("norm + head", "language", spec.has_head),
+    )
+    parts = [f"{what} (frozen)" if model.is_frozen(part) else what for what, part, is_held in held if is_held]
     return ", ".join(parts) or "nothing (hands on what it receives)"
 
 
 def _span(layers: range) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+    return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
 
 
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:

@@ -87,7 +87,11 @@ class MetricsWriter:
         kept = _rows_before(path, first_iteration)
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
-        self._board = _tensorboard(args.tensorboard_dir)
+        self._board: Any = None
+        if args.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # an optional package; the preflight looks for it
+
+            self._board = SummaryWriter(args.tensorboard_dir)
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line when it is due."""
@@ -124,15 +128,3 @@ def _rows_before(path: Path, iteration: int) -> list[str]:
         return [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
-
-
-def _tensorboard(directory: str | None) -> Any | None:
-    if directory is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            f"--tensorboard-dir is {directory!r}, but tensorboard is not installed; pip install tensorboard"
-        ) from error
-    return SummaryWriter(directory)

@@ -68,16 +68,10 @@ def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> 
         pg_collection=None,
     )
     assert isinstance(optimizer, ChainedOptimizer)
-    for group in torch_param_groups(optimizer):
+    for group in optimizer.param_groups:
         group["fused"] = True
         group["weight_decay"] *= group["wd_mult"]  # megatron leaves this to its own scheduler
     return optimizer
-
-
-def torch_param_groups(optimizer: ChainedOptimizer) -> list[dict]:
-    """The parameter groups of the torch optimizers inside; none on a stage with nothing to train."""
-    inner = [chained.optimizer for chained in optimizer.chained_optimizers]
-    return [group for one in inner if one is not None for group in one.param_groups]
 
 
 def update(optimizer: ChainedOptimizer, lr: float) -> Update:
@@ -86,7 +80,7 @@ def update(optimizer: ChainedOptimizer, lr: float) -> Update:
     A gradient that overflowed under loss scaling makes the optimizer skip the step.  Any other gradient that is not
     finite raises AgreedError on all ranks, before a weight has changed: the norm is the same number everywhere.
     """
-    for group in torch_param_groups(optimizer):
+    for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
     loss_scale = float(optimizer.get_loss_scale())
     if optimizer.prepare_grads():

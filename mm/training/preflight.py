@@ -5,7 +5,8 @@ none, calls it.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,86 +23,73 @@ from mm.errors import UserError
 
 def file_problems(run: Run) -> list[str]:
     """Problems of weights, tokenizer, processor and output directories; reads headers only, so it takes seconds."""
-    another_model = _problems_of(_check_model, run)
-    if another_model:
-        return another_model + _problems_of(_check_outputs, run)
-    checks = (_check_load, _check_processor, _check_export, _check_outputs)
-    return [problem for check in checks for problem in _problems_of(check, run)]
+    args, base, problems = run.args, run.data.model_name_or_path, []
+    for path in dict.fromkeys((base, args.load)):
+        if path is not None:
+            problems += hf_problems(run.model, path, args.mm_model)
+    if not problems:  # nothing fits another model
+        with _collected(problems):
+            if args.load is not None and Path(args.load).is_dir():
+                open_to_train(args.load, run.model, args.finetune)
+        with _collected(problems):
+            if Path(base).is_dir():
+                SampleEncoder.from_config(run.data, run.model, args.seq_length)
+        if args.export_hf is not None and Path(base).is_dir():
+            problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
+    with _collected(problems):
+        problems.extend(_output_problems(run))
+    return problems
 
 
 def sample_problems(run: Run) -> list[str]:
     """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
-    if not all(Path(path).is_file() for path in run.data.dataset) or not Path(run.data.dataset_dir).is_dir():
-        return []
-    return _problems_of(lambda run: Dataset(run.data), run)
+    problems: list[str] = []
+    if all(Path(path).is_file() for path in run.data.dataset) and Path(run.data.dataset_dir).is_dir():
+        with _collected(problems):
+            Dataset(run.data)
+    return problems
 
 
-def _problems_of(check: Callable[[Run], object], run: Run) -> list[str]:
+@contextmanager
+def _collected(problems: list[str], prefix: str = "") -> Iterator[None]:
+    """Add what is raised inside to ``problems``."""
     try:
-        check(run)
+        yield
     except UserError as error:
-        return list(error.problems)
+        problems += [prefix + problem for problem in error.problems]
     except OSError as error:
-        return [f"{error.filename}: cannot be read: {error.strerror}"]
-    return []
+        problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
 
 
-def _check_model(run: Run) -> None:
-    """The model JSON describes the model of the processor's directory and, where it is one, of ``--load``."""
-    directories = dict.fromkeys(path for path in (run.data.model_name_or_path, run.args.load) if path is not None)
-    problems = [problem for path in directories for problem in hf_problems(run.model, path, run.args.mm_model)]
-    if problems:
-        raise UserError(problems)
+def _export_problems(run: Run, base: Path, target: Path) -> list[str]:
+    """Problems of the base of the export, unless ``--load`` gives it too, and of the target."""
+    problems: list[str] = []
+    if run.args.load is None or Path(run.args.load).resolve() != base.resolve():
+        with _collected(problems):
+            HFDirectory.open(base, weights_required=False).check(run.model)
+    with _collected(problems, "--export-hf: "):
+        if base.resolve().is_relative_to(target):
+            raise UserError(
+                f"The target {target} is or contains the base directory {base.resolve()}; give another target."
+            )
+        check_target(target, num_bytes=0)
+    return problems
 
 
-def _check_load(run: Run) -> None:
-    if run.args.load is not None and Path(run.args.load).is_dir():
-        open_to_train(run.args.load, run.model, run.args.finetune)
-
-
-def _check_processor(run: Run) -> None:
-    if Path(run.data.model_name_or_path).is_dir():
-        SampleEncoder.from_config(run.data, run.model, run.args.seq_length)
-
-
-def _check_export(run: Run) -> None:
-    """The base of the export, unless ``--load`` gives it too, and the target."""
-    path = Path(run.data.model_name_or_path)
-    if run.args.export_hf is None or not path.is_dir():
-        return
-    base, target, problems = path.resolve(), Path(run.args.export_hf).resolve(), []
-    if run.args.load is None or Path(run.args.load).resolve() != base:
-        problems += _problems_of(lambda run: HFDirectory.open(path, weights_required=False).check(run.model), run)
-    if base.is_relative_to(target):
-        problems.append(
-            f"--export-hf: The target {target} is or contains the base directory {base}; give another target."
-        )
-    else:
-        found = _problems_of(lambda run: check_target(target, num_bytes=0), run)
-        problems += [f"--export-hf: {problem}" for problem in found]
-    if problems:
-        raise UserError(problems)
-
-
-def _check_outputs(run: Run) -> None:
+def _output_problems(run: Run) -> Iterator[str]:
     args = run.args
     directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir}
-    found = (_directory_problem(flag, path) for flag, path in directories.items() if path is not None)
-    problems = [problem for problem in found if problem is not None]
+    for flag, path in directories.items():
+        if path is None:
+            continue
+        folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
+        if not folder.is_dir():
+            yield f"{flag} is {path!r}, but {folder} is a file; give a directory"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            yield f"{flag} is {path!r}, but {folder} cannot be written; give another directory, or mend its permissions"
     if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
-        problems.append(f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside "
-                        f"them would take the place of what {LATEST_FILE} names: give another directory")
+        yield (f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside them would "
+               f"take the place of what {LATEST_FILE} names: give another directory")
     if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
-        problems.append("--tensorboard-dir needs the package tensorboard, which is not installed; install it, or leave "
-                        "the flag out")
-    if problems:
-        raise UserError(problems)
-
-
-def _directory_problem(flag: str, path: str) -> str | None:
-    existing = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        return f"{flag} is {path!r}, but {existing} is a file; give a directory"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{flag} is {path!r}, but {existing} cannot be written; give another directory, or mend its permissions"
-    return None
+        yield ("--tensorboard-dir needs the package tensorboard, which is not installed; install it, or leave the flag "
+               "out")

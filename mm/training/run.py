@@ -14,7 +14,7 @@ from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner
-from mm.device.device import Device
+from mm.device.device import Device, peak_flops
 from mm.errors import AgreedError
 from mm.model import flops, load
 from mm.model.stage import Stage
@@ -32,6 +32,8 @@ class Trainer:
     def __init__(self, run: Run, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
         self.mesh = parallel.start(device, run.model, run.tp_size, args.distributed_timeout_minutes)
+        self.reports = self.mesh.rank == self.mesh.world_size - 1
+        """Whether this rank writes logs: the last one, as in Megatron."""
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
@@ -49,7 +51,7 @@ class Trainer:
             decay_samples=run.lr_decay_iters * run.global_batch_size,
             decay_style=args.lr_decay_style,
         )
-        self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self._reports() else None
+        self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self.reports else None
 
     def run_steps(self) -> None:
         """Train until ``--train-iters`` or ``--exit-interval``, saving on the way and at the end."""
@@ -114,13 +116,11 @@ class Trainer:
         if plan.totals.num_target_tokens == 0:
             self._say(f"note: iteration {self.progress.iteration} has no token to learn: its loss is 0. Look at "
                       f"the roles of the samples, and whether --seq-length {self.run.args.seq_length} cuts answers off")
-        if self.metrics is not None:
-            self.metrics.write(self._measured(plan, result, seconds))
-
-    def _measured(self, plan: StepPlan, result: StepResult, seconds: float) -> StepMetrics:
-        totals, num_devices, peak_flops = plan.totals, self.mesh.world_size, self.device.peak_flops
+        if self.metrics is None:
+            return
+        totals, num_devices, peak = plan.totals, self.mesh.world_size, peak_flops(self.device.name)
         rate = flops.training_flops(self.run.model, totals) / seconds / num_devices
-        return StepMetrics(
+        self.metrics.write(StepMetrics(
             iteration=self.progress.iteration,
             consumed_samples=self.progress.consumed_samples,
             step_seconds=seconds,
@@ -131,17 +131,13 @@ class Trainer:
             num_images=totals.num_images,
             tokens_per_second_per_device=totals.num_tokens / seconds / num_devices,
             model_flops_per_second_per_device=rate,
-            mfu=rate / peak_flops if peak_flops else None,
+            mfu=rate / peak if peak else None,
             max_memory_bytes=self.device.max_memory_bytes(),
             **asdict(result),
-        )
-
-    def _reports(self) -> bool:
-        """Whether this rank writes logs: the last one, as in Megatron."""
-        return self.mesh.rank == self.mesh.world_size - 1
+        ))
 
     def _say(self, text: str) -> None:
-        if self._reports():
+        if self.reports:
             print(text, flush=True)
 
     # Weights and training state in and out

@@ -52,8 +52,7 @@ class StepResult(Update):
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
     """Train one step with learning rate ``lr``.
 
-    Raises:
-        AgreedError: on all ranks, before a weight has changed, when the loss or a gradient is not finite.
+    Raises AgreedError on all ranks, before a weight has changed, when the loss or a gradient is not finite.
     """
     loss = forward_backward(parts, plan)
     if not math.isfinite(loss):

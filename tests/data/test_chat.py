@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
-from mm.data.dataset import Dataset, ImagePart, Turn
+from mm.data.dataset import Dataset, Turn
 from mm.errors import UserError
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 
@@ -44,7 +44,7 @@ def targets(tokenizer, encoded):
 
 
 def conversation(*turns):
-    return [Turn(role, (text,)) for role, text in turns]
+    return [Turn(role, text) for role, text in turns]
 
 
 TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
@@ -56,7 +56,7 @@ def test_what_is_learnt(tokenizer):
 
 
 def test_train_on_prompt_learns_all_but_image_tokens(tokenizer):
-    messages = [Turn("user", ("See ", ImagePart("a"))), Turn("assistant", ("Yes.",))]
+    messages = [Turn("user", "See <image>"), Turn("assistant", "Yes.")]
     encoded = encoder(tokenizer, train_on_prompt=True).encode(messages, [(1, 4, 4)])
     text = encoder(tokenizer).render(messages)
     first = "<|im_start|>"
@@ -70,7 +70,7 @@ def test_default_system_prompt_is_the_templates(tokenizer):
         .render(TWO_TURNS)
         .startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nOne?")
     )
-    own = [Turn("system", ("Be brief.",)), *TWO_TURNS]
+    own = [Turn("system", "Be brief."), *TWO_TURNS]
     assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
 
@@ -102,10 +102,10 @@ def test_targets_are_the_answers_for_any_text(tokenizer, turns):
 
 def test_every_cut_is_a_prefix_and_never_inside_an_image(tokenizer):
     messages = [
-        Turn("user", (ImagePart("a"), " and ", ImagePart("b"), "?")),
-        Turn("assistant", ("Yes.",)),
-        Turn("user", (ImagePart("c"),)),
-        Turn("assistant", ("No.",)),
+        Turn("user", "<image> and <image>?"),
+        Turn("assistant", "Yes."),
+        Turn("user", "<image>"),
+        Turn("assistant", "No."),
     ]
     grids = [(1, 4, 6), (1, 2, 2), (1, 8, 4)]
     whole = encoder(tokenizer).encode(messages, grids)
@@ -141,7 +141,7 @@ def test_a_sample_cut_before_its_answer_has_no_target(tokenizer):
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):
     tokenizer = load_tokenizer(str(hf_directory))
     tokenizer.chat_template = template
-    messages = [Turn("user", (ImagePart("a"), "Hi")), Turn("assistant", ("Hello",))]
+    messages = [Turn("user", "<image>Hi"), Turn("assistant", "Hello")]
     with pytest.raises(UserError, match=message):
         encoder(tokenizer).encode(messages, [(1, 2, 2)])
 

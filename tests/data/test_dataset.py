@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.config.data import Attributes
-from mm.data.dataset import Dataset, ImagePart, Turn
+from mm.data.dataset import Dataset, Turn
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, data_config
 
@@ -35,8 +35,8 @@ def test_messages_and_images_are_in_reading_order(write_dataset, media_directory
     assert len(dataset) == len(RECORDS)
     sample = dataset[2]
     assert sample.turns[:2] == (
-        Turn("system", ("Answer in one word.",)),
-        Turn("user", ("Compare ", ImagePart(tall), " with ", ImagePart(wide), ".")),
+        Turn("system", "Answer in one word."),
+        Turn("user", "Compare <image> with <image>."),
     )
     assert sample.image_paths == (tall, wide)
     assert sample.source.endswith("data.json:2")
@@ -52,9 +52,9 @@ def test_llava_columns_and_system_column(load):
     }
     dataset = load(json.dumps([record]), attr=Attributes(system="instruction"))
     assert dataset[0].turns == (
-        Turn("system", ("Be brief.",)),
-        Turn("user", ("Hi",)),
-        Turn("assistant", ("Hello",)),
+        Turn("system", "Be brief."),
+        Turn("user", "Hi"),
+        Turn("assistant", "Hello"),
     )
 
 
@@ -79,7 +79,7 @@ def test_json_and_jsonl_read_alike(tmp_path_factory, pairs, is_list, has_mark, e
     directory = tmp_path_factory.mktemp("files")
     (directory / "data.any").write_bytes(b"\xef\xbb\xbf" * has_mark + content.encode())
     dataset = Dataset(data_config(directory, directory, directory / "data.any"))
-    seen = [tuple(message.parts[0] for message in dataset[index].turns) for index in range(len(dataset))]
+    seen = [tuple(message.text for message in dataset[index].turns) for index in range(len(dataset))]
     assert seen == pairs
 
 
@@ -91,7 +91,7 @@ def test_several_files_and_max_samples(tmp_path, hf_directory):
 
     def questions(**changes):
         dataset = Dataset(data_config(hf_directory, tmp_path, *paths, **changes))
-        return [dataset[index].turns[0].parts[0] for index in range(len(dataset))]
+        return [dataset[index].turns[0].text for index in range(len(dataset))]
 
     assert questions() == ["a0", "a1", "a2", "b0", "b1"]
     assert questions(max_samples=4) == ["a0", "a1", "a2", "b0"]

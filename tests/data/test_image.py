@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
-from mm.data.image import ImageProcessor, image_size, load_image, smart_resize
+from mm.data.image import ImageProcessor, load_image, smart_resize
 from mm.errors import UserError
 from tests.data.oracle import PREPROCESSOR, photo
 
@@ -90,7 +90,6 @@ def test_animation_gives_its_first_frame_and_rotation_tags_are_not_applied(tmp_p
     exif[0x0112] = 6  # rotate by 90 degrees
     photo(90, 40).save(tmp_path / "turned.jpg", exif=exif)
     assert_equals_reference(tmp_path / "turned.jpg", hf_directory)
-    assert image_size(str(tmp_path / "turned.jpg")) == (40, 90)
 
 
 def write_huge_png(path):

@@ -127,7 +127,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
     loader = make_loader(num_workers=2)
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [worker.pid for worker in loader._workers._workers]
+    pids = [worker.pid for worker in loader._microbatches._workers]
     assert len(pids) == 2 and all(map(is_running, pids))
     loader.close()
     assert_end(pids)
@@ -139,7 +139,7 @@ def start_and_die(dataset, encoder, pids):
     order = Order(len(dataset), seed=0, shuffle=True, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1)
     loader = StepLoader(dataset, encoder, order, num_workers=2)
     next(loader)
-    pids.send([worker.pid for worker in loader._workers._workers])
+    pids.send([worker.pid for worker in loader._microbatches._workers])
     pids.close()
     os.kill(os.getpid(), signal.SIGKILL)
 
