@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.causes import guess, misfit_cause, missing_head_cause
-from checkpoint.compare import Finding, Unequal, compare, tensors
+from checkpoint.compare import Finding, Unequal, compare, held_dtype
 from checkpoint.convert import num_threads
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import differences
@@ -132,7 +132,7 @@ def _count(findings: Sequence[Finding]) -> str:
 def _finding_lines(finding: Finding, source: Source, target: Source, weights: Sequence[Weight]) -> Iterator[str]:
     names = ", ".join(finding.weight.hf_names)
     if finding.lacking or finding.misfits:
-        yield f"{', '.join(finding.lacking) or names}: not complete in both directories"
+        yield f"{', '.join(part.hf_names[0] for part in finding.lacking) or names}: not complete in both directories"
         yield from _lacking_lines(finding, source, target)
     if finding.unequal:
         yield ", ".join(one.key for one in finding.unequal)
@@ -158,19 +158,18 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
     for side, misfit in finding.misfits:
         yield f"    {misfit.text}"
         causes.append(misfit_cause(misfit, side, target if side is source else source))
-    for key, shape, dtypes in tensors(finding.weight, source, target):
-        if None not in dtypes:
-            continue
-        for side, other, dtype in ((source, target, dtypes[0]), (target, source, dtypes[1])):
-            parts = side.index.stretches(key)
-            names = sorted({dtype_name(part.view.stored.dtype) for part in parts})
-            if dtype is not None:
-                yield f"    {_where(side, parts[0].view.stored)}"
-                causes.append(None if other.index.stretches(key) else missing_head_cause(side, finding.weight))
+    for part in finding.lacking:
+        (key,) = part.hf_names
+        for side, other in ((source, target), (target, source)):
+            held = [stretch.view.stored for stretch in side.index.stretches(key)]
+            names = sorted({dtype_name(stored.dtype) for stored in held})
+            if held_dtype(side, part) is not None:
+                yield f"    {_where(side, held[0])}"
+                causes.append(None if other.index.stretches(key) else missing_head_cause(side, part))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
             elif not any(side is one for one, _ in finding.misfits):
-                yield f"    {side.path} has no {key}" + (f" of shape {list(shape)}" if parts else "")
+                yield f"    {side.path} has no {key}" + (f" of shape {list(part.shape)}" if held else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
 
@@ -179,8 +178,8 @@ def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> I
         yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
     if one.num_different:
         amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
-        yield (f"    {name}{one.num_different:,} of {math.prod(one.shape):,} elements differ, {amount}; the first is "
-               f"{list(one.index)}")
+        yield (f"    {name}{one.num_different:,} of {math.prod(one.part.shape):,} elements differ, {amount}; the first "
+               f"is {list(one.index)}")
     for side in (source, target):
         yield f"    {_where(side, next(side.index.find(Span(one.key, one.at[0], 1))).view.stored)}"
 
