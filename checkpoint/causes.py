@@ -12,7 +12,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from checkpoint.compare import Unequal, bits, coarser, held_dtype, hf_parts, sample
+from checkpoint.compare import Unequal, bits, coarser, held_dtype, hf_parts, same, sample
 from checkpoint.formats.source import Kind, Source
 from checkpoint.formats.storage import Structure, stored_weights
 from mm.weights.cut import Span, cut_dim, shard_spans
@@ -88,14 +88,10 @@ def _as_coarser(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return one.to(dtype), other.to(dtype)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bits(one), bits(other))
-
-
 def _proves_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two blocks are equal, but not one value throughout, which would prove nothing."""
     one, other = _as_coarser(one, other)
-    return _same(one, other) and bool((bits(one) != bits(one).flatten()[0]).any())
+    return same(one, other) and bool((bits(one) != bits(one).flatten()[0]).any())
 
 
 # Orders of rows
@@ -114,7 +110,7 @@ def _other_order(case: _Case) -> str | None:
     for mistake, theirs in _wrong_orders(weight, tp_size):
         misread = torch.zeros_like(expected)
         misread[ours] = expected[theirs.flatten()]
-        if _same(misread[:PADDING], content[:PADDING]):
+        if same(misread[:PADDING], content[:PADDING]):
             return mistake
     owners = _owners(expected, content, ours.reshape(tp_size, -1))
     if tp_size == 1 or None in owners:
@@ -145,7 +141,7 @@ def _has_early_padding(weight: Weight, expected: Tensor, content: Tensor, tp_siz
     for right, found in zip(expected.split(sizes), content.split(sizes), strict=True):
         is_zero = ~found.bool().any(dim=1)
         moved = right[(~is_zero).cumsum(0) - 1]
-        if not 0 < is_zero.sum() <= -sizes[0] % tp_size or not _same(moved[~is_zero], found[~is_zero]):
+        if not 0 < is_zero.sum() <= -sizes[0] % tp_size or not same(moved[~is_zero], found[~is_zero]):
             return False
     return True
 
@@ -192,7 +188,7 @@ def _owners(expected: Tensor, content: Tensor, shards: Tensor) -> list[int | Non
     for rank, shard in enumerate(shards):
         is_kept = shard != PADDING
         owners.append(next((other for other in (rank, *range(len(shards)))
-                            if _same(expected[shards[other][is_kept]], content[shard[is_kept]])), None))
+                            if same(expected[shards[other][is_kept]], content[shard[is_kept]])), None))
     return owners
 
 
@@ -294,7 +290,7 @@ def _are_twins(at: tuple[int, int], one: tuple[Source, Weight], other: tuple[Sou
 def _other_values(case: _Case) -> str | None:
     expected, content = case.expected[case.unequal.key], case.content[case.unequal.key]
     for precision in (torch.bfloat16, torch.float16):
-        if precision.itemsize < expected.dtype.itemsize and _same(expected.to(precision).to(content.dtype), content):
+        if precision.itemsize < expected.dtype.itemsize and same(expected.to(precision).to(content.dtype), content):
             return f"dtype: rounded to {_short(precision)}"
     if not content.any():
         return "only zeros, as if never written"

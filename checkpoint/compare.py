@@ -146,9 +146,9 @@ def _compare_tensor(
     for rows, indices in blocks(math.prod(shape[:dim]), range(shape[dim]), math.prod(shape[dim + 1 :])):
         left, right = (side.read_block(files, part.hf_names[0], rows, indices) for side, files in sides)
         progress(left.numel())
-        left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
-        if np.array_equal(left_bits.numpy(), right_bits.numpy()):
+        if same(left.to(dtype), right.to(dtype)):
             continue
+        left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
         unlike = left_bits != right_bits
         amounts = (left[unlike].double() - right[unlike].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not num_different:
@@ -178,6 +178,11 @@ def sample(source: Source, part: Weight, indices: range, places: range) -> Tenso
         blocks_read = (source.read_block(files, key, rows, some)[0] for rows, some in
                        blocks(1, indices, math.prod(part.shape[1:])))
         return torch.cat([block[:, places.start : places.stop].clone() for block in blocks_read])
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal."""
+    return one.dtype == other.dtype and np.array_equal(bits(one).numpy(), bits(other).numpy())
 
 
 def bits(tensor: Tensor) -> Tensor:

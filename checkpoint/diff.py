@@ -81,24 +81,23 @@ def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Pat
     """Both directories; ``hf_dir``, else the other directory, says what model is in one that has no manifest."""
     model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
-    unstated = {flag: find_kind(path, flag) is Kind.MINDSPEED and not (path / MANIFEST_FILE).is_file()
-                for flag, path in paths.items()}
     found: dict[str, Source] = {}
-    for flag in sorted(paths, key=lambda flag: unstated[flag]):
-        if unstated[flag]:
-            found[flag] = _open_unstated(paths[flag], flag, model)
-        else:
-            found[flag] = open_source(paths[flag], flag, lenient=True)
-            model = model or found[flag].model
+    for flag in sorted(paths, key=lambda flag: not _is_stated(paths[flag], flag)):
+        found[flag] = _open(paths[flag], flag, model)
+        model = model or found[flag].model
     return found["--cfg.source_dir"], found["--cfg.target_dir"]
 
 
-def _open_unstated(path: Path, flag: str, model: ModelConfig | None) -> Source:
-    """A directory that should hold ``model``, or one of the published sizes; else a source that holds nothing."""
+def _is_stated(path: Path, flag: str) -> bool:
+    return find_kind(path, flag) is not Kind.MINDSPEED or (path / MANIFEST_FILE).is_file()
+
+
+def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
+    """One that states no model should hold ``model``, or one of the published sizes; else it holds nothing."""
     try:
         return open_source(path, flag, model=model, lenient=True)
     except UserError as error:
-        if model is None:
+        if model is None or _is_stated(path, flag):
             raise
         problems = tuple(Misfit("left over", text) for text in error.problems)
     storage = MindSpeedDirectory.open(path).storage
