@@ -1,7 +1,7 @@
 """Compares two sources of weights to the last bit, in Hugging Face order: what differs, not why."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint.formats.copy import Files, Progress
-from checkpoint.formats.source import Source
+from checkpoint.formats.source import Source, blocks
 from checkpoint.formats.storage import Structure, stored_weights
 from mm.weights.cut import cut_dim
 from mm.weights.plan import Padding
 from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
-_BLOCK_ELEMENTS = 1 << 19
+COMPARED_BYTES = 1 << 20
 """How much of one tensor in one directory is read at a time by each worker."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -141,10 +141,10 @@ def _compare_tensor(
     sides: Sequence[tuple[Source, Files]],
     progress: Progress,
 ) -> Unequal:
-    num_different, largest, at, num_bits, dtype = 0, 0.0, (0, 0), 0, coarser(dtypes)
-    dim, shape = cut_dim(part), part.shape
-    for rows, indices in blocks(math.prod(shape[:dim]), range(shape[dim]), math.prod(shape[dim + 1 :])):
-        left, right = (side.read_block(files, part.hf_names[0], rows, indices) for side, files in sides)
+    num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), part.hf_names[0]
+    view = sides[0][0].index.stretches(key)[0].view
+    for rows, indices in blocks(view, range(part.shape[view.dim]), COMPARED_BYTES):
+        left, right = (side.read_block(files, key, rows, indices) for side, files in sides)
         progress(left.numel())
         if same(left.to(dtype), right.to(dtype)):
             continue
@@ -159,25 +159,15 @@ def _compare_tensor(
     return Unequal(part, dtypes, num_different, largest, at, num_bits)
 
 
-def blocks(num_rows: int, indices: range, width: int) -> Iterator[tuple[range, range]]:
-    """(rows, indices) for ``Source.read_block`` in small blocks; each index of a row has ``width`` elements."""
-    is_cut_by_rows = num_rows > 1
-    whole, num_elements = (range(num_rows), len(indices) * width) if is_cut_by_rows else (indices, width)
-    step = max(1, _BLOCK_ELEMENTS // num_elements)
-    for start in range(0, len(whole), step):
-        part = whole[start : start + step]
-        yield (part, indices) if is_cut_by_rows else (range(num_rows), part)
-
-
 def sample(source: Source, part: Weight, indices: range, places: range) -> Tensor:
     """[index, place] of one of ``hf_parts``: indices along ``cut_dim``, places in the other dimensions."""
     key = part.hf_names[0]
     with Files(source.path) as files:
         if cut_dim(part):
             return source.read_block(files, key, places, indices)[:, :, 0].T
-        blocks_read = (source.read_block(files, key, rows, some)[0] for rows, some in
-                       blocks(1, indices, math.prod(part.shape[1:])))
-        return torch.cat([block[:, places.start : places.stop].clone() for block in blocks_read])
+        found = (source.read_block(files, key, rows, some)[0]
+                 for rows, some in blocks(source.index.stretches(key)[0].view, indices, COMPARED_BYTES))
+        return torch.cat([block[:, places.start : places.stop].clone() for block in found])
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint.compare import blocks, same
+from checkpoint.compare import COMPARED_BYTES, same
 from checkpoint.convert import LAYOUT, num_threads
 from checkpoint.formats.atomic import stored_crc32
 from checkpoint.formats.copy import Files
@@ -16,7 +16,7 @@ from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import dtype_name
-from checkpoint.formats.source import Directory, Source, find, open_hf
+from checkpoint.formats.source import Directory, Source, blocks, find, open_hf
 from checkpoint.formats.source import open as open_source
 from mm.errors import UserError
 from mm.weights.views import Stored, View
@@ -108,7 +108,7 @@ def _is_right(view: View, found: Source, expected: Source) -> bool:
         return all(map(files.is_zero, alone.index.padding)) and all(
             same(alone.read_block(files, span.key, rows, indices), expected.read_block(others, span.key, rows, indices))
             for span in view.spans if span.key is not None
-            for rows, indices in blocks(view.num_rows, range(span.start, span.stop), view.unit_bytes)
+            for rows, indices in blocks(view, range(span.start, span.stop), COMPARED_BYTES)
         )
 
 

@@ -183,7 +183,7 @@ class Source:
         stored, crc32 = view.stored, 0
         is_checked = stored.crc32 is not None
         for span in [range(view.num_indices)] if is_checked else [range(one.start, one.stop) for one in stretches]:
-            for rows, indices in _steps(view, span, block_bytes):
+            for rows, indices in blocks(view, span, block_bytes):
                 block = _read(files, view, rows, indices)
                 if is_checked:
                     crc32 = zlib.crc32(block.view(torch.uint8).numpy().data, crc32)
@@ -195,7 +195,7 @@ class Source:
             )
 
 
-def _steps(view: View, span: range, block_bytes: int) -> Iterator[tuple[range, range]]:
+def blocks(view: View, span: range, block_bytes: int) -> Iterator[tuple[range, range]]:
     """(rows, indices) that cover the indices ``span`` of every row, in the order of the file."""
     step = max(1, block_bytes // (view.unit_bytes * (1 if view.num_rows == 1 else len(span))))
     for rows in [range(1)] if view.num_rows == 1 else _split(range(view.num_rows), step):

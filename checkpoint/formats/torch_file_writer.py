@@ -48,11 +48,10 @@ class TorchFile:
             UserError: a dtype that torch saves in another way.
         """
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
-        known = [dtype for kind, dtype in STORAGES.items() if not kind.endswith("UntypedStorage")]
-        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in known]
+        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES.values()]
         if unknown:
-            raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of "
-                            f"{', '.join(map(str, known))}.")
+            known = ", ".join(map(str, dict.fromkeys(STORAGES.values())))
+            raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
         # Interned, because pickle writes a name that two chunks share as a reference only if it is one object.
         content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}
                    for chunk, tensors in chunks.items()}
