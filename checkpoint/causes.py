@@ -109,7 +109,7 @@ def _other_order(case: _Case) -> str | None:
         return "padding: not at the end of the weights"
     for mistake, theirs in _wrong_orders(weight, tp_size):
         misread = torch.zeros_like(expected)
-        misread[ours] = expected[theirs.flatten()]
+        misread[ours] = expected[theirs]
         if same(misread[:PADDING], content[:PADDING]):
             return mistake
     owners = _owners(expected, content, ours.reshape(tp_size, -1))
@@ -121,10 +121,9 @@ def _other_order(case: _Case) -> str | None:
 
 def _rows_in_files(weight: Weight, found: Source, tp_size: int) -> Tensor:
     """Row numbers in the order of a correct directory like ``found``, rank by rank."""
+    structure = Structure.CANONICAL if found.kind is Kind.HUGGING_FACE else Structure.FUSED
     if found.storage is not None:
         structure = found.storage.structure
-    else:
-        structure = Structure.CANONICAL if found.kind is Kind.HUGGING_FACE else Structure.FUSED
     sizes = [part.shape[cut_dim(part)] for part in hf_parts(weight)]
     rows = dict(zip(weight.hf_names, torch.arange(sum(sizes)).split(sizes), strict=True))
     return torch.cat([

@@ -65,7 +65,8 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
         UserError: it is no whole, plain torch.save file: another format, truncated, a pickle with code in it, tensors
             that are not contiguous.
     """
-    with _open(path) as file:
+    _refuse_other_formats(path)
+    with path.open("rb") as file:
         try:
             archive = zipfile.ZipFile(file)
         except Exception as error:  # zipfile raises many kinds on damaged files
@@ -101,16 +102,15 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
     return tensors, tuple(chunks)
 
 
-def _open(path: Path) -> BinaryIO:
-    """The file, opened, after its first bytes were found to be those of a zip archive."""
+def _refuse_other_formats(path: Path) -> None:
+    """Make sure that the first bytes are those of a zip archive."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - the caller closes it
+        with path.open("rb") as file:
+            start = file.read(64)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; expected a model_optim_rng.pt.") from error
-    start = file.read(64)
     if start.startswith(b"PK\x03\x04"):
-        return file
-    file.close()
+        return
     refuse_lfs_pointer(path, start)
     if start.startswith(_LEGACY_TORCH_MAGIC):
         raise UserError(
