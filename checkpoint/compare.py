@@ -150,7 +150,7 @@ def _compare_tensor(
             continue
         left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
         unlike = left_bits != right_bits
-        amounts = (left[unlike].double() - right[unlike].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not num_different:
             row, index, place = first = tuple(unlike.nonzero()[0].tolist())
             at = indices.start + index, rows.start + row + place  # one of row and place is always 0
@@ -183,3 +183,7 @@ def bits(tensor: Tensor) -> Tensor:
 def coarser(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """The dtype with the larger rounding errors."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.dtype.itemsize == 2 else torch.float64)

@@ -74,6 +74,11 @@ def test_every_flipped_bit(kind, tmp_path):
     verify(mm, hf)
 
 
+def test_without_llm(tmp_path):
+    hf, mm = make(tmp_path, Storage(vit_only=True))
+    assert verify(mm, hf)[1] == f"{mm}: 52 tensors are those of {hf}."
+
+
 def test_another_dtype(made, copy, tmp_path):
     hf = Path(shutil.copytree(made[0], tmp_path / "hf"))
     for path in hf.glob("*.safetensors"):
