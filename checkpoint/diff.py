@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.causes import guess, misfit_cause, missing_head_cause
-from checkpoint.compare import Finding, Unequal, compare, tensors
+from checkpoint.compare import Finding, Unequal, compare, held_dtype
 from checkpoint.convert import num_threads
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import differences
@@ -81,24 +81,23 @@ def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Pat
     """Both directories; ``hf_dir``, else the other directory, says what model is in one that has no manifest."""
     model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
-    unstated = {flag: find_kind(path, flag) is Kind.MINDSPEED and not (path / MANIFEST_FILE).is_file()
-                for flag, path in paths.items()}
     found: dict[str, Source] = {}
-    for flag in sorted(paths, key=lambda flag: unstated[flag]):
-        if unstated[flag]:
-            found[flag] = _open_unstated(paths[flag], flag, model)
-        else:
-            found[flag] = open_source(paths[flag], flag, lenient=True)
-            model = model or found[flag].model
+    for flag in sorted(paths, key=lambda flag: not _is_stated(paths[flag], flag)):
+        found[flag] = _open(paths[flag], flag, model)
+        model = model or found[flag].model
     return found["--cfg.source_dir"], found["--cfg.target_dir"]
 
 
-def _open_unstated(path: Path, flag: str, model: ModelConfig | None) -> Source:
-    """A directory that should hold ``model``, or one of the published sizes; else a source that holds nothing."""
+def _is_stated(path: Path, flag: str) -> bool:
+    return find_kind(path, flag) is not Kind.MINDSPEED or (path / MANIFEST_FILE).is_file()
+
+
+def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
+    """One that states no model should hold ``model``, or one of the published sizes; else it holds nothing."""
     try:
         return open_source(path, flag, model=model, lenient=True)
     except UserError as error:
-        if model is None:
+        if model is None or _is_stated(path, flag):
             raise
         problems = tuple(Misfit("left over", text) for text in error.problems)
     storage = MindSpeedDirectory.open(path).storage
@@ -132,7 +131,7 @@ def _count(findings: Sequence[Finding]) -> str:
 def _finding_lines(finding: Finding, source: Source, target: Source, weights: Sequence[Weight]) -> Iterator[str]:
     names = ", ".join(finding.weight.hf_names)
     if finding.lacking or finding.misfits:
-        yield f"{', '.join(finding.lacking) or names}: not complete in both directories"
+        yield f"{', '.join(part.hf_names[0] for part in finding.lacking) or names}: not complete in both directories"
         yield from _lacking_lines(finding, source, target)
     if finding.unequal:
         yield ", ".join(one.key for one in finding.unequal)
@@ -158,19 +157,18 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
     for side, misfit in finding.misfits:
         yield f"    {misfit.text}"
         causes.append(misfit_cause(misfit, side, target if side is source else source))
-    for key, shape, dtypes in tensors(finding.weight, source, target):
-        if None not in dtypes:
-            continue
-        for side, other, dtype in ((source, target, dtypes[0]), (target, source, dtypes[1])):
-            parts = side.index.stretches(key)
-            names = sorted({dtype_name(part.view.stored.dtype) for part in parts})
-            if dtype is not None:
-                yield f"    {_where(side, parts[0].view.stored)}"
-                causes.append(None if other.index.stretches(key) else missing_head_cause(side, finding.weight))
+    for part in finding.lacking:
+        (key,) = part.hf_names
+        for side, other in ((source, target), (target, source)):
+            held = [stretch.view.stored for stretch in side.index.stretches(key)]
+            names = sorted({dtype_name(stored.dtype) for stored in held})
+            if held_dtype(side, part) is not None:
+                yield f"    {_where(side, held[0])}"
+                causes.append(None if other.index.stretches(key) else missing_head_cause(side, part))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
             elif not any(side is one for one, _ in finding.misfits):
-                yield f"    {side.path} has no {key}" + (f" of shape {list(shape)}" if parts else "")
+                yield f"    {side.path} has no {key}" + (f" of shape {list(part.shape)}" if held else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
 
@@ -179,8 +177,8 @@ def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> I
         yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
     if one.num_different:
         amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
-        yield (f"    {name}{one.num_different:,} of {math.prod(one.shape):,} elements differ, {amount}; the first is "
-               f"{list(one.index)}")
+        yield (f"    {name}{one.num_different:,} of {math.prod(one.part.shape):,} elements differ, {amount}; the first "
+               f"is {list(one.index)}")
     for side in (source, target):
         yield f"    {_where(side, next(side.index.find(Span(one.key, one.at[0], 1))).view.stored)}"
 

@@ -125,14 +125,10 @@ class CommonModelConfig:
 def _facts(hf_dir: str) -> dict[str, object]:
     """What is true of the fields of ``CommonModelConfig`` that describe the model."""
     directory = HFDirectory.open(hf_dir, weights_required=False)
-    model = directory.model_config()
-    return {
-        "num_key_value_heads": model.language.num_query_groups,
-        "tie_word_embeddings": model.language.tied,
-        "llm_num_layers": model.language.num_layers,
-        "vit_num_layers": model.vision.num_layers,
-        "new_transformers_weight_key": are_module_names(stored.name for stored in directory.tensors.values()),
-    }  # fmt: skip
+    model, names = directory.model_config(), (stored.name for stored in directory.tensors.values())
+    return {"num_key_value_heads": model.language.num_query_groups, "tie_word_embeddings": model.language.tied,
+            "llm_num_layers": model.language.num_layers, "vit_num_layers": model.vision.num_layers,
+            "new_transformers_weight_key": are_module_names(names)}
 
 
 @dataclass(kw_only=True)

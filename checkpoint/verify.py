@@ -1,24 +1,24 @@
 """``verify`` and ``show``: whether a directory is intact, which reads every byte once, and what its headers say."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from checkpoint.compare import COMPARED_BYTES, same
 from checkpoint.convert import LAYOUT, num_threads
-from checkpoint.formats.copy import differing
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import dtype_name
-from checkpoint.formats.source import Directory, find, open_hf
+from checkpoint.formats.source import Directory, Source, find, open_hf
 from checkpoint.formats.source import open as open_source
 from mm.errors import UserError
-from mm.weights.plan import make_plan
-from mm.weights.views import Stored
+from mm.weights.views import Stored, View
 
 
 def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
@@ -53,60 +53,62 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
 
 def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_workers: int) -> Iterator[str]:
     root, contents = directory.path, directory.contents
-    by_file: dict[str, list[Stored]] = {}
-    for tensor in stated:
-        by_file.setdefault(tensor.file, []).append(tensor)
-    for file in sorted(contents.keys() - by_file.keys()):
+    files, names = {entry.file for entry in stated}, {(entry.file, entry.name) for entry in stated}
+    for file in sorted(contents.keys() - files):
         if contents[file]:
             yield f"{root / file} is not in {MANIFEST_FILE}; remove it."
-    for file in sorted(by_file.keys() - contents.keys()):
+    for file in sorted(files - contents.keys()):
         yield f"{root / file} is missing; convert again."
-    with tqdm(total=len(stated), unit="tensor", disable=None) as bar, ThreadPoolExecutor(num_workers) as pool:
-        files = sorted(by_file.keys() & contents.keys())
-        for problems in pool.map(lambda file: _file_problems(root, file, contents[file], by_file[file], bar), files):
-            yield from problems
+    for file in sorted(files & contents.keys()):
+        for name in sorted(contents[file]):
+            if (file, name) not in names:
+                yield f"{root / file} holds {name}, which is not in {MANIFEST_FILE}."
+    present = [entry for entry in stated if entry.file in contents]
+    with ThreadPoolExecutor(num_workers) as pool:
+        checked = pool.map(lambda entry: _problem(root, contents[entry.file].get(entry.name), entry), present)
+        yield from filter(None, tqdm(checked, total=len(present), unit="tensor", disable=None))
 
 
-def _file_problems(
-    root: Path, file: str, stored: Mapping[str, Stored], stated: list[Stored], bar: tqdm
-) -> list[str]:
-    path = root / file
-    problems = [
-        f"{path} holds {name}, which is not in {MANIFEST_FILE}."
-        for name in sorted(stored.keys() - {one.name for one in stated})
-    ]
+def _problem(root: Path, stored: Stored | None, stated: Stored) -> str | None:
+    path = root / stated.file
+    if stored is None:
+        return f"{path} lacks {stated.name}; convert again."
+    if (stored.dtype, stored.shape) != (stated.dtype, stated.shape):
+        return (f"{path}: {stated.name} is {dtype_name(stored.dtype)} {list(stored.shape)}; {MANIFEST_FILE} says "
+                f"{dtype_name(stated.dtype)} {list(stated.shape)}.")
     with Files(root) as files:
-        for entry in stated:
-            tensor = stored.get(entry.name)
-            if tensor is None:
-                problems.append(f"{path} lacks {entry.name}; convert again.")
-            elif (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
-                problems.append(
-                    f"{path}: {entry.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; "
-                    f"{MANIFEST_FILE} says {dtype_name(entry.dtype)} {list(entry.shape)}."
-                )
-            elif files.crc32(tensor) != entry.crc32:
-                problems.append(
-                    f"{path}: {entry.name} is damaged or belongs to another file (its crc32 differs from "
-                    f"{MANIFEST_FILE}); convert again."
-                )
-            bar.update(1)
-    return problems
+        if files.crc32(stored) == stated.crc32:
+            return None
+    return (f"{path}: {stated.name} is damaged or belongs to another file (its crc32 differs from {MANIFEST_FILE}); "
+            f"convert again.")
 
 
 def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers: int) -> int:
     expected = open_hf(HFDirectory.open(hf_dir))
     found = open_source(path, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=expected.model)
-    plan = make_plan(expected.index, found.views, ())
     expected.check()
-    total = sum(view.stored.num_bytes for view in found.views)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        wrong = differing(plan, expected.path, found.path, num_workers, bar.update)
+    with ThreadPoolExecutor(num_workers) as pool:
+        are_right = pool.map(lambda view: _is_right(view, found, expected), found.views)
+        progress = tqdm(are_right, total=len(found.views), unit="tensor", disable=None)
+        wrong = [view.stored for view, is_right in zip(found.views, progress, strict=True) if not is_right]
     if wrong:
-        raise UserError(
-            f"{found.path / tensor.file}: {tensor.name} is not what {expected.path} gives." for tensor in wrong
-        )
+        problems = [f"{found.path / stored.file}: {stored.name} is not what {expected.path} gives." for stored in wrong]
+        ours, theirs = (" and ".join(sorted(map(dtype_name, {*side.dtypes.values()}))) for side in (found, expected))
+        if ours != theirs:
+            problems.insert(0, f"{found.path} holds {ours}, but {expected.path} {theirs}.")
+        raise UserError(problems)
     return len(found.views)
+
+
+def _is_right(view: View, found: Source, expected: Source) -> bool:
+    """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
+    alone = replace(found, views=(view,))
+    with Files(found.path) as files, Files(expected.path) as others:
+        return all(map(files.is_zero, alone.index.padding)) and all(
+            same(alone.read_block(files, span.key, rows, indices), expected.read_block(others, span.key, rows, indices))
+            for span in view.spans if span.key is not None
+            for rows, indices in view.blocks(range(span.start, span.stop), COMPARED_BYTES)
+        )
 
 
 def show_directory(path: Path) -> list[str]:

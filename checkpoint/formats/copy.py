@@ -68,20 +68,6 @@ def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress
     _run_workers(work, plan.jobs, num_workers)
 
 
-def differing(plan: Plan, source: Path, target: Path, num_workers: int, progress: Progress) -> list[Stored]:
-    """The tensors under ``target`` that are not what ``plan`` would make of ``source``; writes nothing."""
-    found: set[Stored] = set()
-
-    def work(jobs: Iterator[Job]) -> None:
-        with Files(source) as sources, _Compared(target, found) as compared:
-            worker = _Worker(sources, compared, progress)
-            for job in jobs:
-                worker.run(job, job.targets)
-
-    _run_workers(work, plan.jobs, num_workers)
-    return [tensor for job in plan.jobs for tensor in job.targets if tensor in found]
-
-
 def _run_workers(work: Callable[[Iterator[Job]], None], jobs: Sequence[Job], num_workers: int) -> None:
     """Run ``work`` in threads, which share ``jobs``; when one fails, or the user interrupts, none gets another job."""
     left, lock, stop = iter(jobs), threading.Lock(), threading.Event()
@@ -134,21 +120,6 @@ class _Todo:
             self._output.finish(self._files[file], self._crc32s[file])
 
 
-class _Compared(Files):
-    """Takes what would be written and notes where the files hold something else."""
-
-    def __init__(self, directory: Path, differing: set[Stored]) -> None:
-        super().__init__(directory)
-        self._differing = differing
-        self._found = memoryview(bytearray(BUFFER_BYTES))
-
-    def write(self, stored: Stored, start: int, data: memoryview) -> None:
-        for at in range(0, len(data), BUFFER_BYTES):
-            part = data[at : at + BUFFER_BYTES]
-            found = self._found[: len(part)]
-            self.read(stored, start + at, found)
-            if found != part:
-                self._differing.add(stored)
 
 
 class _Worker:

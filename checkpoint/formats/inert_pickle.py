@@ -49,8 +49,7 @@ class Opaque:
     def append(self, item: Any) -> None:
         """See ``__setitem__``."""
 
-    def extend(self, items: Any) -> None:
-        """See ``__setitem__``."""
+    extend = append
 
 
 class _InertUnpickler(pickle._Unpickler):

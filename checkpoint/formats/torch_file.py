@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,13 +33,12 @@ _LEGACY_TORCH_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """``torch.serialization.MAGIC_NUMBER`` pickled: how torch.save's files began before torch 1.6."""
 
 STORAGES = {
-    torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage, torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage, torch.uint8: torch.ByteStorage, torch.int8: torch.CharStorage,
-    torch.int16: torch.ShortStorage, torch.int32: torch.IntStorage, torch.int64: torch.LongStorage,
-    torch.bool: torch.BoolStorage,
+    "torch.BFloat16Storage": torch.bfloat16, "torch.HalfStorage": torch.float16, "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64, "torch.ByteStorage": torch.uint8, "torch.CharStorage": torch.int8,
+    "torch.ShortStorage": torch.int16, "torch.IntStorage": torch.int32, "torch.LongStorage": torch.int64,
+    "torch.BoolStorage": torch.bool, "torch.storage.UntypedStorage": torch.uint8,
 }  # fmt: skip
-_DTYPE_OF_STORAGE = {f"torch.{storage.__name__}": dtype for dtype, storage in STORAGES.items()} | {
-    "torch.storage.UntypedStorage": torch.uint8}  # fmt: skip
+"""Kinds of storages by the name that a pickle has for them; other dtypes lie in the last one."""
 _DTYPE_OF_NAME = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 _REBUILD_V2 = "torch._utils._rebuild_tensor_v2"
@@ -50,13 +49,6 @@ _REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _EXTRA_STATE = "_extra_state"
 """How the names of what a module's ``get_extra_state`` returns end."""
-
-
-class _Record(NamedTuple):
-    """Where the bytes of one record of the zip archive lie."""
-
-    offset: int
-    num_bytes: int
 
 
 class _Unusable(Exception):
@@ -73,7 +65,15 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
         UserError: it is no whole, plain torch.save file: another format, truncated, a pickle with code in it, tensors
             that are not contiguous.
     """
-    with _open(path) as file, _open_zip(path, file) as archive:
+    _refuse_other_formats(path)
+    with path.open("rb") as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except Exception as error:  # zipfile raises many kinds on damaged files
+            raise UserError(
+                f"{path} starts like a file of torch.save but its zip directory cannot be read ({error}); it is "
+                f"probably truncated. Copy or download it again."
+            ) from error
         records, pickled = _read_directory(path, file, archive)
         content = _read_pickle(path, archive, pickled)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -102,16 +102,15 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
     return tensors, tuple(chunks)
 
 
-def _open(path: Path) -> BinaryIO:
-    """The file, opened, after its first bytes were found to be those of a zip archive."""
+def _refuse_other_formats(path: Path) -> None:
+    """Make sure that the first bytes are those of a zip archive."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - the caller closes it
+        with path.open("rb") as file:
+            start = file.read(64)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; expected a model_optim_rng.pt.") from error
-    start = file.read(64)
     if start.startswith(b"PK\x03\x04"):
-        return file
-    file.close()
+        return
     refuse_lfs_pointer(path, start)
     if start.startswith(_LEGACY_TORCH_MAGIC):
         raise UserError(
@@ -122,20 +121,10 @@ def _open(path: Path) -> BinaryIO:
     raise UserError(f"{path} {what}; expected a file of torch.save, which starts with b'PK\\x03\\x04'.")
 
 
-def _open_zip(path: Path, file: BinaryIO) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(file)
-    except Exception as error:  # zipfile raises many kinds on damaged files
-        raise UserError(
-            f"{path} starts like a file of torch.save but its zip directory cannot be read ({error}); it is probably "
-            f"truncated. Copy or download it again."
-        ) from error
-
-
 def _read_directory(
     path: Path, file: BinaryIO, archive: zipfile.ZipFile
-) -> tuple[dict[str, _Record], zipfile.ZipInfo]:
-    """The records by name without the archive's folder, and where the pickle is."""
+) -> tuple[dict[str, range], zipfile.ZipInfo]:
+    """Where the bytes of each record lie, by name without the archive's folder, and which is the pickle."""
     infos, data_end = archive.infolist(), archive.start_dir
     pickled = next((info for info in infos if re.fullmatch(r"[^/]*/data\.pkl", info.filename)), None)
     if pickled is None:
@@ -147,9 +136,9 @@ def _read_directory(
             raise UserError(f"{path}: the record {name} is compressed or encrypted; torch.save writes neither.")
         if name in records or offset + info.file_size > data_end:
             raise UserError(f"{path}: the record {name} is there twice or ends beyond the data; the file is damaged.")
-        records[name] = _Record(offset, info.file_size)
+        records[name] = range(offset, offset + info.file_size)
     order = records.get("byteorder")  # absent before torch 2.1
-    if order is not None and (found := os.pread(file.fileno(), min(order.num_bytes, 16), order.offset)) != b"little":
+    if order is not None and (found := os.pread(file.fileno(), len(order[:16]), order.start)) != b"little":
         raise UserError(f"{path} has the byte order {found!r}; expected b'little'. Save it again on another machine.")
     return records, pickled
 
@@ -183,7 +172,7 @@ def _is_no_tensor(name: str, value: Any) -> bool:
     return name.endswith(_EXTRA_STATE) and (value is None or global_name(value) in ("_io.BytesIO", "io.BytesIO"))
 
 
-def _locate(file: str, name: str, value: Any, records: Mapping[str, _Record]) -> Stored:
+def _locate(file: str, name: str, value: Any, records: Mapping[str, range]) -> Stored:
     """The byte range of one tensor, from the arguments that torch's rebuilding function was to get."""
     function, args = _rebuild_call(value)
     _require(len(args) >= (7 if function == _REBUILD_V3 else 6), f"is a {_kind(value)}; expected a tensor.")
@@ -197,14 +186,15 @@ def _locate(file: str, name: str, value: Any, records: Mapping[str, _Record]) ->
         dtype = _DTYPE_OF_NAME.get(global_name(args[6]))
         if dtype is None:
             raise _Unusable(f"has the unknown dtype {_kind(args[6])}.")
-    expected = row_major(shape)
+    # Strides of a contiguous tensor; as in torch, an empty dimension counts as 1.
+    expected = tuple(accumulate((max(size, 1) for size in shape[:0:-1]), int.__mul__, initial=1))[::-1][: len(shape)]
     contiguous = 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
     _require(contiguous, f"has the strides {stride} for the shape {shape}; expected {expected}: save it .contiguous().")
     start_bytes = start * dtype.itemsize
-    stored = Stored(file, name, dtype, shape, record.offset + start_bytes)
+    stored = Stored(file, name, dtype, shape, record.start + start_bytes)
     _require(
-        start_bytes + stored.num_bytes <= record.num_bytes,
-        f"needs {stored.num_bytes} bytes from {start_bytes} of a storage with {record.num_bytes}; the file is damaged.",
+        stored.offset + stored.num_bytes <= record.stop,
+        f"needs {stored.num_bytes} bytes from {start_bytes} of a storage with {len(record)}; the file is damaged.",
     )
     return stored
 
@@ -224,18 +214,18 @@ def _rebuild_call(value: Any) -> tuple[str, tuple]:
     return "", ()
 
 
-def _storage(described: Any, records: Mapping[str, _Record]) -> tuple[torch.dtype, _Record]:
+def _storage(described: Any, records: Mapping[str, range]) -> tuple[torch.dtype, range]:
     """dtype and record of a storage."""
     _require(isinstance(described, tuple) and len(described) == 5, "has no storage.")
     _, kind, key, _, num_elements = described
-    dtype, record = _DTYPE_OF_STORAGE.get(global_name(kind)), records.get(f"data/{key}")
+    dtype, record = STORAGES.get(global_name(kind)), records.get(f"data/{key}")
     if dtype is None:
         raise _Unusable(f"has a storage of the unknown kind {_kind(kind)}.")
     if record is None:
         raise _Unusable(f"lies in the record data/{key}, which the file lacks; it is damaged.")
     _require(
-        type(num_elements) is int and num_elements * dtype.itemsize == record.num_bytes,
-        f"lies in the record data/{key} of {record.num_bytes} bytes; expected {num_elements} x {dtype.itemsize}.",
+        type(num_elements) is int and num_elements * dtype.itemsize == len(record),
+        f"lies in the record data/{key} of {len(record)} bytes; expected {num_elements} x {dtype.itemsize}.",
     )
     return dtype, record
 
@@ -251,9 +241,3 @@ def _is_size(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     return global_name(value) or type(value).__name__
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor; as in torch, an empty dimension counts as 1."""
-    sizes = [max(size, 1) for size in shape[:0:-1]]
-    return tuple(accumulate(sizes, int.__mul__, initial=1))[::-1] if shape else ()

@@ -1,28 +1,26 @@
 """New torch.save files whose tensors are copied in, so that no model is ever held in memory.
 
-torch's own zip writer lays them out; only the pickle is written here, because torch can pickle no tensor that is not
-there (its fake tensors cost 2.5 seconds and 70 MiB at their first use).
+torch.save itself writes them around the tensors, which it is told to leave out.
 """
 
-import math
 import os
-import pickle
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, cast
 
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from checkpoint.formats.torch_file import STORAGES, row_major
+from checkpoint.formats.torch_file import STORAGES
 from mm.errors import UserError
 from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
+_NUM_RECORDS_BEFORE = 4
+"""Those of torch.save before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape by name."""
 
@@ -45,22 +43,19 @@ class TorchFile(TargetFile):
             UserError: a dtype that torch saves in another way.
         """
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
-        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES]
+        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES.values()]
         if unknown:
-            known = ", ".join(map(str, STORAGES))
+            known = ", ".join(map(str, dict.fromkeys(STORAGES.values())))
             raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
+        # Interned, because pickle writes a name that two chunks share as a reference only if it is one object.
+        content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}
+                   for chunk, tensors in chunks.items()}
         space = _Space()
-        # The records in the order of torch.save; torch's alignment is 64 bytes.
-        writer = cast(Any, torch._C).PyTorchFileWriter(space, True, 64)  # its stub lacks most of it
-        for record, content in (("data.pkl", _pickled(chunks)), (".format_version", b"1"),
-                                (".storage_alignment", b"64"), ("byteorder", b"little")):
-            writer.write_record(record, content, len(content))
-        stored = []
-        for number, (key, dtype, shape) in enumerate(specs):
-            num_bytes = math.prod(shape) * dtype.itemsize
-            writer.write_record_metadata(f"data/{number}", num_bytes)
-            stored.append(Stored(name, key, dtype, tuple(shape), space.left_out[-1] if num_bytes else space.num_bytes))
-        writer.write_end_of_file()
+        with torch.serialization.skip_data():
+            torch.save(content | {"checkpoint_version": 3.0}, cast(Any, space))  # Megatron wants to see the version
+        starts = space.starts[_NUM_RECORDS_BEFORE:]
+        stored = (Stored(name, key, dtype, tuple(shape), at)
+                  for (key, dtype, shape), at in zip(specs, starts, strict=False))
         return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(part)) for at, part in space.parts))
 
     def frame(self, crc32s: Mapping[str, int]) -> list[tuple[int, bytes]]:
@@ -79,57 +74,40 @@ class TorchFile(TargetFile):
 
 
 class _Space:
-    """A file for torch's writer that keeps what is written and notes where tensors are left out."""
+    """A file for torch.save that keeps what is written, and notes where the data of each record begins."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, bytearray]] = [(0, bytearray())]
-        self.left_out: list[int] = []
+        self.starts: list[int] = []
         self.num_bytes = 0
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: bytes | memoryview) -> int:
         self.parts[-1][1].extend(content)
         self.num_bytes += len(content)
+        if content[:2] == b"FB":  # the field that pads a record's header, so that its data is aligned
+            self.starts.append(self.num_bytes)
         return len(content)
 
     def seek(self, num_bytes: int, whence: int) -> int:
-        assert whence == os.SEEK_CUR
-        self.left_out.append(self.num_bytes)
+        assert whence == os.SEEK_CUR  # over a tensor
         self.num_bytes += num_bytes
         self.parts.append((self.num_bytes, bytearray()))
         return self.num_bytes
 
+    def flush(self) -> None:
+        """For torch.save."""
 
-class _Storage(tuple):
-    """Pickled as a reference to the record that will hold the bytes."""
 
+class _Absent:
+    """Pickled as a contiguous tensor on the CPU, without any memory.
 
-class _Tensor:
-    """Pickled as torch.save pickles a contiguous tensor, without there being one."""
+    torch saves its fake tensors in the same way, but these cost 2.5 seconds and 70 MiB at their first use.
+    """
 
-    def __init__(self, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        # A new tuple: pickle writes one that other tensors share as a reference, which would move every offset.
-        self._shape = tuple(list(shape))
-        self._storage = _Storage(("storage", STORAGES[dtype], str(number), "cpu", math.prod(shape)))
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self._tensor = torch.empty(shape, dtype=dtype, device="meta")
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        args = (self._storage, 0, self._shape, row_major(self._shape), False, OrderedDict())
-        return _rebuild_tensor_v2, args
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        return tuple(obj) if isinstance(obj, _Storage) else None
-
-
-def _pickled(chunks: Mapping[str, Tensors]) -> bytes:
-    """data.pkl, in protocol 2 as torch.save writes it, with the version that Megatron wants to see."""
-    content: dict[str, Any] = {}
-    number = 0
-    for chunk, tensors in chunks.items():
-        content[sys.intern(chunk)] = placed = {}
-        for name, (dtype, shape) in tensors.items():
-            placed[sys.intern(name)] = _Tensor(number, dtype, shape)
-            number += 1
-    buffer = BytesIO()
-    _Pickler(buffer, protocol=2).dump(content | {"checkpoint_version": 3.0})
-    return buffer.getvalue()
+        tensor, storage = self._tensor, self._tensor._typed_storage()
+        storage._fake_device = cast(Any, "cpu")  # one string, which pickle writes once, as that of real tensors
+        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())

@@ -181,8 +181,8 @@ def test_gate_up_cut_as_a_whole(hf, mm):
 
 def test_head_that_is_the_embedding(hf, mm):
     rewrite_hf(hf, {"lm_head.weight": read_hf(hf)["model.embed_tokens.weight"]})
-    assert told(mm, hf) == [f"tied head: the output layer of {hf} is the embedding of {hf}"]
-    assert told(hf, mm) == [f"tied head: the output layer of {hf} is the embedding of {hf}"]
+    assert told(mm, hf) == [f"tied head: the output layer is the embedding (in {hf})"]
+    assert told(hf, mm) == [f"tied head: the output layer is the embedding (in {hf})"]
 
 
 def test_stale_copy_of_the_embedding(tmp_path):

@@ -74,6 +74,20 @@ def test_every_flipped_bit(kind, tmp_path):
     verify(mm, hf)
 
 
+def test_without_llm(tmp_path):
+    hf, mm = make(tmp_path, Storage(vit_only=True))
+    assert verify(mm, hf)[1] == f"{mm}: 52 tensors are those of {hf}."
+
+
+def test_another_dtype(made, copy, tmp_path):
+    hf = Path(shutil.copytree(made[0], tmp_path / "hf"))
+    for path in hf.glob("*.safetensors"):
+        save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(UserError) as told:
+        verify(copy, hf)
+    assert told.value.problems[0] == f"{copy} holds BF16, but {hf} F32." and len(told.value.problems) == 101
+
+
 def test_swapped_shards(copy):
     one, other = (copy / "release" / f"mp_rank_0{rank}_001" / "model.safetensors" for rank in range(2))
     one.rename(copy / "aside")
