@@ -104,10 +104,8 @@ class HFDirectory:
 
         Raises UserError with each setting that differs, else with each tensor that does not fit.
         """
-        problems = hf_problems(model, self.path, "The model JSON")
-        if not problems and self.tensors:
-            problems = [misfit.text for misfit in self.views(model)[1]]
-        refuse(problems)
+        refuse(hf_problems(model, self.path, "The model JSON"))
+        refuse(misfit.text for misfit in self.views(model)[1] if self.tensors)
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of all weights of ``model``, and what does not fit.

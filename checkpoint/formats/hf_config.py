@@ -27,8 +27,6 @@ FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "recompute", "init_method_std
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose length of positions changes nothing here."""
-_TOLERANCE = 1e-6
-"""Relative, for epsilons and rope bases."""
 
 _KEYS: Mapping[str, tuple[str, str, Any]] = {
     "language.num_layers": ("text", "num_hidden_layers", None),
@@ -153,7 +151,7 @@ def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FRE
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=_TOLERANCE)
+        return math.isclose(one, other, rel_tol=1e-6)  # epsilons and rope bases
     return one == other
 
 
@@ -237,12 +235,6 @@ def stated_dtype(config: Section) -> str | None:
 
 def with_dtype(config: Section, name: str) -> dict[str, Any]:
     """The config with every statement of the weights' dtype replaced; one is added when there is none."""
-
-    def replaced(section: Section) -> dict[str, Any]:
-        return {
-            key: name if key in ("dtype", "torch_dtype") else replaced(value) if isinstance(value, dict) else value
-            for key, value in section.items()
-        }
-
-    patched = replaced(config)
+    keys = {"dtype", "torch_dtype"}
+    patched = json.loads(json.dumps(config), object_hook=lambda one: one | dict.fromkeys(keys & one.keys(), name))
     return patched if stated_dtype(patched) else {**patched, "torch_dtype": name}

@@ -20,13 +20,13 @@ _SHARD_BYTES = 5_000_000_000
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
 
 Dtypes = Mapping[str, torch.dtype]
-"""Dtypes of the source, by published name: a conversion changes none."""
 
 
 def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
     """Views and files of a new directory: the shards of ``base`` where it has weights, else new ones.
 
-    A shard whose tensors have the dtypes of the base's gets the base's header to the byte.
+    ``dtypes`` are those of the source by published name: a conversion changes none.  A shard whose tensors have the
+    dtypes of the base's gets the base's header to the byte.
     """
     weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
     shapes = {name: shape for weight in weights.values()

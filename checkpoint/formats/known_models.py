@@ -3,6 +3,7 @@
 Heads cannot be read off the shapes of fused weights, so only these models are known, and only when every tensor fits.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from checkpoint.formats.hf_config import MODEL_TYPE, model_from_hf
@@ -46,10 +47,7 @@ def recognize(directory: MindSpeedDirectory) -> ModelConfig | None:
     """The published model whose every tensor is in ``directory``; None when there is none."""
     for size in _SIZES:
         model = published_model(size)
-        try:
-            _, misfits = directory.views(*directory.placed_model(None, "", model))
-        except UserError:
-            continue
-        if not misfits:
-            return model
+        with suppress(UserError):
+            if not directory.views(*directory.placed_model(None, "", model))[1]:
+                return model
     return None

@@ -237,16 +237,9 @@ def _parser() -> argparse.ArgumentParser:
 def _stray_problems(strays: Sequence[str]) -> list[str]:
     """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""
     known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
-    problems: list[str] = []
-    follows_flag = False
-    for stray in strays:
-        if stray.startswith("-"):
-            flag = stray.split("=", 1)[0]
-            problems.append(f"{flag} is not a known flag{nearest(flag, known)}; see --help")
-        elif not follows_flag:
-            problems.append(f"{stray!r} on the command line belongs to no flag")
-        follows_flag = True
-    return problems
+    lost = [f"{word!r} on the command line belongs to no flag" for word in strays[:1] if not word.startswith("-")]
+    unknown = [word.partition("=")[0] for word in strays if word.startswith("-")]
+    return lost + [f"{flag} is not a known flag{nearest(flag, known)}; see --help" for flag in unknown]
 
 
 def flag_problems(args: Arguments) -> Iterator[str]:

@@ -87,9 +87,8 @@ def is_split(optimizer: ChainedOptimizer) -> bool:
 
 def scaler_state(optimizer: ChainedOptimizer) -> dict[str, float] | None:
     """The dynamic loss scale and its counters as JSON values; None without loss scaling."""
-    for scaler in _scalers(optimizer):
-        return {key: float(value) for key, value in scaler.state_dict().items()}
-    return None
+    states = (scaler.state_dict().items() for scaler in _scalers(optimizer))
+    return next(({key: float(value) for key, value in state} for state in states), None)
 
 
 def restore_scaler(optimizer: ChainedOptimizer, state: dict[str, float]) -> None:

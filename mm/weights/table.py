@@ -127,8 +127,7 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
     """
     match weight.fusion:
         case Fusion.COPY | Fusion.STACKED_QKV:
-            (tensor,) = hf_tensors
-            return tensor
+            return hf_tensors[0]
         case Fusion.GATE_UP:
             return torch.cat(list(hf_tensors))
         case Fusion.PER_HEAD_QKV:
