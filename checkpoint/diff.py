@@ -43,10 +43,8 @@ def diff_directories(
     """Compare every tensor of the model, its copies and its padding; ``source_dir`` is taken to be right.
 
     ``hf_dir`` says what model it is where neither directory does and it is none of the published sizes; 0 workers are
-    one for each core.
-
-    Raises:
-        UserError: a directory cannot be opened: it is of no kind, damaged, or nothing says what model it holds.
+    one for each core.  Raises UserError when a directory cannot be opened: it is of no kind, damaged, or nothing says
+    what model it holds.
     """
     num_workers = num_threads(num_workers)
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)

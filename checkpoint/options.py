@@ -12,7 +12,7 @@ from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Structure
-from mm.errors import UserError
+from mm.errors import UserError, collected, refuse
 from mm.placement import PipelineLayout
 
 Layers = int | list[int] | list[list[int]] | str
@@ -56,22 +56,18 @@ class ParallelConfig:
     def layout(self, flag: str) -> Layout:
         """The layout; ``flag`` is what messages call this.
 
-        Raises:
-            UserError: naming every field that is no list of layers, or not possible for this model.
+        Raises UserError naming every field that is no list of layers, or not possible for this model.
         """
         problems, lists = _absent_problems(self, flag), []
         for name in ("vit_pp_layers", "llm_pp_layers"):
-            try:
+            with collected(problems):
                 lists.append(read_lists(getattr(self, name), f"{flag}.{name}"))
-            except UserError as error:
-                problems += error.problems
         if self.vit_tp_size not in (0, self.tp_size):
             problems.append(
                 f"{flag}.vit_tp_size is {self.vit_tp_size}; expected 0 or tp_size = {self.tp_size}, because both "
                 f"towers are cut the same way."
             )
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return Layout(lists[0], lists[1], self.tp_size)
 
 
@@ -104,8 +100,7 @@ class CommonModelConfig:
     def check(self, hf_dir: str | None) -> None:
         """Make sure that what is stated is true of the model in ``hf_dir``.
 
-        Raises:
-            UserError: naming each statement that is not, and each that concerns another kind of model.
+        Raises UserError naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
         if self.model_prefix:
@@ -118,8 +113,7 @@ class CommonModelConfig:
             if stated not in (None, fact):
                 problems.append(f"{_COMMON}.{name} is {stated}, but {hf_dir} has {fact}; leave the flag out, or give "
                                 f"the right directory.")
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
 
 
 def _facts(hf_dir: str) -> dict[str, object]:
@@ -160,8 +154,7 @@ class HFToMMConfig(RunConfig):
     def language_dir(self) -> str | None:
         """The directory that the LLM is taken from, if one is given.
 
-        Raises:
-            UserError: two different ones are given.
+        Raises UserError when two different ones are given.
         """
         one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
         if one and other and Path(one).resolve() != Path(other).resolve():
@@ -241,8 +234,7 @@ class ShowConfig:
 def read_lists(given: Layers, key: str) -> PipelineLayout:
     """Layers per ``[chunk][stage]``; ``key`` is what messages call them.
 
-    Raises:
-        UserError: they are not as ``Layers`` says.
+    Raises UserError when they are not as ``Layers`` says.
     """
     try:
         # jsonargparse has parsed lists; what is still text is 12,16 or a mistake.

@@ -17,7 +17,7 @@ from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import dtype_name
 from checkpoint.formats.source import Directory, Source, find, open_hf
 from checkpoint.formats.source import open as open_source
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.weights.views import Stored, View
 
 
@@ -25,10 +25,8 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
     """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if it is given.
 
     ``path`` is of MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed where there is no manifest and
-    the files do not show it; 0 workers are one for each core.  Returns what was found in order.
-
-    Raises:
-        UserError: naming each file and tensor that is missing, damaged or left over.
+    the files do not show it; 0 workers are one for each core.  Returns what was found in order.  Raises UserError
+    naming each file and tensor that is missing, damaged or left over.
     """
     num_workers = num_threads(num_workers)
     directory = find(path, "--cfg.mm_dir")
@@ -41,9 +39,7 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
     if directory.stated is None and hf_dir is None:
         raise UserError(f"{path} has no {MANIFEST_FILE} to be compared with; give --cfg.hf_config.hf_dir.")
     if directory.stated is not None:
-        problems = list(_manifest_problems(directory, directory.stated, num_workers))
-        if problems:
-            raise UserError(problems)
+        refuse(_manifest_problems(directory, directory.stated, num_workers))
         done.append(f"{path}: {len(directory.stated)} tensors are as {MANIFEST_FILE} says.")
     if hf_dir is not None:
         num_tensors = _compare_with_hf(path, hf_dir, layout, num_workers)
@@ -114,8 +110,7 @@ def _is_right(view: View, found: Source, expected: Source) -> bool:
 def show_directory(path: Path) -> list[str]:
     """Layout, files, sizes and dtypes, a line for each.
 
-    Raises:
-        UserError: it is of no kind that can be converted.
+    Raises UserError when it is of no kind that can be converted.
     """
     directory = find(path, "--cfg.dir")
     contents = directory.contents

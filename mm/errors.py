@@ -1,7 +1,8 @@
 """How the program says no: one exception for everything that a user can mend."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -24,6 +25,17 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise UserError with ``problems``, each once, if there are any."""
     if found := dict.fromkeys(problems):
         raise UserError(found)
+
+
+@contextmanager
+def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
+    """Add what is raised inside to ``problems``, so that others can be found before they are reported together."""
+    try:
+        yield
+    except UserError as error:
+        problems += [prefix + problem for problem in error.problems]
+    except OSError as error:
+        problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from checkpoint.formats.atomic import Output
 from checkpoint.formats.files import BUFFER_BYTES, Files
 from checkpoint.formats.hf import output_layer_hint
-from mm.errors import UserError
+from mm.errors import refuse
 from mm.weights.plan import Index, Job, Plan
 from mm.weights.views import Stored
 
@@ -45,8 +45,7 @@ def check_copies_and_padding(index: Index, root: Path) -> None:
                     f"{root / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
                     f"is damaged or was cut for another TP size."
                 )
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
 
 
 def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Progress) -> None:

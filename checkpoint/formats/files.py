@@ -88,12 +88,9 @@ class Files:
             self.read(stored, start, block)
             yield block
 
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)

@@ -37,7 +37,7 @@ from checkpoint.formats.storage import (
 from checkpoint.formats.torch_file import read_torch_file
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.model import ModelConfig
-from mm.errors import UserError, nearest
+from mm.errors import UserError, collected, nearest, refuse
 from mm.placement import layout_problems
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, Stored, View, shard_view
@@ -127,16 +127,15 @@ class MindSpeedDirectory:
         if not path.is_dir():
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
         folder, manifest = _folder(path), Manifest.read(path)
-        files = _weight_files(path / folder)
         contents, chunk_keys, problems = {}, set(), []
-        for file in files:
-            try:
-                contents[f"{folder}/{file}"], keys = _read_file(path, f"{folder}/{file}")
+        for file in (f"{folder}/{file}" for file in _weight_files(path / folder)):
+            with collected(problems):
+                if file.endswith(".pt"):
+                    contents[file], keys = read_torch_file(path / file, file)
+                else:
+                    contents[file], keys = read_header(path / file, file), (Path(file).stem,)
                 chunk_keys.update(keys)
-            except UserError as error:
-                problems += error.problems
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         num_chunks = 1 + max(_chunk(f"{key}/") for key in chunk_keys)
         return cls(path, folder, manifest, _storage(path, contents), num_chunks, contents)
 
@@ -214,7 +213,8 @@ class MindSpeedDirectory:
                 if misfit is not None:
                     misfits.append(misfit)
                 else:
-                    stored = self._with_crc32(self.contents[file][name])
+                    stored, stated = self.contents[file][name], self._stated.get((file, name))
+                    stored = dataclasses.replace(stored, crc32=stated.crc32) if stated else stored
                     views.append(shard_view(stored, weight, tp_size, part.tp_rank))
         return views, misfits + self._left_over(known)
 
@@ -257,10 +257,6 @@ class MindSpeedDirectory:
     def _stated(self) -> Mapping[tuple[str, str], Stored]:
         return {(one.file, one.name): one for one in self.stated or ()}
 
-    def _with_crc32(self, stored: Stored) -> Stored:
-        stated = self._stated.get((stored.file, stored.name))
-        return stored if stated is None else dataclasses.replace(stored, crc32=stated.crc32)
-
     @property
     def stated(self) -> Sequence[Stored] | None:
         """The tensors that the manifest lists; None without a manifest."""
@@ -278,13 +274,6 @@ class MindSpeedDirectory:
             return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; as the files show it)"]
         return [*lines, f"layout: {self.manifest.layout}",
                 f"source: {self.manifest.source['kind']}, written by {self.manifest.tool}"]
-
-
-def _read_file(path: Path, file: str) -> tuple[Mapping[str, Stored], tuple[str, ...]]:
-    """The tensors of one file by name, and its chunk keys, also of chunks without tensors."""
-    if not file.endswith(".pt"):
-        return read_header(path / file, file), (Path(file).stem,)
-    return read_torch_file(path / file, file)
 
 
 def _chunk(name: str) -> int:
@@ -324,8 +313,7 @@ def _weight_files(folder: Path) -> list[str]:
                 problems.append(f"{file} is no file of weights (model.safetensors or {TORCH_FILE}); remove it.")
     if not found:
         problems.append(f"{folder} holds no weights; expected model.safetensors or {TORCH_FILE} in every mp_rank_*.")
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return found
 
 

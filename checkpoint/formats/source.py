@@ -28,7 +28,7 @@ from checkpoint.formats.storage import Storage
 from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.plan import Index
 from mm.weights.table import Weight, local_shape
@@ -128,8 +128,7 @@ class Source:
                 problems = stored_problems(self.path, self.model, model)
             case Kind.TRAINING:
                 problems = stored_problems(self.path, self.model, model, but=FREE_ON_RESUME)
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
 
     def read(
         self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
@@ -279,8 +278,7 @@ def _source(
     **facts: Any,
 ) -> Source:
     views, misfits = found
-    if misfits and not lenient:
-        raise UserError(dict.fromkeys(misfit.text for misfit in misfits))
+    refuse(misfit.text for misfit in misfits if not lenient)
     return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, problems=tuple(misfits), **facts)
 
 

@@ -75,7 +75,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
     for stage in range(placement.num_stages):
         for tp_rank in range(tp_size):
             for chunk in range(placement.num_chunks):
-                spec, key = placement[stage, chunk], chunk_key(model, chunk)
+                spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
                     prefix + stage_local_name(part, spec): part
@@ -83,7 +83,9 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                     if not (storage.vit_only and weight.part == "language")
                     for part in stored_weights(weight, storage.structure)
                 }
-                yield RankFile(_file_name(model, tp_rank, stage, chunk, storage.format), key, tp_rank, owned)
+                rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
+                file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
+                yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
 
 
 def mindspeed_targets(
@@ -113,17 +115,6 @@ def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFi
         part.chunk_key: {key.removeprefix(f"{part.chunk_key}/"): described[key] for key in part.weights}
         for part in parts
     })
-
-
-def _file_name(model: ModelConfig, tp_rank: int, stage: int, chunk: int, format: Format) -> str:
-    """Name of one file, relative to the directory of the ranks."""
-    rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if model.num_stages > 1 else "")
-    return f"{rank}/{TORCH_FILE if format is Format.TORCH else f'{chunk_key(model, chunk)}.safetensors'}"
-
-
-def chunk_key(model: ModelConfig, chunk: int) -> str:
-    """What a virtual chunk is called."""
-    return f"model{chunk if model.num_chunks > 1 else ''}"
 
 
 def rank_of(directory_name: str) -> tuple[int, int] | None:

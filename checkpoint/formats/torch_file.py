@@ -21,7 +21,7 @@ import torch
 
 from checkpoint.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
 from checkpoint.formats.safetensors import refuse_lfs_pointer
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.weights.views import Stored
 
 _MAX_PICKLE_BYTES = 1 << 28
@@ -59,11 +59,8 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
     """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
     ``name`` is what the result calls the file.  Tensors are row-major and little-endian; those that share a storage
-    (tied weights) have overlapping ranges.  A chunk may have no tensors.
-
-    Raises:
-        UserError: it is no whole, plain torch.save file: another format, truncated, a pickle with code in it, tensors
-            that are not contiguous.
+    (tied weights) have overlapping ranges.  A chunk may have no tensors.  Raises UserError when it is no whole, plain
+    torch.save file: another format, truncated, a pickle with code in it, tensors that are not contiguous.
     """
     _refuse_other_formats(path)
     with path.open("rb") as file:
@@ -97,8 +94,7 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
                 continue
             if stored is not None and (stored.num_bytes or not key.endswith(_EXTRA_STATE)):
                 tensors[stored.name] = stored
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return tensors, tuple(chunks)
 
 

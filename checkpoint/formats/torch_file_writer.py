@@ -37,10 +37,8 @@ class TorchFile(TargetFile):
     def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
         """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``.
 
-        Depends on the arguments alone, so that a file begun by one process can be completed by another.
-
-        Raises:
-            UserError: a dtype that torch saves in another way.
+        Depends on the arguments alone, so that a file begun by one process can be completed by another.  Raises
+        UserError for a dtype that torch saves in another way.
         """
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
         unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES.values()]

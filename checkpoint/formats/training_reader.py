@@ -15,7 +15,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
-from mm.errors import UserError, refuse
+from mm.errors import UserError, collected, refuse
 from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
 from mm.weights.views import Misfit, Stored, View, shard_view
 
@@ -67,15 +67,12 @@ class TrainingDirectory:
                     text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; use another one."
                     misfits.append(Misfit("missing", text, weight, tp_rank))
                     continue
-                try:
+                with collected(problems):
                     stored = self._located(pieces[0])
-                except UserError as error:
-                    problems += error.problems
-                    continue
-                # Parameters may have another shape than the weight, such as a flattened patch embedding.
-                shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
-                assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
-                views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
+                    # Parameters may have another shape than the weight, such as a flattened patch embedding.
+                    shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
+                    assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
+                    views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
         refuse(problems)
         return views, misfits
 

@@ -17,7 +17,7 @@ from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.schema import shown
-from mm.errors import UserError, refuse
+from mm.errors import UserError, collected, refuse
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -118,11 +118,9 @@ def resolved(run: Run) -> dict[str, Any]:
 
 def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
     """What ``read`` returns, or None after adding its problems.  A missing path is a problem of the flags."""
-    try:
+    with collected(problems):
         return read(given) if given else None
-    except UserError as error:
-        problems += error.problems
-        return None
+    return None
 
 
 def _is_count(text: str) -> bool:

@@ -5,7 +5,6 @@ What is learnt, as in LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): eac
 and the newline after that.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
+from mm.config.read import read_json
 from mm.data.dataset import IMAGE_PLACEHOLDER, Turn
 from mm.errors import UserError, refuse
 
@@ -43,7 +43,9 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{directory}: its tokenizer does not load: {error}") from error
     legacy = path / "chat_template.json"
     if legacy.is_file() and not (path / "chat_template.jinja").is_file():
-        tokenizer.chat_template = _legacy_template(legacy)
+        tokenizer.chat_template = read_json(legacy).get("chat_template")
+        if not isinstance(tokenizer.chat_template, str):
+            raise UserError(f"{legacy}: has no text 'chat_template'; copy it from the published checkpoint.")
     problems = []
     if not tokenizer.chat_template:
         problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")
@@ -54,17 +56,6 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
     refuse(problems)
     return tokenizer
-
-
-def _legacy_template(path: Path) -> str:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; copy it from the published checkpoint.") from error
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not isinstance(template, str):
-        raise UserError(f"{path}: has no text 'chat_template'; copy it from the published checkpoint.")
-    return template
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mm.config.data import Attributes, DataConfig
 from mm.data.records import RecordFile, Version, read_record
-from mm.errors import UserError, nearest
+from mm.errors import UserError, collected, nearest
 
 IMAGE_PLACEHOLDER = "<image>"
 _CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
@@ -62,13 +62,10 @@ class Dataset:
             wanted = None if config.max_samples is None else config.max_samples - sum(map(len, spans))
             if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
                 break
-            try:
+            with collected(problems):
                 file = RecordFile(path)
-            except UserError as error:
-                problems += error.problems
-                continue
-            spans.append(_check_file(file, len(self._files), wanted, config, problems))
-            self._files.append((path, file.version))
+                spans.append(_check_file(file, len(self._files), wanted, config, problems))
+                self._files.append((path, file.version))
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
             raise UserError(problems[:_MAX_PROBLEMS] + more)

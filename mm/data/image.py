@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from mm.batch import Grid
+from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Number, expected, fields_of
 from mm.errors import UserError, refuse
 
@@ -190,10 +191,7 @@ def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
         path = directory / name
         if not path.is_file():
             continue
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON: {error}.") from error
+        values = read_json(path).root
         if name == "processor_config.json" and isinstance(values, dict):
             values = values.get("image_processor")
         if not isinstance(values, dict | None):

@@ -6,7 +6,6 @@ none, calls it.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
-from mm.errors import UserError
+from mm.errors import UserError, collected
 
 
 def file_problems(run: Run) -> list[str]:
@@ -28,15 +27,15 @@ def file_problems(run: Run) -> list[str]:
         if path is not None:
             problems += hf_problems(run.model, path, args.mm_model)
     if not problems:  # nothing fits another model
-        with _collected(problems):
+        with collected(problems):
             if args.load is not None and Path(args.load).is_dir():
                 open_to_train(args.load, run.model, args.finetune)
-        with _collected(problems):
+        with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)
         if args.export_hf is not None and Path(base).is_dir():
             problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
-    with _collected(problems):
+    with collected(problems):
         problems.extend(_output_problems(run))
     return problems
 
@@ -45,29 +44,18 @@ def sample_problems(run: Run) -> list[str]:
     """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
     problems: list[str] = []
     if all(Path(path).is_file() for path in run.data.dataset) and Path(run.data.dataset_dir).is_dir():
-        with _collected(problems):
+        with collected(problems):
             Dataset(run.data)
     return problems
-
-
-@contextmanager
-def _collected(problems: list[str], prefix: str = "") -> Iterator[None]:
-    """Add what is raised inside to ``problems``."""
-    try:
-        yield
-    except UserError as error:
-        problems += [prefix + problem for problem in error.problems]
-    except OSError as error:
-        problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
 
 
 def _export_problems(run: Run, base: Path, target: Path) -> list[str]:
     """Problems of the base of the export, unless ``--load`` gives it too, and of the target."""
     problems: list[str] = []
     if run.args.load is None or Path(run.args.load).resolve() != base.resolve():
-        with _collected(problems):
+        with collected(problems):
             HFDirectory.open(base, weights_required=False).check(run.model)
-    with _collected(problems, "--export-hf: "):
+    with collected(problems, "--export-hf: "):
         if base.resolve().is_relative_to(target):
             raise UserError(
                 f"The target {target} is or contains the base directory {base.resolve()}; give another target."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mm.errors import UserError
+from mm.errors import refuse
 from mm.weights.cut import Span
 from mm.weights.views import Stored, View
 
@@ -81,7 +81,8 @@ class Index:
         copies: list[tuple[View, View]] = []
         padding: list[Stretch] = []
         for view in views:
-            kept = view if view.is_padding else first.setdefault(view.spans, view)
+            holds_model = any(span.key is not None for span in view.spans)
+            kept = first.setdefault(view.spans, view) if holds_model else view
             if kept is not view:
                 copies.append((kept, view))
             padding += [Stretch(view, *at) for at in view.positions() if at[1].key is None]
@@ -153,9 +154,7 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
         group = ("key", keys[0]) if shares_rows else (view.stored.file, view.stored.name)
         groups.setdefault(group, []).append(view)
     jobs = tuple(planner.job(views) for views in groups.values())
-    problems = list(dict.fromkeys([*sources.overlaps(), *planner.problems, *planner.unused()]))
-    if problems:
-        raise UserError(problems)
+    refuse((*sources.overlaps(), *planner.problems, *planner.unused()))
     return Plan(tuple(files), jobs)
 
 

@@ -62,11 +62,6 @@ class View:
         """Bytes of one index along ``dim`` within one row."""
         return math.prod(self.stored.shape[self.dim + 1 :]) * self.stored.dtype.itemsize
 
-    @property
-    def is_padding(self) -> bool:
-        """Whether it holds nothing of the model."""
-        return all(span.key is None for span in self.spans)
-
     def blocks(self, indices: range, num_bytes: int) -> Iterator[tuple[range, range]]:
         """(rows, indices) that cover ``indices`` of every row in the order of the file, ``num_bytes`` at a time."""
         if self.num_rows == 1:

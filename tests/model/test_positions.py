@@ -8,7 +8,6 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from mm.errors import UserError
 from mm.model.positions import mrope_positions, plan_vision, vision_positions
 
 IMAGE, START, END = 90, 91, 92
@@ -60,23 +59,23 @@ def test_mrope_positions_of_an_empty_sample():
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
-def test_an_image_cut_by_truncation_is_refused(cut):
+def test_an_image_cut_by_truncation_breaks_the_promise(cut):
     ids = sample([(1, 4, 8), (1, 4, 4)], [3, 2, 0])
-    with pytest.raises(UserError, match=r"image tokens.*need 12"):
+    with pytest.raises(AssertionError):
         mrope_positions(ids[: -1 - cut], [(1, 4, 8), (1, 4, 4)], IMAGE, START, MERGE)
 
 
-def test_swapped_images_are_refused():
+def test_swapped_images_break_the_promise():
     ids = sample([(1, 4, 8), (1, 4, 4)], [3, 2, 0])
-    with pytest.raises(UserError, match="Image 1 of a sample should fill 8 tokens"):
+    with pytest.raises(AssertionError):
         mrope_positions(ids, [(1, 4, 4), (1, 4, 8)], IMAGE, START, MERGE)
 
 
-def test_an_image_without_vision_start_is_refused():
+def test_an_image_without_vision_start_breaks_the_promise():
     ids = torch.tensor([1, 1, IMAGE, IMAGE, 2])
-    with pytest.raises(UserError, match="directly after a vision start token"):
+    with pytest.raises(AssertionError):
         mrope_positions(ids, [(1, 2, 4)], IMAGE, START, MERGE)
-    with pytest.raises(UserError, match="directly after a vision start token"):
+    with pytest.raises(AssertionError):
         mrope_positions(torch.tensor([IMAGE, IMAGE, START]), [(1, 2, 4)], IMAGE, START, MERGE)
 
 
