@@ -35,7 +35,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
     """
     mesh = parallel.start(DEVICE, model, tp_size=1)
     stage = Stage(model, mesh, "fp32", DEVICE)
-    fill(stage, stage.weights, open_to_train(directory, model, finetune=False), mesh)
+    fill(stage, stage.weights, open_to_train(directory, model), mesh)
     encoder = SampleEncoder.from_config(data, model, seq_length=model.language.max_position_embeddings)
     dataset = Dataset(data)
     found = {}

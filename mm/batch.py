@@ -77,6 +77,7 @@ class BatchTotals:
     num_target_tokens: int
     num_target_samples: int
     """Samples with at least one target token."""
+    num_microbatches: int
     num_causal_pairs: int
     """Pairs (query, key) that the LLM's attention looks at: s (s + 1) / 2 for each sample of s tokens."""
     num_image_pairs: int
@@ -94,6 +95,7 @@ class BatchTotals:
             num_images=len(grids),
             num_target_tokens=sum(m.num_target_tokens for m in microbatches),
             num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
+            num_microbatches=len(microbatches),
             num_causal_pairs=sum(s * (s + 1) // 2 for m in microbatches for s in m.segment_lengths),
             num_image_pairs=sum(t * (h * w) ** 2 for t, h, w in grids),
             num_window_pairs=sum(t * _squares(h, window) * _squares(w, window) for t, h, w in grids),

@@ -55,7 +55,7 @@ def prepare(argv: Sequence[str]) -> Run:
     from mm.training import preflight  # imports transformers, which the other ranks may not need
 
     refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
-    for note in () if is_rehearsal else run.notes:
+    for note in () if run.args.dry_run else run.notes:
         print(f"note: {note}", flush=True)
     return run
 

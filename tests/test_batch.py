@@ -48,6 +48,7 @@ def test_counts(drawn) -> None:
         num_images=len(images),
         num_target_tokens=sum(1 for sample in samples for target in sample if target),
         num_target_samples=sum(1 for sample in samples if any(sample)),
+        num_microbatches=len(drawn),
         num_causal_pairs=sum(1 for s in samples for query in range(len(s)) for key in range(len(s)) if key <= query),
         num_image_pairs=sum((h * w) ** 2 for t, h, w in images for _ in range(t)),
         num_window_pairs=sum(length**2 for length in windows),

@@ -7,57 +7,20 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
-from demo.tiny_checkpoint import build
 from mm import train
 from tests.launch import ROOT, free_port
-
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+from tests.tiny_inputs import write_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, ten samples (text-only, one and two pictures) and JSON files for one and two stages."""
-    directory = tmp_path_factory.mktemp("train")
-    rng = np.random.default_rng(0)
-    records = []
-    for index in range(10):
-        images = []
-        for number in range(index % 3):
-            name = f"{index}_{number}.png"
-            size = (56 + 28 * number, 84)
-            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(directory / name)
-            images.append(name)
-        question = "<image>" * len(images) + f"How many pictures are in sample number {index}?"
-        records.append({
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": f"There are {len(images)} pictures in it."},
-            ],
-            "images": images,
-        })  # fmt: skip
-    (directory / "samples.json").write_text(json.dumps(records))
-    build(directory / "hf", [json.dumps(record) for record in records], seed=0)
-    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
-    data["dataset_param"]["basic_parameters"] |= {
-        "dataset": str(directory / "samples.json"),
-        "dataset_dir": str(directory),
-    }
-    (directory / "data.json").write_text(json.dumps(data))
-    for num_stages, vision, language in ((1, [8], [4]), (2, [5, 3], [0, 4])):
-        model = json.loads((EXAMPLES / "model_tiny.json").read_text())
-        model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = vision
-        model["text_decoder"]["pipeline_num_layers"] = language
-        (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
-    return directory
+    return write_inputs(tmp_path_factory.mktemp("train"))
 
 
 def run(inputs: Path, name: str, num_stages: int, *flags: str, num_processes: int | None = None) -> str:

@@ -12,6 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, Grid, Microbatch
+from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.positions import mrope_positions
 from mm.placement import PipelineLayout
@@ -178,14 +179,22 @@ def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> T
     ).logits[0]
 
 
-def hf_loss(model: Qwen2_5_VLForConditionalGeneration, samples: list[RawSample], per_sample: bool = False) -> Tensor:
-    """Mean token loss over all target tokens of ``samples``, or the mean of each sample's mean."""
-    sums, counts = [], []
-    for sample in samples:
-        target = sample.is_target[1:]
-        logits = hf_logits(model, sample)[:-1][target]
-        sums.append(torch.nn.functional.cross_entropy(logits.float(), sample.token_ids[1:][target], reduction="sum"))
-        counts.append(int(target.sum()))
-    if per_sample:
-        return torch.stack([total / count for total, count in zip(sums, counts, strict=True) if count]).mean()
-    return torch.stack(sums).sum() / sum(counts)
+def hf_loss(
+    model: Qwen2_5_VLForConditionalGeneration, microbatches: list[list[RawSample]], unit: LossUnit = "token"
+) -> Tensor:
+    """Mean loss over all target tokens, or the mean of the means of each sample or microbatch."""
+    losses: list[list[Tensor]] = []
+    for microbatch in microbatches:
+        losses.append([])
+        for sample in microbatch:
+            target = sample.is_target[1:]
+            logits = hf_logits(model, sample)[:-1][target]
+            ids = sample.token_ids[1:][target]
+            losses[-1].append(torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none"))
+    match unit:
+        case "token":
+            return torch.cat([tokens for samples in losses for tokens in samples]).mean()
+        case "sample":
+            return torch.stack([tokens.mean() for samples in losses for tokens in samples if len(tokens)]).mean()
+        case "microbatch":
+            return torch.stack([torch.cat(samples).mean() for samples in losses]).mean()

@@ -34,7 +34,7 @@ from checkpoint.formats.storage import (
     rank_files,
     rank_of,
 )
-from checkpoint.formats.torch_file import read_torch_file
+from checkpoint.formats.torch_file import read_consumed_samples, read_torch_file
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
@@ -46,6 +46,7 @@ FORMAT, VERSION = "mm weights", 2
 TOOL = "mm-convert 0.1.0"
 _CONVERT_AGAIN = "convert the source again"
 _SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
+_ITERATION_NAME = re.compile(r"iter_(\d+)")
 _CHUNK = re.compile(r"model(\d*)[./]")
 _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
 """What Megatron's training writes beside the weights: optimizer and random states."""
@@ -140,9 +141,16 @@ class MindSpeedDirectory:
         return cls(path, folder, manifest, _storage(path, contents), num_chunks, contents)
 
     @property
-    def is_trained(self) -> bool:
-        """Whether training wrote it, and not a conversion."""
-        return self.folder != RELEASE
+    def iteration(self) -> int | None:
+        """At which MindSpeed-MM's training wrote it; None for a conversion."""
+        match = _ITERATION_NAME.fullmatch(self.folder)
+        return match and int(match[1])
+
+    @property
+    def consumed_samples(self) -> int | None:
+        """How many samples that training had consumed; None where its files don't say."""
+        file = next((file for file in self.files if file.suffix == ".pt"), None)
+        return file and read_consumed_samples(file)
 
     @property
     def layout(self) -> Layout:

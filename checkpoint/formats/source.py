@@ -69,8 +69,10 @@ class Source:
     """What does not fit the model; empty unless opened leniently."""
     is_stated: bool = True
     """Whether the directory itself says what model it holds."""
-    is_trained: bool = False
-    """Whether training wrote it."""
+    iteration: int | None = None
+    """At which a training wrote it; None for what no training wrote."""
+    consumed_samples: int | None = None
+    """By that training; None where nothing says."""
     notes: tuple[str, ...] = ()
     """For the user: what an interrupted save left behind."""
 
@@ -219,18 +221,18 @@ def open(
     return source
 
 
-def open_to_train(path: str | Path, model: ModelConfig, finetune: bool) -> Source:
+def open_to_train(path: str | Path, model: ModelConfig, needs_optimizer: bool = True) -> Source:
     """What ``--load`` gives, found to be a whole ``model``.
 
-    Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and ``finetune``
-    does not say to begin anew.
+    Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and the training
+    is to go on with its optimizer state.
     """
     source = open(path, "--load", model=model)
-    if source.is_trained and source.kind is Kind.MINDSPEED and not finetune:
-        folder = Path(source.views[0].stored.file).parts[0]
+    if source.iteration is not None and source.kind is Kind.MINDSPEED and needs_optimizer:
         raise UserError(
-            f"--load {path} is a training checkpoint of MindSpeed-MM ({folder}), whose optimizer state and random "
-            f"states cannot be continued here; add --finetune to start at step 0 from its weights."
+            f"--load {path} is a training checkpoint of MindSpeed-MM (iteration {source.iteration}), whose optimizer "
+            f"state cannot be read here; add --no-load-optim to go on from that iteration with new optimizer state, or "
+            f"--finetune to start at step 0 from its weights."
         )
     if source.is_vit_only:
         raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
@@ -254,7 +256,7 @@ def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source
     """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
     manifest = directory.manifest
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
-                   is_trained=True, notes=directory.notes)
+                   iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes)
 
 
 def _open_mindspeed(
@@ -265,7 +267,8 @@ def _open_mindspeed(
         model = recognize(directory)
     placed, tp_size = directory.placed_model(layout, layout_flag, model)
     return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
-                   storage=directory.storage, is_stated=is_stated, is_trained=directory.is_trained)
+                   storage=directory.storage, is_stated=is_stated, iteration=directory.iteration,
+                   consumed_samples=None if directory.iteration is None else directory.consumed_samples)
 
 
 def _source(

@@ -62,19 +62,7 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
     (tied weights) have overlapping ranges.  A chunk may have no tensors.  Raises UserError when it is no whole, plain
     torch.save file: another format, truncated, a pickle with code in it, tensors that are not contiguous.
     """
-    _refuse_other_formats(path)
-    with path.open("rb") as file:
-        try:
-            archive = zipfile.ZipFile(file)
-        except Exception as error:  # zipfile raises many kinds on damaged files
-            raise UserError(
-                f"{path} starts like a file of torch.save but its zip directory cannot be read ({error}); it is "
-                f"probably truncated. Copy or download it again."
-            ) from error
-        records, pickled = _read_directory(path, file, archive)
-        content = _read_pickle(path, archive, pickled)
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"{path} holds a {_kind(content)}; expected a dictionary with the key 'model' or 'model0'.")
+    content, records = _read(path)
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", key)}
     if not chunks:
         raise UserError(
@@ -96,6 +84,31 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
                 tensors[stored.name] = stored
     refuse(problems)
     return tensors, tuple(chunks)
+
+
+def read_consumed_samples(path: Path) -> int | None:
+    """How many samples the training had consumed that wrote this file, as its ``args`` say; None where they don't."""
+    state = getattr(_read(path)[0].get("args"), "state", None)
+    found = state.get("consumed_train_samples") if isinstance(state, dict) else None
+    return found if type(found) is int else None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, range]]:
+    """The pickled dictionary, whose objects are placeholders, and where the records lie."""
+    _refuse_other_formats(path)
+    with path.open("rb") as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except Exception as error:  # zipfile raises many kinds on damaged files
+            raise UserError(
+                f"{path} starts like a file of torch.save but its zip directory cannot be read ({error}); it is "
+                f"probably truncated. Copy or download it again."
+            ) from error
+        records, pickled = _read_directory(path, file, archive)
+        content = _read_pickle(path, archive, pickled)
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"{path} holds a {_kind(content)}; expected a dictionary with the key 'model' or 'model0'.")
+    return content, records
 
 
 def _refuse_other_formats(path: Path) -> None:

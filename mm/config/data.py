@@ -53,7 +53,8 @@ class DataConfig:
     dataset_dir: Annotated[str, Key(_BASIC + "dataset_dir")] = "data"
     """Prefix of relative media paths."""
     attr: Annotated[Attributes, Key("dataset_param.attr.")] = Attributes()
-    image_max_pixels: Annotated[Count, Key(_PREPROCESS + "image_max_pixels")] = 768 * 768
+    image_max_pixels: Annotated[
+        Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
     image_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False

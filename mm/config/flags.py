@@ -19,6 +19,7 @@ from mm.errors import nearest, refuse
 
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
+LossUnit = Literal["token", "sample", "microbatch"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -56,6 +57,8 @@ class Arguments:
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
+    calculate_per_microbatch_loss: bool = Field(
+        False, description="mean over the microbatches of each one's mean: MindSpeed-MM's default")
 
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
@@ -110,6 +113,17 @@ class Arguments:
     def precision(self) -> str:
         """"fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def loss_unit(self) -> LossUnit:
+        """What the loss is a mean over, each one's loss being the mean over its target tokens."""
+        return "sample" if self.calculate_per_sample_loss else (
+            "microbatch" if self.calculate_per_microbatch_loss else "token")
+
+    @property
+    def loads_optimizer(self) -> bool:
+        """Whether training goes on with the optimizer state of ``--load``, if that has one."""
+        return not (self.finetune or self.no_load_optim)
 
     @property
     def recompute(self) -> RecomputeConfig:
@@ -246,15 +260,15 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     """Rules between flags."""
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 are both given; keep one"
-    if args.calculate_per_token_loss and args.calculate_per_sample_loss:
-        yield "--calculate-per-token-loss and --calculate-per-sample-loss are both given; keep one"
+    losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
+              if getattr(args, f"calculate_per_{unit}_loss")]
+    if len(losses) > 1:
+        yield f"{' and '.join(losses)} are all given; keep one"
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
     if args.sequence_parallel and args.tensor_model_parallel_size > 1:
         yield ("--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
                "residuals are held whole on every tensor-parallel rank")
-    if args.save is None and args.save_interval is not None:
-        yield f"--save-interval is {args.save_interval}, but --save is missing: give the directory of the checkpoints"
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")

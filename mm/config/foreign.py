@@ -56,6 +56,15 @@ FLAGS: Mapping[str, Row] = {
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
     **_all(Inert("there is no validation data"), "--eval-interval --eval-iters"),
+    **_all(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
+           "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
+           "--adaptive-recompute-device-size --recompute-activation-function --recompute-norm --recompute-in-advance "
+           "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
+           "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
+           "--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication --no-align-grad-reduce"),
+    **_all(Inert("this version has no deterministic mode: on a device, the last bits of sums may differ between runs"),
+           "--use-deter-comp --npu-deterministic --deterministic-mode"),
+    **_all(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--context-parallel-size": Fixed(("1",), "this version supports 1"),
@@ -72,8 +81,8 @@ FLAGS: Mapping[str, Row] = {
     **_all(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
            "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
     **_all(Fixed((), "balancing by another sampler is not supported by this version"),
-           "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance --use-txt-dynamic-batching "
-           "--max-seq-len --dynamic-batch-buffer-size"),
+           "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
+           "--mbs_data_balance_sorting_algo --use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
     **_all(Fixed((), "only the Adam optimizer with one learning rate is supported by this version"),
            "--weight-decay-exclude-modules --lr-scale-modules --lr-mult --matched-adamw-rms --muon-momentum "
            "--ns-steps"),
@@ -84,9 +93,10 @@ FLAGS: Mapping[str, Row] = {
     "--calculate-square-loss": Fixed((), "write --calculate-per-token-loss or --calculate-per-sample-loss"),
     "--calculate-token-loss": Fixed((), "write --calculate-per-token-loss"),
     "--num-layers-per-virtual-pipeline-stage": Fixed((), "give pipeline_num_layers one list per virtual chunk instead"),
-    "--swap-attention": Fixed((), "it is not supported by this version; use --recompute-granularity"),
     "--downcast-to-bf16": Fixed((), "write --bf16"),
-    **_all(Fixed((), "it is not supported by this version"), "--profile --profile-stage --profile-subgraph-seg"),
+    **_all(Fixed((), "it is not supported by this version"),
+           "--profile --profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
+    "--ai-framework": Fixed(("pytorch",), "the model is computed by PyTorch, not by MindSpore"),
 }
 """Flags that are no fields of ``mm.config.flags``."""
 
@@ -94,6 +104,7 @@ _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
 _STRUCTURE = Inert("the model has Hugging Face's structure either way, and --load reads both")
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
 _NO_VIDEO = "this version trains on images and text, not on video or audio"
+_NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
 _NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), _NOT_HERE)
 _NULL = Fixed((None,), _NOT_HERE)
@@ -113,7 +124,7 @@ _TOWER: dict[str, Row] = {
 
 MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "": {
-        "model_id": Fixed(("qwen2_5vl",), "this trainer is for Qwen2.5-VL"),
+        "model_id": Fixed(("qwen2_5vl", "qwen2vl"), "this trainer is for Qwen2.5-VL"),
         **_all(_NULL, "text_encoder video_encoder audio_encoder"),
         "lora_mixed_training": _OFF,
         "lora_apply_modules": Fixed((None, []), _NOT_HERE),
@@ -174,7 +185,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         "use_fast_tokenizer": Inert("there is one tokenizer implementation"),
         "split_special_tokens": Inert("the chat encoder decides how text that looks like a special token is read"),
         **_all(Inert(_NO_VIDEO), "video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate"),
-        **_all(_UNUSED, "image_resolution video_resolution"),
+        "video_resolution": _UNUSED,
         "fix_mistral_regex": Inert("it concerns another tokenizer"),
         **_all(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
         "trust_remote_code": Fixed((None, False), _NO_TRUST),
@@ -186,7 +197,8 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
                "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers preprocess_on_fly "
                "async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
-        **_all(_NULL, "tool_format val_dataset val_max_samples"),
+        "tool_format": Inert(_NO_TOOLS),
+        **_all(_NULL, "val_dataset val_max_samples"),
         **_all(_OFF, "streaming use_pmcc_data"),
         "val_rate": Fixed((None, 0.0), _NOT_HERE),
         "packing": _PACKED,
@@ -197,7 +209,8 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         **_all(Fixed((None,), _NO_VIDEO), "videos audios"),
         "packing": _PACKED,
         **_all(_OFF, "ranking pretrain"),
-        **_all(_NULL, "observation_tag function_tag tools prompt query response history chosen rejected"),
+        **_all(Inert(_NO_TOOLS), "observation_tag function_tag"),
+        **_all(_NULL, "tools prompt query response history chosen rejected"),
     },
     "dataloader_param": {
         "dataloader_mode": Fixed(("sampler",), "the others are for streaming and video generation"),

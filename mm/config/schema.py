@@ -36,6 +36,8 @@ class Key:
     path: str
     alias: str = ""
     """Another name that is accepted for the same value."""
+    old: str = ""
+    """A name of earlier versions, which has no effect where the new one is given too."""
 
 
 def _whole(value: Any) -> Any:
@@ -97,7 +99,7 @@ def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[st
         if isinstance(field.annotation, type) and is_dataclass(field.annotation):
             yield from settings_of(field.annotation, f"{name}{own}.", start + key.path)
         else:
-            yield name + own, [start + path for path in (key.path, key.alias) if path], field
+            yield name + own, [start + path for path in (key.path, key.alias, key.old) if path], field
 
 
 class _Findings:
@@ -123,14 +125,18 @@ class _Findings:
             for one in outer:
                 inner = inner.setdefault(one, {})
             self._field_paths += key_paths
+            old = next((one.old for one in field.metadata if isinstance(one, Key)), "") or None
             given = [key_path for key_path in key_paths if self.document.has(key_path)]
             if given and not (OrDefault in field.metadata and self.document.get(given[0]) is None):
                 inner[own] = self._value(given[0], field)
             elif not given and field.is_required() and self._has_object(key_paths[0]):
                 self._add(key_paths[0], f"is missing; expected {expected(field)}")
-            if any(self.document.get(other) != self.document.get(given[0]) for other in given[1:]):
-                self._add(
-                    given[1], f"is another value than {given[0]}; the two are names of one setting, so keep one")
+            for other in given[1:]:
+                if other == old:
+                    self.inert.setdefault(f"{given[0]} is given too", []).append(other)
+                elif self.document.get(other) != self.document.get(given[0]):
+                    self._add(
+                        other, f"is another value than {given[0]}; the two are names of one setting, so keep one")
         return values
 
     def _value(self, key_path: str, field: FieldInfo) -> Any:

@@ -60,11 +60,11 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids int64 [num_tokens], labels int64 [num_tokens], and how many of the images are still in it."""
+    """Token ids int64 [num_tokens], labels int64 [num_tokens], and the numbers of the images that are still in it."""
 
     token_ids: Tensor
     labels: Tensor
-    num_images: int
+    images: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class ChatEncoder:
     """The most tokens of a sample; longer ones are cut."""
     spatial_merge_size: int
     train_on_prompt: bool = False
-    """Learn everything but image tokens."""
+    """Learn every token."""
     mask_history: bool = False
-    """Learn the last answer only."""
+    """Learn the last answer only; in a long conversation, keep the last turns."""
 
     @cached_property
     def image_token_id(self) -> int:
@@ -94,36 +94,45 @@ class ChatEncoder:
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose images have ``grids``, in reading order.
 
-        More than ``seq_length`` tokens are cut off at the end.  A cut never falls inside an image: when it would, it
-        is moved before the image's ``<|vision_start|>``, and that image and the later ones are dropped.  A sample
-        that is left without an answer token stays, and adds nothing to the loss.
-
-        Raises UserError when the chat template does not show every answer and image.
+        More than ``seq_length`` tokens are cut as ``kept_lengths`` says.  A cut never falls inside an image: when it
+        would, it is moved before the image's ``<|vision_start|>``, and that image and the later ones of the question
+        are dropped.  Raises UserError when the chat template does not show every answer and image.
         """
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        token_ids = np.array(encoding["input_ids"], dtype=np.int64)
-        if self.train_on_prompt:
-            is_target = token_ids != self.image_token_id
-        else:
-            is_target = _overlapping(np.array(encoding["offset_mapping"], dtype=np.int64), spans)
-
+        token_ids, offsets = (np.array(encoding[key], dtype=np.int64) for key in ("input_ids", "offset_mapping"))
         # The template writes one image token per image; the model reads one per merged patch.
         places = np.flatnonzero(token_ids == self.image_token_id)
         if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(f"the chat template shows {len(places)} images of {len(grids)}; use Qwen2.5-VL's template.")
         repeats = np.ones(len(token_ids), dtype=np.int64)
         repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
-        ends = np.cumsum(repeats)[places] + 1
-        starts = ends - repeats[places] - 2
-        num_tokens, num_images = _cut(int(repeats.sum()), list(zip(starts, ends, strict=True)), self.seq_length)
-        token_ids = np.repeat(token_ids, repeats)[:num_tokens]
-        is_target = np.repeat(is_target, repeats)[:num_tokens]
+        token_ids, ends = np.repeat(token_ids, repeats), np.cumsum(repeats)
+        images = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
+        answers = [_tokens(offsets, ends, span) for span in spans]
 
-        labels = np.full(num_tokens, IGNORE_INDEX, dtype=np.int64)
+        is_kept = self._kept(answers, images, len(token_ids))
+        is_target = np.full(len(token_ids), self.train_on_prompt)
+        for answer in answers[-1:] if self.mask_history else answers:
+            is_target[answer.start : answer.stop] = True
+        token_ids, is_target = token_ids[is_kept], is_target[is_kept]
+        labels = np.full(len(token_ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
-        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), num_images)
+        kept_images = tuple(number for number, image in enumerate(images) if is_kept[image.start])
+        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), kept_images)
+
+    def _kept(self, answers: Sequence[range], images: Sequence[range], num_tokens: int) -> np.ndarray:
+        """Which tokens are kept; bool [num_tokens]."""
+        starts = [0, *(answer.stop for answer in answers)]
+        lengths = [(answer.start - start, len(answer)) for start, answer in zip(starts, answers, strict=False)]
+        is_kept = np.zeros(num_tokens, dtype=bool)
+        kept = kept_lengths(lengths, self.seq_length, self.mask_history)
+        for start, answer, (num_question, num_answer) in zip(starts, answers, kept, strict=False):
+            stop = start + num_question
+            stop = next((image.start for image in images if image.start < stop < image.stop), stop)
+            is_kept[start:stop] = is_kept[answer.start : answer.start + num_answer] = True
+        return is_kept
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The conversation as the chat template writes it, with one image token per image."""
@@ -136,7 +145,7 @@ class ChatEncoder:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
     def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
-        """Where in ``text`` the characters to be learnt stand: answers with the end of their turn."""
+        """Where in ``text`` the answers stand, with the end of their turn."""
         rendered = [match for match in _RENDERED_TURN.finditer(text) if match[1] == "assistant"]
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if [match[2] for match in rendered] != answers:
@@ -144,8 +153,7 @@ class ChatEncoder:
                 "the chat template does not write each answer unchanged between '<|im_start|>assistant' and "
                 "'<|im_end|>'; use Qwen2.5-VL's template."
             )
-        spans = [(match.start(2), match.end()) for match in rendered]
-        return spans[-1:] if self.mask_history else spans
+        return [(match.start(2), match.end()) for match in rendered]
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -157,22 +165,33 @@ def _parts(text: str) -> list[dict[str, str]]:
     ]
 
 
-def _overlapping(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which tokens hold a character of a span; bool [num_tokens].
+def _tokens(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
+    """The expanded tokens that hold a character of ``span``; ``ends`` is where each token of ``offsets`` ends in them.
 
     A token that begins before the span counts too: an answer's first newline may be one token with the newline of
     its header.
     """
-    inside = np.zeros(len(offsets), dtype=bool)
-    for start, end in spans:
-        inside |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
-    return inside
+    inside = np.flatnonzero((offsets[:, 1] > span[0]) & (offsets[:, 0] < span[1]))
+    return range(int(ends[inside[0]]) - 1, int(ends[inside[-1]]))
 
 
-def _cut(num_tokens: int, image_spans: Sequence[tuple[int, int]], limit: int) -> tuple[int, int]:
-    """How many tokens and images to keep.  ``image_spans``: vision start to behind vision end, in tokens."""
-    kept = min(num_tokens, limit)
-    for number, (start, end) in enumerate(image_spans):
-        if end > kept:
-            return min(kept, int(start)), number
-    return kept, len(image_spans)
+def kept_lengths(
+    lengths: Sequence[tuple[int, int]], limit: int, last_first: bool = False
+) -> list[tuple[int, int]]:
+    """How many tokens of question and answer each turn keeps of its ``lengths``, ``limit`` in all.
+
+    LLaMA-Factory's rule (``infer_seqlen`` in its data/processor): turns take what they need, the first one or the last
+    one first.  In the turn that does not fit, the longer part is cut; both in proportion where each is over half.
+    """
+    kept = [(0, 0)] * len(lengths)
+    for turn in reversed(range(len(lengths))) if last_first else range(len(lengths)):
+        question, answer = lengths[turn]
+        if 2 * answer < limit:
+            num_answer = answer
+        elif 2 * question < limit:
+            num_answer = min(answer, limit - question)
+        else:
+            num_answer = min(answer, int(limit * (answer / (question + answer))))
+        kept[turn] = min(question, limit - num_answer), num_answer
+        limit -= sum(kept[turn])
+    return kept

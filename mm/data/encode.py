@@ -68,8 +68,8 @@ class SampleEncoder:
             paths = sample.image_paths
             grids = tuple(self.images.image_grid(path) for path in paths)
             text = self.chat.encode(sample.turns, grids)
-            grids = grids[: text.num_images]
-            pixels = [self._pixels(path, grid) for path, grid in zip(paths, grids, strict=False)]
+            grids = tuple(grids[number] for number in text.images)
+            pixels = [self._pixels(paths[number], grid) for number, grid in zip(text.images, grids, strict=True)]
         except UserError as error:
             raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
         positions = mrope_positions(

@@ -1,7 +1,7 @@
 """The training loss: how each token's cross entropy is weighted, and the cross entropy over a cut vocabulary.
 
-The weights depend on the whole global batch, never on how it is laid out over microbatches and ranks, so every
-layout has the same loss and gradient.
+The weights depend on the whole global batch, never on how it is laid out over ranks, so every layout has the same loss
+and gradient; unless a mean over microbatches is asked for, they do not depend on how it falls into these either.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
+from mm.config.flags import LossUnit
 from mm.device.device import Device
 
 
@@ -27,20 +28,24 @@ class LossInputs:
     """float32 [num_targets]; they sum to 1 over the global batch."""
 
 
-def loss_inputs(microbatch: Microbatch, totals: BatchTotals, per_sample: bool, device: Device) -> LossInputs:
+def loss_inputs(microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, device: Device) -> LossInputs:
     """Pick out the target tokens and weigh them.
 
-    Every target token of the global batch counts the same.  With ``per_sample`` every sample with a target counts the
-    same, and its target tokens share its weight (MindSpeed-MM's ``--calculate-per-sample-loss``).  A batch without any
-    target has no rows, so its loss is 0.
+    Every unit of the global batch counts the same, and the target tokens in it share its weight: every target token,
+    every sample that has one (MindSpeed-MM's ``--calculate-per-sample-loss``), or every microbatch, with a target or
+    without (MindSpeed-MM's default).  A batch without any target has no rows, so its loss is 0.
     """
     index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-    if per_sample:
-        counts = targets_per_segment(microbatch)
-        of_row = torch.repeat_interleave(counts, torch.tensor(microbatch.segment_lengths, dtype=torch.int64))
-        weights = 1.0 / (of_row[index].double() * max(totals.num_target_samples, 1))
-    else:
-        weights = torch.full((len(index),), 1.0 / max(totals.num_target_tokens, 1), dtype=torch.float64)
+    match unit:
+        case "token":
+            weights = torch.full((len(index),), 1.0 / max(totals.num_target_tokens, 1), dtype=torch.float64)
+        case "sample":
+            counts = targets_per_segment(microbatch)
+            of_row = torch.repeat_interleave(counts, torch.tensor(microbatch.segment_lengths, dtype=torch.int64))
+            weights = 1.0 / (of_row[index].double() * max(totals.num_target_samples, 1))
+        case "microbatch":
+            share = 1.0 / (totals.num_microbatches * max(len(index), 1))
+            weights = torch.full((len(index),), share, dtype=torch.float64)
     return LossInputs(device.copy(index), device.copy(microbatch.labels[index]), device.copy(weights.float()))
 
 

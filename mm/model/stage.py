@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from torch import Tensor, nn
 
 from mm.batch import BatchTotals, Microbatch
+from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
@@ -37,7 +38,7 @@ class Stage(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, per_sample_loss: bool = False
+        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token"
     ) -> None:
         super().__init__()
         placement = model.placement()
@@ -45,7 +46,7 @@ class Stage(nn.Module):
         self.model = model
         self.config = parallel_config(model, mesh, precision)  # where megatron's DDP and schedules look for it
         self.device = device
-        self.per_sample_loss = per_sample_loss
+        self.loss_unit: LossUnit = loss_unit
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
@@ -80,7 +81,7 @@ class Stage(nn.Module):
         if spec.language_layers:
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device)
         if spec.has_head and totals is not None:
-            loss = loss_inputs(microbatch, totals, self.per_sample_loss, device)
+            loss = loss_inputs(microbatch, totals, self.loss_unit, device)
         return StageInputs(vision, embedding, language, loss)
 
     def forward(self, inputs: StageInputs, received: Tensor | None) -> Tensor:

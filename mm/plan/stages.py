@@ -75,7 +75,7 @@ def _run_lines(run: Run) -> list[str]:
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
         f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
         f"Training  {args.train_iters} steps in {args.precision}, loss: mean over the "
-        f"{'samples' if args.calculate_per_sample_loss else 'target tokens'} of the global batch, optimizer state "
+        f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
 

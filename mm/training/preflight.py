@@ -29,7 +29,7 @@ def file_problems(run: Run) -> list[str]:
     if not problems:  # nothing fits another model
         with collected(problems):
             if args.load is not None and Path(args.load).is_dir():
-                open_to_train(args.load, run.model, args.finetune)
+                open_to_train(args.load, run.model, args.loads_optimizer)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)

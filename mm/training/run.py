@@ -37,7 +37,7 @@ class Trainer:
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        stage = Stage(run.model, self.mesh, run.args.precision, device, run.args.calculate_per_sample_loss)
+        stage = Stage(run.model, self.mesh, run.args.precision, device, run.args.loss_unit)
         if args.load is None:
             load.initialize(stage, self.mesh, args.seed, run.model.language.init_method_std)
             self.parts = Parts.build(stage, self.mesh, args)
@@ -145,7 +145,7 @@ class Trainer:
     def _load(self, stage: Stage, path: str) -> Parts:
         """Start from ``--load``, or go on from it where it is a training checkpoint."""
         args = self.run.args
-        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.finetune))
+        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.loads_optimizer))
         if source.kind is not Kind.TRAINING:
             load.fill(stage, stage.weights, source, self.mesh)
         parts = Parts.build(stage, self.mesh, args)
@@ -157,6 +157,13 @@ class Trainer:
                 load_optim=not args.no_load_optim,
                 load_rng=not args.no_load_rng,
                 finetune=args.finetune,
+            )
+        elif source.iteration is not None and not args.finetune:
+            consumed = source.consumed_samples
+            self.progress = state.Progress(
+                source.iteration,
+                source.iteration * self.run.global_batch_size if consumed is None else consumed,
+                ("MindSpeed-MM trained it: optimizer state and random states begin anew",),
             )
         named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
         self._say(f"loaded a {named[source.kind]} checkpoint from {path}, iteration {self.progress.iteration}")

@@ -94,6 +94,7 @@ def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
     ("--virtual-pipeline-model-parallel-size", "1",
      "--virtual-pipeline-model-parallel-size is 2; this version's engine runs one chunk per stage"),
     ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
+    ("--ai-framework", "pytorch", "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore"),
 ])
 def test_flags_with_one_legal_value(flag, legal, what):
     assert notes(flag, legal) == ()
@@ -127,6 +128,27 @@ def test_every_inert_flag_is_accepted_with_its_reason(flag):
 @pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if row == Fixed((), row.why)])
 def test_every_refused_flag_says_what_to_do_instead(flag):
     assert problems(flag, "1") == [f"{flag} is not available here: {FLAGS[flag].why}"]
+
+
+PEER_FLAGS = """
+--lora-target-modules --lora-target-parameters --lora-apply-modules --lora-mixed-training --load-base-model
+--lora-dropout --lora-r --lora-alpha --lora-register-forward-hook --use-deter-comp --jit-compile --allow-tf32
+--downcast-to-bf16 --allow-internal-format --virtual-pipeline-model-parallel-size --encoder-dp-balance
+--recompute-skip-core-attention --recompute-num-layers-skip-core-attention --hetero-parallel
+--hetero-encoder-mbs-scale --calculate-per-sample-loss --calculate-square-loss --calculate-token-loss --optimizer
+--moe-token-dispatcher-type --padded-vocab-size --enable-dummy-optimizer --log-tps --trust-remote-code
+--profile-subgraph-seg --profile-stage --simulated-nnodes --simulated-nproc-per-node --dpo-beta --dpo-loss-type
+--dpo-label-smoothing --ref-model --pref-ftx --stage --use-data-balance --data_balance_sorting_algo
+--use-image-mbs-data-balance --mbs_data_balance_sorting_algo --use-txt-dynamic-batching --max-seq-len
+--dynamic-batch-buffer-size --weight-decay-exclude-modules --lr-scale-modules --lr-mult --matched-adamw-rms
+--muon-momentum --ns-steps --ai-framework --npu-deterministic --swap-attention
+"""
+"""Every flag of MindSpeed-MM's arguments.py, and those that its scripts took from MindSpeed."""
+
+
+@pytest.mark.parametrize("flag", PEER_FLAGS.split())
+def test_no_flag_of_the_peer_is_unknown(flag):
+    assert flag in FLAGS or flag.removeprefix("--").replace("-", "_") in fields_of(Arguments)
 
 
 def test_no_flag_has_an_effect_and_a_row_for_having_none():

@@ -172,12 +172,35 @@ def test_several_datasets_and_loader_settings(tmp_path):
         ("a.json", "b.jsonl"), 5, "data", 4)
 
 
+def test_words_of_the_peers_first_version(tmp_path):
+    """2.0.0 called the bound of pixels image_resolution, and the model qwen2vl; without windows it is another one."""
+    preprocess = "dataset_param.preprocess_parameters"
+    root = changed("data_7b.json", {f"{preprocess}.image_max_pixels": ABSENT, f"{preprocess}.image_resolution": 12345})
+    assert read_data(write(tmp_path, root)).value.image_max_pixels == 12345
+    read = read_data(write(tmp_path, changed("data_7b.json", {f"{preprocess}.image_resolution": 12345})))
+    assert read.value.image_max_pixels == 262144
+    assert any(f"{preprocess}.image_max_pixels is given too; no effect: {preprocess}.image_resolution" in note
+               for note in read.notes)
+    assert read_model(write(tmp_path, changed("model_7b.json", {"model_id": "qwen2vl"})))
+    (found,) = problems(read_model, tmp_path, "model_7b.json", {"model_id": "qwen2vl",
+                                                                f"{VISION}.window_attn_size": ABSENT})
+    assert "window_attn_size is missing" in found
+
+
+def test_words_for_tools_are_taken(tmp_path):
+    words = {"dataset_param.basic_parameters.tool_format": "default",
+             "dataset_param.attr.observation_tag": "observation", "dataset_param.attr.function_tag": "function_call"}
+    read = read_data(write(tmp_path, changed("data_7b.json", words)))
+    (note,) = [note for note in read.notes if "turn of a tool" in note]
+    assert all(word in note for word in words)
+
+
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
     ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
     ({"dataset_param.attr.videos": "videos"}, "not on video or audio"),
     ({"dataset_param.attr.packing": True}, "packed anyway"),
-    ({"dataset_param.attr.observation_tag": "tool"}, "not supported by this version"),
+    ({"dataset_param.attr.tools": "tools"}, "not supported by this version"),
     ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
     ({"dataset_param.basic_parameters.val_dataset": "v.json"}, "val_dataset is \"v.json\"; supported: null"),
     ({"dataset_param.basic_parameters.cutoff_len": 512}, "--seq-length is the longest sample"),

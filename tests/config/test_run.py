@@ -38,11 +38,34 @@ def test_derived_numbers(tmp_path):
     run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
     assert (run.num_stages, run.dp_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)
     assert (run.args.precision, run.lr_decay_iters, run.lr_warmup_iters) == ("bf16", 100, 12.5)
-    assert not run.args.calculate_per_sample_loss
+    assert run.args.loss_unit == "token"
     run = load(tmp_path, "--tensor-model-parallel-size", "2", "--calculate-per-sample-loss",
                "--lr-warmup-iters", "3", "--lr-decay-iters", "50")
     assert (run.dp_size, run.global_batch_size, run.num_microbatches) == (2, 2, 1)
-    assert (run.args.calculate_per_sample_loss, run.lr_decay_iters, run.lr_warmup_iters) == (True, 50, 3)
+    assert (run.args.loss_unit, run.lr_decay_iters, run.lr_warmup_iters) == ("sample", 50, 3)
+
+
+def test_a_run_that_names_no_loss_hears_of_the_peers(tmp_path):
+    def told(*flags: str) -> list[str]:
+        return [note for note in load(tmp_path, *flags).notes if "--calculate-per-microbatch-loss" in note]
+
+    (note,) = told()
+    assert "every target token of the global batch counts the same" in note and "--calculate-per-token-loss" in note
+    for unit in ("token", "sample", "microbatch"):
+        assert told(f"--calculate-per-{unit}-loss") == []
+        assert load(tmp_path, f"--calculate-per-{unit}-loss").args.loss_unit == unit
+
+
+def test_selective_recompute_says_what_it_does_wherever_it_is_given(tmp_path):
+    told = [note for note in load(tmp_path, "--recompute-granularity", "selective", model={
+        f"{LANGUAGE}.recompute_granularity": "selective"}).notes if "attention never keeps its score matrix" in note]
+    assert [note.split(": ")[1].split()[0] for note in told] == ["--recompute-granularity",
+                                                                 "text_decoder.recompute_granularity"]
+
+
+def test_an_interval_without_a_directory_is_a_note(tmp_path):
+    notes = load(tmp_path, "--save-interval", "5").notes
+    assert "command line: no --save, so no checkpoint will be written, and --save-interval 5 has no effect" in notes
 
 
 def test_run_cannot_be_changed(tmp_path):
@@ -74,13 +97,12 @@ def test_sources_of_the_world_size(tmp_path):
     (["--global-batch-size", "6"], {}, "--global-batch-size is 6, not a multiple of --micro-batch-size x data-parallel "
                                        "size = 1 x 4 = 4; nearest: 4 or 8"),
     (["--fp16"], {}, "--bf16 and --fp16 are both given"),
-    (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are both given; keep one"),
+    (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are all given; keep one"),
     (["--min-lr", "1"], {}, "--min-lr is 1, above --lr = 1e-05"),
     (["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "3"], {}, "are both given; keep one"),
     (["--lr-warmup-fraction", "1.5"], {}, "expected a number of at least 0 and less than 1"),
     (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),
     (["--adam-beta2", "1"], {}, "--adam-beta2 is 1; expected a number of at least 0 and less than 1"),
-    (["--save-interval", "5"], {}, "--save is missing"),
     (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
     (["--overlap-param-gather"], {}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),

@@ -9,6 +9,7 @@ from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
 from mm.data.dataset import Dataset, Turn
 from mm.errors import UserError
+from tests import llama_factory
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 
 GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}
@@ -35,7 +36,7 @@ def test_tokens_and_labels_equal_transformers(tokenizer, reference, write_datase
     messages = reference.messages(record)
     assert encoded.token_ids.tolist() == reference.token_ids(messages, grids)
     assert encoded.labels.tolist() == shifted(reference.labels(messages, grids, last_only=mask_history))
-    assert encoded.num_images == len(grids)
+    assert encoded.images == tuple(range(len(grids)))
 
 
 def targets(tokenizer, encoded):
@@ -55,13 +56,10 @@ def test_what_is_learnt(tokenizer):
     assert targets(tokenizer, encoder(tokenizer, mask_history=True).encode(TWO_TURNS, [])) == "Second.<|im_end|>\n"
 
 
-def test_train_on_prompt_learns_all_but_image_tokens(tokenizer):
-    messages = [Turn("user", "See <image>"), Turn("assistant", "Yes.")]
-    encoded = encoder(tokenizer, train_on_prompt=True).encode(messages, [(1, 4, 4)])
-    text = encoder(tokenizer).render(messages)
-    first = "<|im_start|>"
-    assert first + targets(tokenizer, encoded) == text.replace("<|image_pad|>", "")
-    assert encoded.labels[-1] == IGNORE_INDEX
+def test_train_on_prompt_learns_every_token(tokenizer):
+    encoded = encoder(tokenizer, train_on_prompt=True).encode(
+        conversation(("user", "See <image>"), ("assistant", "Yes.")), [(1, 4, 4)])
+    assert encoded.labels.tolist() == [*encoded.token_ids[1:].tolist(), IGNORE_INDEX]
 
 
 def test_default_system_prompt_is_the_templates(tokenizer):
@@ -100,32 +98,53 @@ def test_targets_are_the_answers_for_any_text(tokenizer, turns):
         assert found in (answer, "\n" + answer)
 
 
-def test_every_cut_is_a_prefix_and_never_inside_an_image(tokenizer):
-    messages = [
-        Turn("user", "<image> and <image>?"),
-        Turn("assistant", "Yes."),
-        Turn("user", "<image>"),
-        Turn("assistant", "No."),
-    ]
-    grids = [(1, 4, 6), (1, 2, 2), (1, 8, 4)]
-    whole = encoder(tokenizer).encode(messages, grids)
-    ids = whole.token_ids.tolist()
+WORDS = "a long line of many words, of which there is no end"
+CONVERSATIONS = {
+    "one turn": ([("user", "What?"), ("assistant", "This.")], []),
+    "long question": ([("user", f"{WORDS} " * 20), ("assistant", "Yes, and no.")], []),
+    "long answer": ([("user", "And?"), ("assistant", f"{WORDS} " * 20)], []),
+    "both long": ([("user", f"{WORDS} " * 15), ("assistant", f"{WORDS} " * 20)], []),
+    "several turns": ([(role, f"{number}: {WORDS}") for number in range(4) for role in ("user", "assistant")], []),
+    "system": ([("system", "Be brief."), ("user", WORDS), ("assistant", f"{WORDS} " * 3)], []),
+    "a picture": ([("user", f"<image>{WORDS}"), ("assistant", WORDS)], [(1, 4, 6)]),
+    "two pictures": ([("user", f"{WORDS}<image> and <image>?"), ("assistant", WORDS)], [(1, 4, 6), (1, 8, 8)]),
+    "pictures in turns": ([("user", "<image>?"), ("assistant", WORDS), ("user", f"{WORDS}<image>"),
+                           ("assistant", "No.")], [(1, 4, 6), (1, 8, 4)]),
+    "other scripts": ([("user", "\u56fe\u56fe " * 30), ("assistant", "\u00e9t\u00e9 \U0001f600 " * 30)], []),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("how", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
+def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, how):
+    """Where its cut would fall into an image, less of that question is kept, and the rest is as there."""
+    turns, grids = CONVERSATIONS[name]
+    messages, counts = conversation(*turns), [h * w // 4 for _, h, w in grids]
+    pairs = llama_factory.encoded_pairs(tokenizer, messages, counts)
     start, pad, end = (tokenizer.convert_tokens_to_ids(f"<|{t}|>") for t in ("vision_start", "image_pad", "vision_end"))
-    for limit in range(1, len(ids) + 3):
-        encoded = encoder(tokenizer, seq_length=limit).encode(messages, grids)
+    num_tokens = sum(len(part) for pair in pairs for part in pair)
+    limits, equal = range(1, num_tokens + 3, max(1, num_tokens // 60)), 0
+    for limit in limits:
+        encoded = encoder(tokenizer, seq_length=limit, **how).encode(messages, grids)
+        ids, labels = llama_factory.sample(pairs, limit, **how)
         kept = encoded.token_ids.tolist()
-        assert kept == ids[: len(kept)] and len(kept) <= limit
-        assert encoded.labels.tolist() == [*whole.labels[: len(kept) - 1].tolist(), IGNORE_INDEX]
-        assert kept.count(start) == kept.count(end) == encoded.num_images
-        assert kept.count(pad) == sum(h * w // 4 for _, h, w in grids[: encoded.num_images])
-        if len(kept) < min(limit, len(ids)):  # only an image that does not fit is reason to keep less
-            assert ids[len(kept)] == start and end not in ids[len(kept) : limit]
+        assert kept.count(start) == kept.count(end) == len(encoded.images)
+        assert kept.count(pad) == sum(counts[number] for number in encoded.images)
+        if ids.count(start) == ids.count(end) and ids.count(pad) == kept.count(pad):
+            assert kept == ids and encoded.labels.tolist() == shifted(labels), limit
+            equal += 1
+        else:
+            whole = [label for label in labels if label not in (IGNORE_INDEX, start, pad)]
+            learnt = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
+            assert len(kept) < len(ids) and (how.get("train_on_prompt") or learnt == whole[-len(learnt):] or not learnt)
+    assert equal >= (len(limits) // 4 if grids else len(limits))
 
 
-def test_a_sample_cut_before_its_answer_has_no_target(tokenizer):
-    encoded = encoder(tokenizer, seq_length=12).encode(TWO_TURNS, [])
-    assert encoded.token_ids.numel() == 12
-    assert (encoded.labels == IGNORE_INDEX).all()
+def test_a_question_of_any_length_leaves_its_answer(tokenizer):
+    """A plain cut at the end left nothing to learn of it."""
+    encoded = encoder(tokenizer, seq_length=64).encode(
+        conversation(("user", "word " * 2000), ("assistant", "It is learnt.")), [])
+    assert targets(tokenizer, encoded) == "It is learnt.<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

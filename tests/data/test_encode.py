@@ -36,11 +36,14 @@ def test_images_behind_the_cut_are_dropped_with_their_pixels(write_dataset, mode
     sample = Dataset(data)[2]
     whole = SampleEncoder.from_config(data, model_config, 4096).encode(sample)
     second_start = (whole.token_ids == model_config.vision_start_token_id).nonzero()[1].item()
-    cut = SampleEncoder.from_config(data, model_config, second_start + 3).encode(sample)
+    limits = range(whole.token_ids.numel(), 0, -1)
+    encoded = (SampleEncoder.from_config(data, model_config, limit).encode(sample) for limit in limits)
+    cut = next(one for one in encoded if len(one.image_grids) == 1)
     num_patches = whole.image_grids[0][1] * whole.image_grids[0][2]
     assert cut.image_grids == whole.image_grids[:1]
-    assert torch.equal(cut.token_ids, whole.token_ids[:second_start])
-    assert torch.equal(cut.positions, whole.positions[:, :second_start])
+    assert torch.equal(cut.token_ids[:second_start], whole.token_ids[:second_start])
+    assert (cut.token_ids != model_config.vision_start_token_id)[second_start:].all() and (cut.labels >= 0).any()
+    assert torch.equal(cut.positions[:, :second_start], whole.positions[:, :second_start])
     assert torch.equal(cut.pixel_values, whole.pixel_values[:num_patches])
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mm.config.flags import LossUnit
 from tests.tiny import RawSample, random_sample
 
 
@@ -19,7 +20,8 @@ class Case:
     batch: str = "mixed"
     distributed_optimizer: bool = False
     overlap: bool = False
-    per_sample: bool = False
+    loss_unit: LossUnit = "token"
+    micro_batch_size: int = 2
     recompute: str | None = None
 
     @property
@@ -40,7 +42,9 @@ CASES = (
     Case("tp1-only-projector", freeze=("vision", "language")),
     Case("tp1-only-language", freeze=("vision", "projector")),
     Case("tp1-text-only", batch="text"),
-    Case("tp1-per-sample", per_sample=True),
+    Case("tp1-per-sample", loss_unit="sample"),
+    Case("tp1-per-microbatch-of-1", loss_unit="microbatch", micro_batch_size=1),
+    Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
     Case("tp1-recompute", recompute="uniform"),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
@@ -52,7 +56,7 @@ CASES = (
     Case("pp2-vit-on-both", (3, 1), (0, 4)),
     Case("pp2-vit-on-one-llm-on-other", (4, 0), (0, 4)),
     Case("pp2-tied", (4, 0), (1, 3), tied=True),
-    Case("pp2-per-sample", (4, 0), (1, 3), per_sample=True),
+    Case("pp2-per-sample", (4, 0), (1, 3), loss_unit="sample"),
     Case("pp2-recompute", (3, 1), (0, 4), recompute="block"),
     Case("pp2-vision-frozen", (3, 1), (0, 4), freeze=("vision",)),
     Case("pp2-language-frozen", (3, 1), (0, 4), freeze=("language",)),
@@ -65,7 +69,8 @@ CASES = (
     Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
     Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
          overlap=True),
-    Case("dp2-per-sample", dp=2, per_sample=True),
+    Case("dp2-per-sample", dp=2, loss_unit="sample"),
+    Case("dp2-per-microbatch", dp=2, loss_unit="microbatch"),
     Case("pp4-vit-stages", (2, 2, 0, 0), (0, 0, 2, 2)),
     Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
     Case("pp4-first-with-neither", (0, 2, 2, 0), (0, 0, 1, 3)),
@@ -77,6 +82,7 @@ CASES = (
     Case("pp4-fewer-microbatches-than-stages", (2, 2, 0, 0), (0, 0, 2, 2), batch="three samples"),
     Case("pp4-text-only", (3, 1, 0, 0), (0, 0, 2, 2), batch="text"),
     Case("tp2-pp2", (3, 1), (0, 4), tp=2),
+    Case("tp2-pp2-per-microbatch", (3, 1), (0, 4), tp=2, loss_unit="microbatch"),
     Case("tp2-pp2-tied", (4, 0), (2, 2), tp=2, tied=True),
     Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, distributed_optimizer=True),
     Case("dp2-pp2-distributed-optimizer", (3, 1), (0, 4), dp=2, distributed_optimizer=True),
@@ -95,7 +101,7 @@ NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-distributed-optimizer", "tp2
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:
-    """Samples as ``[dp rank][microbatch][sample]``: two samples a microbatch, six microbatches in all."""
+    """Samples as ``[dp rank][microbatch][sample]``: twelve samples, two a microbatch unless the case says more."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -112,6 +118,7 @@ def batch_of(case: Case) -> list[list[list[RawSample]]]:
     if case.batch == "no targets":
         for sample in samples:
             sample.is_target[:] = False
-    pairs = [samples[start : start + 2] for start in range(0, len(samples), 2)]
-    per_rank = len(pairs) // case.dp
-    return [pairs[rank * per_rank : (rank + 1) * per_rank] for rank in range(case.dp)]
+    size = case.micro_batch_size
+    microbatches = [samples[start : start + size] for start in range(0, len(samples), size)]
+    per_rank = len(microbatches) // case.dp
+    return [microbatches[rank * per_rank : (rank + 1) * per_rank] for rank in range(case.dp)]

@@ -32,7 +32,7 @@ def random_run(tied: bool, seed: int) -> Run:
 
 def start_from(run: Run, directory: Path) -> None:
     """What ``--load`` does."""
-    fill(run.parts.stage, run.parts.stage.weights, open_to_train(directory, run.config, finetune=False), run.mesh)
+    fill(run.parts.stage, run.parts.stage.weights, open_to_train(directory, run.config), run.mesh)
 
 
 def trained(run: Run) -> dict:

@@ -35,7 +35,7 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 
 def reference(case: Case) -> dict:
     """Loss, gradients, gradient norm and updated weights of transformers' model."""
-    samples = [sample for rank in batch_of(case) for pair in rank for sample in pair]
+    microbatches = [microbatch for rank in batch_of(case) for microbatch in rank]
     model = hf_model(case.tied)
     before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
     for name, parameter in model.named_parameters():
@@ -45,7 +45,7 @@ def reference(case: Case) -> dict:
     if case.batch == "no targets":
         loss = torch.zeros(())
     else:
-        loss = hf_loss(model, samples, case.per_sample)
+        loss = hf_loss(model, microbatches, case.loss_unit)
         if loss.requires_grad:
             loss.backward()
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -60,7 +60,7 @@ def reference(case: Case) -> dict:
     ]
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
     with torch.no_grad():
-        loss_after = 0.0 if case.batch == "no targets" else float(hf_loss(model, samples, case.per_sample))
+        loss_after = 0.0 if case.batch == "no targets" else float(hf_loss(model, microbatches, case.loss_unit))
     return {
         "before": before,
         "loss": float(loss),
@@ -119,7 +119,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
-    stage = Stage(config, mesh, "fp32", DEVICE, case.per_sample)
+    stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit)
     weights = {weight.name: weight for weight in stage.weights}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():

@@ -214,7 +214,7 @@ def from_hf(directory: Path) -> None:
             vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)  # transformers' default
             run = Run(layout, model=dataclasses.replace(layout.model, vision=vision))
             source = directory / ("hf-tied" if tied else "hf")
-            fill(run.parts.stage, run.parts.stage.weights, open_to_train(source, run.config, finetune=False), run.mesh)
+            fill(run.parts.stage, run.parts.stage.weights, open_to_train(source, run.config), run.mesh)
             run.save(directory / f"{name}{'-tied' if tied else ''}")
 
 

@@ -147,14 +147,15 @@ def test_a_converted_directory_of_another_model(inputs: Path):
     assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 5.0" in found[1]
 
 
-def test_a_directory_that_mindspeed_trained_needs_finetune(inputs: Path):
+def test_of_a_directory_that_mindspeed_trained_the_optimizer_state_is_left_out(inputs: Path):
     path = converted(inputs, Format.TORCH)
     (path / "manifest.json").unlink()
     (path / "release").rename(path / "iter_0000100")
     (path / "latest_checkpointed_iteration.txt").write_text("100")
     assert problems(inputs, "--load", str(path), "--finetune") == []
+    assert problems(inputs, "--load", str(path), "--no-load-optim") == []
     (problem,) = problems(inputs, "--load", str(path))
-    assert "add --finetune" in problem
+    assert "add --no-load-optim to go on from that iteration" in problem and "--finetune to start at step 0" in problem
 
 
 def test_checking_imports_no_megatron():

@@ -224,7 +224,7 @@ def test_missing_and_misshapen_tensors_are_named(copy, tmp_path, hf_name, tensor
     model = hf.model_config()
     for act in (
         lambda: hf.check(model),
-        lambda: open_to_train(copy, model, finetune=False),
+        lambda: open_to_train(copy, model),
         lambda: rewritten(copy, copy, tmp_path / "out"),
     ):
         with pytest.raises(UserError, match=says):

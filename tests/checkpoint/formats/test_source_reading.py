@@ -106,9 +106,9 @@ def copy(request, made, tmp_path) -> Path:
     return Path(shutil.copytree(made / request.param, tmp_path / "mm"))
 
 
-def read_all(directory: Path, model: ModelConfig = SMALL.model, finetune: bool = False) -> None:
+def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer: bool = True) -> None:
     """On one rank, after what is checked for all ranks."""
-    source = open_to_train(directory, model, finetune)
+    source = open_to_train(directory, model, needs_optimizer)
     if not source.has_checksums:
         source.check()
     placement = model.placement()
@@ -192,13 +192,16 @@ def test_what_mindspeed_mm_trained(made, tmp_path):
         content = torch.load(path, weights_only=True)
         content["model"] = {name: torch.nn.Parameter(tensor) for name, tensor in content["model"].items()}
         content["model"]["text_decoder.decoder.layers.0.mlp.linear_fc1._extra_state"] = None
-        more = {"iteration": 100, "args": argparse.Namespace(lr=1.0), "rng_state": [{"torch": torch.get_rng_state()}],
+        args = argparse.Namespace(lr=1.0, consumed_train_samples=4800)
+        more = {"iteration": 100, "args": args, "rng_state": [{"torch": torch.get_rng_state()}],
                 "optimizer": {"param_groups": []}, "num_floating_point_operations_so_far": 1.0}
         torch.save(content | more, path)
         torch.save({"state": torch.zeros(3)}, path.with_name("distrib_optim.pt"))
-    with pytest.raises(UserError, match=r"training checkpoint of MindSpeed-MM \(iter_0000100\).*add --finetune"):
+    with pytest.raises(UserError, match=r"training checkpoint of MindSpeed-MM \(iteration 100\).*add --no-load-optim"):
         read_all(trained)
-    read_all(trained, finetune=True)
+    read_all(trained, needs_optimizer=False)
+    source = open_to_train(trained, SMALL.model, needs_optimizer=False)
+    assert (source.iteration, source.consumed_samples) == (100, 4800)
     convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(ONE_WORKER)
     for file in (made / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()

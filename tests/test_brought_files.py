@@ -1,0 +1,230 @@
+"""Scripts of MindSpeed-MM's form run as they stand, and the names of its programs are here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import convert
+from checkpoint.convert import Options
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.storage import Format, Storage
+from tests.launch import ROOT, free_port
+from tests.tiny_inputs import write_inputs
+
+SCRIPT = """\
+#!/bin/bash
+source /usr/local/Ascend/no_such_toolkit/set_env.sh
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export TASK_QUEUE_ENABLE=2
+
+NPUS_PER_NODE=2
+MASTER_ADDR=localhost
+MASTER_PORT={port}
+NNODES=1
+NODE_RANK=0
+WORLD_SIZE=$(($NPUS_PER_NODE*$NNODES))
+
+MM_DATA="{inputs}/data.json"
+MM_MODEL="{inputs}/model_2.json"
+MM_TOOL="./mindspeed_mm/tools/tools.json"
+LOAD_PATH="{inputs}/mm"
+SAVE_PATH="{inputs}/save_dir"
+
+TP=1
+PP=2
+CP=1
+MBS=1
+GRAD_ACC_STEP=4
+DP=$(($WORLD_SIZE/$TP/$PP/$CP))
+GBS=$(($MBS*$GRAD_ACC_STEP*$DP))
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS_PER_NODE \\
+    --nnodes $NNODES \\
+    --node_rank $NODE_RANK \\
+    --master_addr $MASTER_ADDR \\
+    --master_port $MASTER_PORT
+"
+
+GPT_ARGS="
+    --use-mcore-models \\
+    --tensor-model-parallel-size ${{TP}} \\
+    --pipeline-model-parallel-size ${{PP}} \\
+    --context-parallel-size ${{CP}} \\
+    --context-parallel-algo ulysses_cp_algo \\
+    --micro-batch-size ${{MBS}} \\
+    --global-batch-size ${{GBS}} \\
+    --tokenizer-type NullTokenizer \\
+    --vocab-size 152064 \\
+    --seq-length 512 \\
+    --make-vocab-size-divisible-by 1 \\
+    --normalization RMSNorm \\
+    --use-fused-rmsnorm \\
+    --swiglu \\
+    --use-fused-swiglu \\
+    --no-masked-softmax-fusion \\
+    --lr 1.0e-5 \\
+    --lr-decay-style cosine \\
+    --weight-decay 0 \\
+    --train-iters 4 \\
+    --lr-warmup-fraction 0.1 \\
+    --clip-grad 0.0 \\
+    --adam-beta1 0.9 \\
+    --adam-beta2 0.999 \\
+    --no-gradient-accumulation-fusion \\
+    --seed 42 \\
+    --load $LOAD_PATH \\
+    --use-flash-attn \\
+    --variable-seq-lengths \\
+    --use-distributed-optimizer \\
+    --no-load-optim \\
+    --no-load-rng \\
+    --no-save-optim \\
+    --no-save-rng \\
+    --num-workers 1 \\
+    --swap-attention \\
+    --use-deter-comp \\
+    --distributed-timeout-minutes 20 \\
+"
+
+MM_ARGS="
+    --mm-data $MM_DATA \\
+    --mm-model $MM_MODEL \\
+    --mm-tool $MM_TOOL
+"
+
+OUTPUT_ARGS="
+    --log-interval 1 \\
+    --save-interval 10000 \\
+    --eval-interval 10000 \\
+    --eval-iters 5000 \\
+    --save $SAVE_PATH \\
+    --ckpt-format torch \\
+    --log-tps \\
+"
+logfile=brought
+mkdir -p {inputs}/logs
+torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \\
+    $GPT_ARGS \\
+    $MM_ARGS \\
+    $OUTPUT_ARGS \\
+    --distributed-backend nccl \\
+    2>&1 | tee {inputs}/logs/train_${{logfile}}.log
+chmod 440 {inputs}/logs/train_${{logfile}}.log
+find $SAVE_PATH -type d -exec chmod 750 {{}} \\;
+find $SAVE_PATH -type f -exec chmod 640 {{}} \\;
+STEP_TIME=`grep "elapsed time per iteration" {inputs}/logs/train_${{logfile}}.log | awk -F ':' '{{print$5}}' | \
+awk -F '|' '{{print$1}}' | head -n 150 | tail -n 100 | awk '{{sum+=$1}} END {{if (NR != 0) printf("%.1f",sum/NR)}}'`
+SAMPLES_PER_SECOND=`awk 'BEGIN{{printf "%.3f\\n", '${{GBS}}'*1000/'${{STEP_TIME}}'}}'`
+echo "Elapsed Time Per iteration: $STEP_TIME"
+echo "Average Samples per Second: $SAMPLES_PER_SECOND"
+LOG_TOKENS_PER_SECOND=`grep "tokens per sample" {inputs}/logs/train_${{logfile}}.log`
+if [ "$LOG_TOKENS_PER_SECOND" ]; then
+    AVERAGE_TOKENS=`grep "tokens per sample" {inputs}/logs/train_${{logfile}}.log | \
+awk -F 'tokens per sample:' '{{print$2}}' | awk -F '|' '{{print$1}}' | head -n 150 | tail -n 100 | \
+awk '{{sum+=$1}} END {{if (NR != 0) printf("%.1f",sum/NR)}}'`
+    TOKENS_PER_SECOND=`awk 'BEGIN{{printf "%.3f\\n", '${{SAMPLES_PER_SECOND}}'*'${{AVERAGE_TOKENS}}'}}'`
+    echo "Consumed Tokens per Second: $TOKENS_PER_SECOND"
+fi
+"""
+"""In the form of MindSpeed-MM's scripts: torchrun by name, its flags, its awk lines."""
+
+
+def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                          capture_output=True, text=True, timeout=200, check=False)
+
+
+def trained_by_the_peer(inputs: Path) -> None:
+    """``inputs/hf`` as a checkpoint of the peer's training at iteration 2, on two stages."""
+    layout, storage = Layout(((5, 3),), ((0, 4),), 1), Storage(Format.TORCH)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run(Options())
+    (inputs / "mm" / "manifest.json").unlink()
+    (inputs / "mm" / "release").rename(inputs / "mm" / "iter_0000002")
+    (inputs / "mm" / "latest_checkpointed_iteration.txt").write_text("2")
+    for path in inputs.glob("mm/*/*/*.pt"):
+        content = torch.load(path, weights_only=True)
+        torch.save(content | {"iteration": 2, "args": Namespace(consumed_train_samples=6)}, path)
+
+
+def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
+    """It goes on from the peer's own checkpoint with new optimizer state, at the iteration and sample named there."""
+    trained_by_the_peer(write_inputs(tmp_path))
+    script = tmp_path / "finetune.sh"
+    script.write_text(SCRIPT.format(inputs=tmp_path, port=free_port()))
+    activated = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as after `source .venv/bin/activate`
+    done = run(["bash", str(script)], PATH=activated)
+    log = (tmp_path / "logs" / "train_brought.log").read_text()
+    assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
+    assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states begin anew" in log
+    assert re.search(r"iteration +3/ +4 \| consumed samples: +10 \|", log)
+    assert "note: command line: every target token of the global batch counts the same in the loss" in log
+    assert "it changes memory and speed only" in log and "no deterministic mode" in log
+    figures = done.stdout.splitlines()[-3:]
+    for line, name in zip(figures, ("Elapsed Time Per iteration", "Average Samples per Second",
+                                    "Consumed Tokens per Second"), strict=True):
+        assert re.fullmatch(rf"{name}: \d+\.\d+", line) and float(line.rpartition(" ")[2]) > 0, figures
+    assert (tmp_path / "save_dir" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
+@pytest.mark.parametrize(("program", "what"), [
+    ("inference_vlm.py", "vllm serve EXPORT"), ("evaluate_vlm.py", "VLMEvalKit"),
+])
+def test_programs_that_are_not_here_say_what_to_do(program: str, what: str) -> None:
+    done = run([sys.executable, program, "--mm-model", "m.json"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "mm-convert Qwen2_5_VLConverter mm_to_hf" in done.stderr
+    assert what in done.stderr
+    assert run([sys.executable, program], LOCAL_RANK="1").stderr == ""
+
+
+LLAVA = [
+    {"id": "1", "image": "1.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat is it?"},
+                                                    {"from": "gpt", "value": "A cat, 猫."}]},
+    {"id": "2", "image": "lost.jpg", "conversations": [{"from": "human", "value": "<image>"},
+                                                       {"from": "gpt", "value": "?"}]},
+    {"id": "3", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
+]
+CONVERTER = ROOT / "examples" / "qwen2vl" / "llava_instruct_2_mllm_demo_format.py"
+
+
+def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
+    """Pictures that are missing leave their record out; an output that exists is refused."""
+    folder = tmp_path / "data" / "COCO2017" / "train2017"
+    folder.mkdir(parents=True)
+    (folder / "1.jpg").write_bytes(b"x")
+    source = tmp_path / "data" / "llava_instruct_150k.json"
+    source.write_text(json.dumps(LLAVA))
+    done = run([sys.executable, str(CONVERTER)], cwd=tmp_path)
+    target = tmp_path / "data" / "mllm_format_llava_instruct_data.json"
+    assert done.returncode == 0, done.stderr
+    assert "2 records; 1 are left out" in done.stdout
+    assert json.loads(target.read_text()) == [
+        {"images": ["./data/COCO2017/train2017/1.jpg"],
+         "messages": [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant",
+                                                                           "content": "A cat, 猫."}]},
+        {"images": [], "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
+    ]
+    again = run([sys.executable, str(CONVERTER)], cwd=tmp_path)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1) and "exists; rename or remove it" in again.stderr
+
+
+@pytest.mark.parametrize(("records", "flags", "what"), [
+    ([{"id": 9, "conversations": [{"from": "system", "value": "x"}]}], [], "record 9 has turns from ['system']"),
+    (LLAVA[:2], [], "none of the 2 records has its picture"),
+    ("{", [], "Expecting property name"),
+    ([], ["--llava_json_path", "none.json"], "none.json"),
+])
+def test_llava_mistakes_are_told(tmp_path: Path, records: object, flags: list[str], what: str) -> None:
+    (tmp_path / "in.json").write_text(records if isinstance(records, str) else json.dumps(records))
+    done = run([sys.executable, str(CONVERTER), "--llava_json_path", "in.json", "--coco_path", "coco",
+                "--output_json_path", "out.json", *flags], cwd=tmp_path)
+    assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out.json").exists()
