@@ -55,7 +55,9 @@ def prepare(argv: Sequence[str]) -> Run:
     from mm.training import preflight  # imports transformers, which the other ranks may not need
 
     refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
-    for note in () if run.args.dry_run else run.notes:
+    refuse(preflight.picture_problems(run) if is_rehearsal else ())
+    picture_note = preflight.picture_note(run)
+    for note in () if run.args.dry_run else (*run.notes, *([picture_note] if picture_note else [])):
         print(f"note: {note}", flush=True)
     return run
 

@@ -1,11 +1,13 @@
 """LLaMA-Factory's published rules for supervised samples of Qwen2.5-VL, written anew for comparison.
 
-From its files ``data/template.py`` (template qwen2_vl), ``data/processor/supervised.py`` and
-``data/processor/processor_utils.py``; MindSpeed-MM has the same rules.
+From its files ``data/template.py`` (template qwen2_vl), ``data/mm_plugin.py`` (``Qwen2VLPlugin``),
+``data/processor/supervised.py`` and ``data/processor/processor_utils.py``; MindSpeed-MM has the same rules.
 """
 
+import math
 from collections.abc import Sequence
 
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from mm.data.dataset import Turn
@@ -68,3 +70,22 @@ def sample(
         else:
             input_ids, labels = input_ids + source + target, labels + source_labels + target_labels
     return input_ids, labels
+
+
+def preprocessed(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
+    """The picture that transformers' processor is given."""
+    if image.width * image.height > max_pixels:
+        factor = math.sqrt(max_pixels / (image.width * image.height))
+        image = image.resize((int(image.width * factor), int(image.height * factor)), Image.Resampling.NEAREST)
+    if image.width * image.height < min_pixels:
+        factor = math.sqrt(min_pixels / (image.width * image.height))
+        image = image.resize((int(image.width * factor), int(image.height * factor)), Image.Resampling.NEAREST)
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    if min(image.width, image.height) < 28:
+        image = image.resize((max(image.width, 28), max(image.height, 28)))
+    if image.width / image.height > 200:
+        image = image.resize((image.height * 180, image.height))
+    if image.height / image.width > 200:
+        image = image.resize((image.width, image.width * 180))
+    return image

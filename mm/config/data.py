@@ -25,6 +25,7 @@ Paths = Annotated[
     tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
     Strict(False), BeforeValidator(_paths), MinLen(1), Field(title="paths separated by commas, or a list of paths"),
 ]
+ResizeRule = Literal["transformers", "llamafactory"]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
 
 
@@ -56,6 +57,10 @@ class DataConfig:
     image_max_pixels: Annotated[
         Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
     image_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
+    image_resize: Annotated[ResizeRule | None, Key(_PREPROCESS + "image_resize")] = None
+    """Who says how large a picture becomes; None: transformers, with a note where LLaMA-Factory says otherwise."""
+    image_exif: Annotated[bool | None, Key(_PREPROCESS + "image_exif")] = None
+    """Whether a photograph is turned upright, as its EXIF data say; None: yes, but LLaMA-Factory's rule never does."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None

@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from mm.batch import Grid, Microbatch
-from mm.config.data import DataConfig
+from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.dataset import IMAGE_PLACEHOLDER, Sample, Turn
-from mm.data.image import ImageProcessor, load_image
+from mm.data.image import ImageProcessor
 from mm.errors import UserError, refuse
 from mm.model.positions import mrope_positions
+
+
+def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImageProcessor:
+    """What makes numbers of pictures as ``data`` says, or by another ``rule``; raises UserError as it does."""
+    rule = rule or data.image_resize or "transformers"
+    is_upright = rule == "transformers" if data.image_exif is None else data.image_exif
+    return ImageProcessor.from_directory(
+        data.model_name_or_path, data.image_min_pixels, data.image_max_pixels, rule, is_upright)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class SampleEncoder:
         Raises UserError when they do not fit the model JSON.
         """
         directory = data.model_name_or_path
-        images = ImageProcessor.from_directory(directory, data.image_min_pixels, data.image_max_pixels)
+        images = image_processor(data)
         chat = ChatEncoder(
             load_tokenizer(directory),
             seq_length=seq_length,
@@ -85,7 +93,7 @@ class SampleEncoder:
         )
 
     def _pixels(self, path: str, grid: Grid) -> Tensor:
-        values, decoded_grid = self.images.patches(load_image(path))
+        values, decoded_grid = self.images.patches(self.images.load(path))
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
         return values

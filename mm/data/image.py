@@ -1,11 +1,13 @@
 """Image files as the numbers that the ViT reads.
 
-Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files:
-transparency becomes white, EXIF rotation is not applied, and an animation gives its first frame.
+Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files: a
+photograph is turned upright, transparency becomes white, and an animation gives its first frame.  LLaMA-Factory, whose
+rule MindSpeed-MM has, makes another picture of it first.
 """
 
 import json
 import math
+import operator
 import os
 import stat
 from dataclasses import replace
@@ -15,12 +17,13 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from annotated_types import Gt
-from PIL import Image
+from PIL import ExifTags, Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from mm.batch import Grid
+from mm.config.data import ResizeRule
 from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Number, expected, fields_of
 from mm.errors import UserError, refuse
@@ -54,18 +57,64 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-def load_image(path: str) -> Image.Image:
-    """Decode ``path`` to RGB.
+Step = tuple[tuple[int, int], Image.Resampling]
+"""A size (width, height) to which a picture is brought, and how."""
+
+
+def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[Step]:
+    """How LLaMA-Factory resizes a picture before transformers' processor does (its ``_preprocess_image``).
+
+    The area comes within the bounds, a side below 28 becomes 28, and a side ratio above 200 becomes 180.  Raises
+    ValueError when a side vanishes on the way.
+    """
+    steps: list[Step] = []
+    for bound, is_outside in ((max_pixels, operator.gt), (min_pixels, operator.lt)):
+        if is_outside(width * height, bound):
+            factor = math.sqrt(bound / (width * height))
+            width, height = int(width * factor), int(height * factor)
+            if 0 in (width, height):
+                raise ValueError(f"a side vanishes when {bound} pixels are made of it")
+            steps.append(((width, height), Image.Resampling.NEAREST))
+    if min(width, height) < 28:
+        width, height = max(width, 28), max(height, 28)
+        steps.append(((width, height), Image.Resampling.BICUBIC))
+    if max(width, height) / min(width, height) > 200:
+        width, height = min(width, height * 180), min(height, width * 180)
+        steps.append(((width, height), Image.Resampling.BICUBIC))
+    return steps
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+"""EXIF orientation -> what turns the picture upright."""
+_TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
+"""Those that exchange width and height."""
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What turns ``image`` upright, from its header.  A TIFF file has been turned by Pillow."""
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
+
+
+def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
+    """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
 
     Raises UserError naming ``path`` when it is no regular file, no image, cut short, deeper than 8 bits a channel or
     larger than ``MAX_IMAGE_PIXELS``.
     """
     with _open(path) as image:
+        turn = _turn(image) if is_upright else None
         try:
             image.load()
         except Exception as error:  # Pillow's decoders raise errors of many types on broken files
             raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
-        return _to_rgb(image)
+        decoded = _to_rgb(image) if on_white else image.convert("RGB")
+        return decoded if turn is None else decoded.transpose(turn)
 
 
 def _open(path: str) -> Image.Image:
@@ -123,14 +172,21 @@ class ImageProcessor:
     merge_size: Count
     image_mean: _PerChannel
     image_std: _PositivePerChannel
+    is_upright: bool = True
+    """Whether photographs are turned upright."""
+    llama_factory: tuple[int, int] | None = None
+    """The least and most pixels of LLaMA-Factory's rule, where that is applied first."""
 
     @classmethod
-    def from_directory(cls, directory: str, min_pixels: int = 0, max_pixels: int = 0) -> "ImageProcessor":
+    def from_directory(
+        cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
+        is_upright: bool = True,
+    ) -> "ImageProcessor":
         """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
 
         ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 is no bound.  Of two
-        bounds on one side the tighter holds.  Constants come from ``processor_config.json`` (its ``image_processor``),
-        else ``preprocessor_config.json``: transformers' order.
+        bounds on one side the tighter holds; in LLaMA-Factory's rule both do, one after the other.  Constants come from
+        ``processor_config.json`` (its ``image_processor``), else ``preprocessor_config.json``: transformers' order.
 
         Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
         """
@@ -140,7 +196,9 @@ class ImageProcessor:
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
             "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
         }
-        found = _checked(path, values | bounds)
+        found = replace(_checked(path, values | bounds), is_upright=is_upright)
+        if rule == "llamafactory":
+            return replace(found, llama_factory=(min_pixels, max_pixels))
         lower, upper = max(found.min_pixels, min_pixels), min(found.max_pixels, max_pixels or found.max_pixels)
         if lower > upper:
             raise UserError(
@@ -151,15 +209,24 @@ class ImageProcessor:
         return replace(found, min_pixels=lower, max_pixels=upper)
 
     def _grid(self, width: int, height: int) -> Grid:
-        """Patches of an image of this size in pixels.  Raises as ``smart_resize`` does."""
+        """Patches of an image of this size in pixels.  Raises ValueError when the rule does not take it."""
+        width, height = [(width, height), *(size for size, _ in self._steps(width, height))][-1]
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
+    def _steps(self, width: int, height: int) -> list[Step]:
+        return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
+
+    def load(self, path: str) -> Image.Image:
+        """Decode an image file as the rule does.  Raises UserError as ``load_image`` does."""
+        return load_image(path, self.is_upright, on_white=self.llama_factory is None)
+
     def image_grid(self, path: str) -> Grid:
         """Patches of an image file, from its header alone.  Raises UserError as ``load_image`` does, and for strips."""
         with _open(path) as image:
-            size = image.size
+            is_turned = self.is_upright and _turn(image) in _TURNED
+            size = image.size[::-1] if is_turned else image.size
         try:
             return self._grid(*size)
         except ValueError as error:
@@ -172,6 +239,8 @@ class ImageProcessor:
         into one visual token lie together.  A still image is repeated to fill ``temporal_patch_size`` frames.
         """
         grid = self._grid(*image.size)
+        for size, how in self._steps(*image.size):
+            image = image.resize(size, how)
         _, rows, columns = grid
         side, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
         resized = image.resize((columns * side, rows * side), resample=Image.Resampling.BICUBIC)

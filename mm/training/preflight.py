@@ -4,9 +4,14 @@ The flags and JSON files themselves, and files that are missing, are checked bef
 none, calls it.
 """
 
+import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from checkpoint.convert import check_target
@@ -16,8 +21,13 @@ from checkpoint.formats.source import open_to_train
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
+from mm.data.encode import SampleEncoder, image_processor
+from mm.data.image import ImageProcessor
 from mm.errors import UserError, collected
+
+_MAX_PROBLEMS = 20
+_NUM_COMPARED = 100
+"""Samples whose pictures are looked at for the note on sizes."""
 
 
 def file_problems(run: Run) -> list[str]:
@@ -43,10 +53,52 @@ def file_problems(run: Run) -> list[str]:
 def sample_problems(run: Run) -> list[str]:
     """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
     problems: list[str] = []
-    if all(Path(path).is_file() for path in run.data.dataset) and Path(run.data.dataset_dir).is_dir():
+    if _has_samples(run):
         with collected(problems):
             Dataset(run.data)
     return problems
+
+
+def picture_problems(run: Run) -> list[str]:
+    """Pictures that cannot be read, or are not taken by the rule in force, by their headers; of a run in order else."""
+    if not _has_samples(run):
+        return []
+    dataset, images = Dataset(run.data), image_processor(run.data)
+    paths = dict.fromkeys(path for index in range(len(dataset)) for path in dataset[index].image_paths)
+    with ThreadPoolExecutor() as pool:
+        found = (problem for part in pool.map(partial(_picture_problems, images), paths) for problem in part)
+        return list(islice(found, _MAX_PROBLEMS))
+
+
+def _has_samples(run: Run) -> bool:
+    return all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path)) and all(
+        Path(path).is_file() for path in run.data.dataset)
+
+
+def _picture_problems(images: ImageProcessor, path: str) -> list[str]:
+    problems: list[str] = []
+    with collected(problems):
+        images.image_grid(path)
+    return problems
+
+
+def picture_note(run: Run) -> str | None:
+    """The first picture of the first samples that LLaMA-Factory, and so MindSpeed-MM, makes another size of."""
+    if run.data.image_resize is not None or not _has_samples(run):
+        return None
+    num_compared = min(run.data.max_samples or _NUM_COMPARED, _NUM_COMPARED)
+    dataset = Dataset(replace(run.data, max_samples=num_compared))
+    ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
+    for index in range(len(dataset)):
+        for path in dataset[index].image_paths:
+            sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
+            if sizes[0] != sizes[1]:
+                return (
+                    f"{path} becomes {sizes[0]} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "
+                    f"bring it within image_max_pixels, which makes {sizes[1]}: add \"image_resize\": \"llamafactory\" "
+                    f"to the preprocess_parameters of {run.args.mm_data} for that, or \"transformers\" to keep this"
+                )
+    return None
 
 
 def _export_problems(run: Run, base: Path, target: Path) -> list[str]:

@@ -1,4 +1,5 @@
 import json
+import math
 import zlib
 
 import numpy as np
@@ -6,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
 from mm.data.image import ImageProcessor, load_image, smart_resize
 from mm.errors import UserError
+from tests import llama_factory
 from tests.data.oracle import PREPROCESSOR, photo
 
 sides = st.integers(1, 6000)
@@ -28,17 +30,21 @@ def test_smart_resize_equals_transformers(height, width, factor, min_pixels, max
     assert smart_resize(height, width, factor, min_pixels, max_pixels) == expected
 
 
-def reference_patches(path, **changes):
+def reference_patches(path, prepared=ImageOps.exif_transpose, **changes):
     processor = Qwen2VLImageProcessorPil(**{**PREPROCESSOR, **changes})
     with Image.open(path) as image:
-        answer = processor([image], return_tensors="pt")
+        answer = processor([prepared(image)], return_tensors="pt")
     return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
 
 
 def assert_equals_reference(path, hf_directory, max_pixels=300_000):
     processor = ImageProcessor.from_directory(str(hf_directory), 0, max_pixels)
-    values, grid = processor.patches(load_image(str(path)))
-    expected_values, expected_grid = reference_patches(path, max_pixels=max_pixels)
+    assert_equal(path, processor, reference_patches(path, max_pixels=max_pixels))
+
+
+def assert_equal(path, processor, expected):
+    values, grid = processor.patches(processor.load(str(path)))
+    expected_values, expected_grid = expected
     assert grid == expected_grid == processor.image_grid(str(path))
     assert values.dtype == torch.float32
     assert torch.equal(values, expected_values)
@@ -82,14 +88,65 @@ def test_palette_transparency_lies_on_white(tmp_path, hf_directory):
     assert_equals_reference(path, hf_directory)
 
 
-def test_animation_gives_its_first_frame_and_rotation_tags_are_not_applied(tmp_path, hf_directory):
+@pytest.mark.parametrize("orientation", range(1, 10))  # 9 is none
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+def test_photographs_are_turned_upright_unless_that_is_switched_off(tmp_path, hf_directory, suffix, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"turned.{suffix}"
+    photo(90, 40).save(path, exif=exif)
+    assert_equals_reference(path, hf_directory)
+    if suffix != "tiff":  # Pillow itself turns these
+        as_they_lie = ImageProcessor.from_directory(str(hf_directory), is_upright=False)
+        assert_equal(path, as_they_lie, reference_patches(path, lambda image: image))
+
+
+SIZES = [(640, 480), (480, 640), (20, 40), (40, 20), (5, 3), (1, 1), (28, 28), (27, 300), (5000, 20), (20, 5000),
+         (3000, 14), (901, 1203), (512, 512), (513, 512), (2000, 3000), (6000, 28)]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("bounds", [(0, 262144), (1024, 768 * 768), (50_000, 60_000)], ids=str)
+def test_llama_factorys_rule_to_the_bit(tmp_path, hf_directory, size, bounds):
+    path = tmp_path / "photo.png"
+    photo(*size, seed=sum(size)).save(path)
+    processor = ImageProcessor.from_directory(str(hf_directory), *bounds, rule="llamafactory", is_upright=False)
+    assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, *bounds)))
+
+
+MODES = [("L", "png"), ("1", "png"), ("P", "png"), ("RGBA", "png"), ("CMYK", "jpg")]
+
+
+@pytest.mark.parametrize(("mode", "suffix"), MODES)
+def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix):
+    """It drops transparency, which here lies on white."""
+    image = photo(90, 70, mode="RGB" if mode == "RGBA" else mode)
+    if mode == "RGBA":
+        image.putalpha(photo(90, 70, seed=5, mode="L"))
+    path = tmp_path / f"photo.{suffix}"
+    image.save(path)
+    processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory", is_upright=False)
+    assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, 0, 3000)))
+
+
+def test_the_two_rules_differ_as_the_documents_say(hf_directory):
+    """640 x 480 with the shipped bound of 262,144 pixels: 336 tokens there, 315 here."""
+    tokens = [math.prod(ImageProcessor.from_directory(str(hf_directory), 0, 262144, rule=rule)._grid(640, 480)) // 4
+              for rule in ("llamafactory", "transformers")]
+    assert tokens == [336, 315]
+
+
+def test_a_side_that_vanishes_is_refused_by_name(tmp_path, hf_directory):
+    photo(9000, 1).save(tmp_path / "line.png")
+    processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory")
+    with pytest.raises(UserError, match=r"line.png: a side vanishes when 3000 pixels are made of it"):
+        processor.image_grid(str(tmp_path / "line.png"))
+
+
+def test_animation_gives_its_first_frame(tmp_path, hf_directory):
     frames = [photo(60, 60, seed=seed) for seed in (1, 2)]
     frames[0].save(tmp_path / "two.gif", save_all=True, append_images=frames[1:])
     assert_equals_reference(tmp_path / "two.gif", hf_directory)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees
-    photo(90, 40).save(tmp_path / "turned.jpg", exif=exif)
-    assert_equals_reference(tmp_path / "turned.jpg", hf_directory)
 
 
 def write_huge_png(path):

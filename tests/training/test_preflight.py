@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from checkpoint import convert
 from checkpoint.convert import Options
@@ -17,7 +18,7 @@ from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.train import main
-from mm.training.preflight import file_problems, sample_problems
+from mm.training.preflight import file_problems, picture_note, picture_problems, sample_problems
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -53,6 +54,13 @@ def problems(inputs: Path, *more: str) -> list[str]:
     return file_problems(run) + sample_problems(run)
 
 
+def set_preprocessing(inputs: Path, **keys: object) -> None:
+    """Keys of the data JSON's preprocess_parameters."""
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["preprocess_parameters"] |= keys
+    (inputs / "data.json").write_text(json.dumps(data))
+
+
 def test_a_good_run_has_no_problems_and_nothing_is_written(inputs: Path):
     before = sorted(inputs.rglob("*"))
     assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
@@ -75,6 +83,36 @@ def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
     for what, problem in zip(expected, found, strict=True):
         assert what in problem
     assert (inputs / "full/file").read_text() == "mine"
+
+
+def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
+    Image.new("RGB", (1000, 4)).save(inputs / "strip.png")
+    records = json.loads((inputs / "samples.json").read_text())
+    records[0] |= {"images": ["strip.png"]}
+    records[0]["messages"][0]["content"] = "<image>?"
+    (inputs / "samples.json").write_text(json.dumps(records))
+    assert problems(inputs) == []
+    (problem,) = picture_problems(load_run(flags(inputs), 1, {}))
+    assert "strip.png: one side is more than 200 times the other" in problem
+    set_preprocessing(inputs, image_resize="llamafactory")
+    assert picture_problems(load_run(flags(inputs), 1, {})) == []
+
+
+def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
+    Image.new("RGB", (640, 480)).save(inputs / "large.png")
+    records = [{"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}],
+                "images": ["large.png"]}] * 3
+    (inputs / "samples.json").write_text(json.dumps(records))
+    set_preprocessing(inputs, image_max_pixels=262144)
+
+    def note() -> str | None:
+        return picture_note(load_run(flags(inputs), 1, {}))
+
+    told = note()
+    assert told is not None and "large.png becomes 315 tokens" in told and "which makes 336" in told
+    for rule in ("transformers", "llamafactory"):
+        set_preprocessing(inputs, image_resize=rule)
+        assert note() is None
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
