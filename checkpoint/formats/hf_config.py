@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from checkpoint.formats.hf_fixed import fixed_problems
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
 from mm.config.schema import expected, settings_of, shown
@@ -28,7 +29,7 @@ FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "recompute", "init_method_std
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose length of positions changes nothing here."""
 
-_KEYS: Mapping[str, tuple[str, str, Any]] = {
+KEYS: Mapping[str, tuple[str, str, Any]] = {
     "language.num_layers": ("text", "num_hidden_layers", None),
     "language.hidden_size": ("text", "hidden_size", None),
     "language.ffn_hidden_size": ("text", "intermediate_size", None),
@@ -59,7 +60,7 @@ _KEYS: Mapping[str, tuple[str, str, Any]] = {
 ``_sections``), its names there, of which the first that is there counts, and the default of ``Qwen2_5_VLTextConfig`` or
 ``Qwen2_5_VLVisionConfig``; None for what a config must state."""
 
-LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in _KEYS.items()
+LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in KEYS.items()
                       if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
 """What must be equal for the LLM of another directory to take the place of a model's own."""
 
@@ -75,7 +76,7 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
         found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
         raise UserError("config.json lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
-    for ours, (section, theirs, default) in _KEYS.items():
+    for ours, (section, theirs, default) in KEYS.items():
         part, _, name = ours.rpartition(".")
         values = found[part] if part else found
         stated = (sections[section].get(one) for one in theirs.split())
@@ -102,8 +103,8 @@ def _value_problems(error: ValidationError, found: Section) -> Iterator[str]:
     """What is wrong with the values of config.json; nothing of what only follows from them."""
     wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
     for name, _, field in settings_of(ModelConfig):
-        if name in wrong and name in _KEYS:
-            theirs, value = _KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
+        if name in wrong and name in KEYS:
+            theirs, value = KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
             yield f"config.json: {theirs} is {shown(value)}; expected {expected(field)}."
 
 
@@ -114,12 +115,7 @@ def _sections(config: Section) -> dict[str, Section]:
     refuse(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
            if not isinstance(value, dict | None))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    types = {rope[key] for key in ("type", "rope_type") if rope.get(key) is not None}
-    if not types <= {"default", "mrope"}:
-        raise UserError(
-            f"config.json asks for the rotary embedding {sorted(types)}; expected 'mrope' or 'default': "
-            f"scaled ones (yarn, linear, ...) are not computed here. Give the config.json of the published model."
-        )
+    refuse(fixed_problems(config))
     theta = {"rope_theta": text.get("rope_theta")}
     return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
 

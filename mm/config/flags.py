@@ -55,6 +55,8 @@ class Arguments:
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
+    bad_sample: Literal["refuse", "skip"] = Field(
+        "refuse", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
     calculate_per_microbatch_loss: bool = Field(

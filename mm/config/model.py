@@ -193,6 +193,10 @@ def _problems(model: ModelConfig) -> Iterator[str]:
     for key, tower in (("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
     yield from _vision_problems(model.vision)
+    for name, part in (("encoder", model.vision), ("projector", model.projector)):
+        if not math.isclose(part.layernorm_epsilon, 1e-6):
+            yield (f"image_encoder.vision_{name}.layernorm_epsilon is {part.layernorm_epsilon:g}; expected 1e-06, with "
+                   f"which transformers computes every ViT of Qwen2.5-VL, whatever its config.json says")
     projector_sizes = (
         ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
         ("ffn_hidden_size", "input_size x spatial_merge_size^2",

@@ -25,7 +25,12 @@ from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 _RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
-"""Role, text, end.  Safe to look for: the dataset refuses these tokens inside texts."""
+"""Role, text, end.  Safe to look for: inside texts these tokens are masked."""
+_CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
+"""What frames turns and media in a Qwen2.5-VL prompt.  Inside a text it is text, and never becomes a control token.
+Content tokens such as ``<|box_start|>`` stay what they are."""
+_MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
+"""Characters for private use; one that no text holds stands for control tokens in it while the template is rendered."""
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
@@ -98,10 +103,12 @@ class ChatEncoder:
         would, it is moved before the image's ``<|vision_start|>``, and that image and the later ones of the question
         are dropped.  Raises UserError when the chat template does not show every answer and image.
         """
+        whole = "".join(turn.text for turn in turns)
+        mask, masked = next(one for one in _MASKS if one not in whole), _CONTROL.findall(whole)
+        turns = [Turn(turn.role, _CONTROL.sub(mask, turn.text)) for turn in turns]
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        token_ids, offsets = (np.array(encoding[key], dtype=np.int64) for key in ("input_ids", "offset_mapping"))
+        token_ids, offsets = self._tokens(text, mask, masked)
         # The template writes one image token per image; the model reads one per merged patch.
         places = np.flatnonzero(token_ids == self.image_token_id)
         if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
@@ -110,7 +117,7 @@ class ChatEncoder:
         repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
         token_ids, ends = np.repeat(token_ids, repeats), np.cumsum(repeats)
         images = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
-        answers = [_tokens(offsets, ends, span) for span in spans]
+        answers = [_covered(offsets, ends, span) for span in spans]
 
         is_kept = self._kept(answers, images, len(token_ids))
         is_target = np.full(len(token_ids), self.train_on_prompt)
@@ -121,6 +128,24 @@ class ChatEncoder:
         labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
         kept_images = tuple(number for number, image in enumerate(images) if is_kept[image.start])
         return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), kept_images)
+
+    def _tokens(self, text: str, mask: str, masked: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 [num_tokens], and where each stands in ``text``, int64 [num_tokens, 2].
+
+        Each ``mask`` in the text is read as the next of ``masked``, as plain characters.
+        """
+        ids, offsets, start = [], [], 0
+        for number, piece in enumerate(text.split(mask)):
+            if number:
+                control = masked[number - 1]
+                plain = self.tokenizer(control, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                ids += plain
+                offsets += [(start - 1, start)] * len(plain)
+            encoding = self.tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids += encoding["input_ids"]
+            offsets += [(start + first, start + last) for first, last in encoding["offset_mapping"]]
+            start += len(piece) + 1
+        return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _kept(self, answers: Sequence[range], images: Sequence[range], num_tokens: int) -> np.ndarray:
         """Which tokens are kept; bool [num_tokens]."""
@@ -165,7 +190,7 @@ def _parts(text: str) -> list[dict[str, str]]:
     ]
 
 
-def _tokens(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
+def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
     """The expanded tokens that hold a character of ``span``; ``ends`` is where each token of ``offsets`` ends in them.
 
     A token that begins before the span counts too: an answer's first newline may be one token with the newline of

@@ -16,11 +16,9 @@ from mm.data.records import RecordFile, Version, read_record
 from mm.errors import UserError, collected, nearest
 
 IMAGE_PLACEHOLDER = "<image>"
-_CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
-"""What frames turns and media in a Qwen2.5-VL prompt.  The tokenizer would read it as control tokens inside text too,
-so text may not hold it.  Content tokens such as ``<|box_start|>`` are fine."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_PROBLEMS = 20
+_SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,15 @@ class Dataset:
     ``config.max_samples`` keeps that many of the first samples of all files together.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, skips_bad: bool = False) -> None:
         """Read and check every sample; of images only that the file is there.
 
-        Raises UserError with up to 20 problems, each naming file, line and sample.
+        Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad`` samples that
+        cannot be used are left out, and only a file that cannot be read, or no good sample at all, is an error.
         """
         self._config = config
+        self.skipped: list[str] = []
+        """Why each sample was left out."""
         self._files: list[tuple[str, Version]] = []
         spans: list[np.ndarray] = []
         problems: list[str] = []
@@ -64,8 +65,11 @@ class Dataset:
                 break
             with collected(problems):
                 file = RecordFile(path)
-                spans.append(_check_file(file, len(self._files), wanted, config, problems))
+                bad = self.skipped if skips_bad else problems
+                spans.append(_check_file(file, len(self._files), wanted, config, problems, bad))
                 self._files.append((path, file.version))
+        if not problems and not sum(map(len, spans)):
+            problems = self.skipped or problems
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
             raise UserError(problems[:_MAX_PROBLEMS] + more)
@@ -87,28 +91,31 @@ class Dataset:
 
 
 def _check_file(
-    file: RecordFile, number: int, wanted: int | None, config: DataConfig, problems: list[str]
+    file: RecordFile, number: int, wanted: int | None, config: DataConfig, problems: list[str], bad: list[str]
 ) -> np.ndarray:
-    """Check the first ``wanted`` samples (None: all), appending what is wrong to ``problems``.
+    """Check the first ``wanted`` samples (None: all), appending what is wrong with the file to ``problems``.
 
+    What is wrong with a sample goes to ``bad``, which may be the same list: with another one, the sample is left out.
     Returns int64 [num_samples, 4]: number of the file, index in it, first byte, end byte.
     """
-    positions, num_before = [], len(problems)
-    for start, end, record in file.records(problems):
-        index = len(positions) // 2
-        try:
+    kept, positions, num_before, index = [], [], len(problems), -1
+    for index, (start, end, record) in enumerate(file.records(problems)):
+        found: list[str] = []
+        with collected(found, f"{file.path}:{file.line(start)}: sample {index} (counted from 0): "):
             _sample(record, config, f"{file.path}:{index}")
-        except UserError as error:
-            where = f"{file.path}:{file.line(start)}: sample {index} (counted from 0)"
-            problems += [f"{where}: {problem}" for problem in error.problems]
-        positions += [start, end]
-        if len(problems) >= _MAX_PROBLEMS or len(positions) // 2 == wanted:
+        if found and bad is problems and not any(_SKIP_HINT in problem for problem in problems):
+            found[0] += _SKIP_HINT
+        bad += found
+        if not found:
+            kept.append(index)
+            positions += [start, end]
+        if len(problems) >= _MAX_PROBLEMS or len(kept) == wanted:
             break
-    if not positions and len(problems) == num_before:
+    if index < 0 and len(problems) == num_before:
         problems.append(f"{file.path}: holds no sample; expected a JSON list of objects, or one JSON object a line.")
     offsets = np.array(file.byte_offsets(positions), dtype=np.int64).reshape(-1, 2)
     numbers = np.full(len(offsets), number, dtype=np.int64)
-    return np.column_stack([numbers, np.arange(len(offsets)), offsets])
+    return np.column_stack([numbers, np.array(kept, dtype=np.int64), offsets])
 
 
 def _sample(record: Any, config: DataConfig, source: str) -> Sample:
@@ -129,7 +136,7 @@ def _sample(record: Any, config: DataConfig, source: str) -> Sample:
     turns = _with_system_column(turns, record, attr)
     _check_order(turns, attr)
     images = _images(record, config)
-    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
+    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns if turn.role == "user")
     if num_placeholders != len(images):
         raise UserError(
             f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
@@ -164,15 +171,8 @@ def _turn(message: Any, number: int, attr: Attributes) -> Turn:
 def _check_text(text: str, where: str, role: str) -> None:
     if not text.strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
-    if found := _CONTROL.search(text):
-        raise UserError(
-            f"{where} holds the control token {found.group()!r}, which would be read as the frame of a turn or image; "
-            f"remove it (mark images with {IMAGE_PLACEHOLDER})."
-        )
     if "<video>" in text:
         raise UserError(f"{where} holds '<video>'; video is not supported by this version: remove the sample.")
-    if role != "user" and IMAGE_PLACEHOLDER in text:
-        raise UserError(f"{where} ({role}) holds {IMAGE_PLACEHOLDER}; only user turns show images: move it there.")
     if _SURROGATE.search(text):
         raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
 

@@ -59,6 +59,12 @@ class SampleEncoder:
             for name, found, key, expected in pairs
             if found != expected
         )
+        largest = max(chat.tokenizer.get_vocab().values())
+        if largest >= model.language.vocab_size:
+            raise UserError(
+                f"the tokenizer in {directory} has ids up to {largest}, but text_decoder.vocab_size is "
+                f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model."
+            )
         # A conversation of every kind of part finds a template of another model at once.
         conversation = [Turn("user", f"{IMAGE_PLACEHOLDER}question"), Turn("assistant", "answer")]
         try:

@@ -55,7 +55,7 @@ def sample_problems(run: Run) -> list[str]:
     problems: list[str] = []
     if _has_samples(run):
         with collected(problems):
-            Dataset(run.data)
+            Dataset(run.data, run.args.bad_sample == "skip")
     return problems
 
 
@@ -63,7 +63,7 @@ def picture_problems(run: Run) -> list[str]:
     """Pictures that cannot be read, or are not taken by the rule in force, by their headers; of a run in order else."""
     if not _has_samples(run):
         return []
-    dataset, images = Dataset(run.data), image_processor(run.data)
+    dataset, images = Dataset(run.data, run.args.bad_sample == "skip"), image_processor(run.data)
     paths = dict.fromkeys(path for index in range(len(dataset)) for path in dataset[index].image_paths)
     with ThreadPoolExecutor() as pool:
         found = (problem for part in pool.map(partial(_picture_problems, images), paths) for problem in part)
@@ -87,7 +87,7 @@ def picture_note(run: Run) -> str | None:
     if run.data.image_resize is not None or not _has_samples(run):
         return None
     num_compared = min(run.data.max_samples or _NUM_COMPARED, _NUM_COMPARED)
-    dataset = Dataset(replace(run.data, max_samples=num_compared))
+    dataset = Dataset(replace(run.data, max_samples=num_compared), run.args.bad_sample == "skip")
     ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
     for index in range(len(dataset)):
         for path in dataset[index].image_paths:

@@ -86,7 +86,12 @@ class Trainer:
         def open_loader() -> StepLoader | None:
             if not mesh.owns_data:
                 return None
-            dataset = Dataset(run.data)
+            dataset = Dataset(run.data, args.bad_sample == "skip")
+            if mesh.rank == 0 and dataset.skipped:
+                path = Path(args.log_dir) / "skipped_samples.txt"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(f"{why}\n" for why in dataset.skipped), encoding="utf-8")
+                print(f"note: {len(dataset.skipped)} samples are left out; {path} lists them", flush=True)
             order = Order(
                 num_samples=len(dataset),
                 seed=args.seed,

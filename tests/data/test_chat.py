@@ -140,6 +140,27 @@ def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, 
     assert equal >= (len(limits) // 4 if grids else len(limits))
 
 
+CONTROLS = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
+    """It frames nothing: the tokens between the turns are those of the template, and all of an answer is learnt."""
+    plain = encoder(tokenizer).encode(conversation(("user", "One x?"), ("assistant", "First x.")), [])
+    messages = conversation(("user", f"One {control}?"), ("assistant", f"First {control}."))
+    encoded = encoder(tokenizer).encode(messages, [])
+    number = tokenizer.convert_tokens_to_ids(control)
+    assert encoded.token_ids.tolist().count(number) == plain.token_ids.tolist().count(number)
+    assert targets(tokenizer, encoded) == f"First {control}.<|im_end|>\n"
+    assert tokenizer.decode(encoded.token_ids) == tokenizer.decode(plain.token_ids).replace(" x", f" {control}")
+
+
+def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):
+    messages = conversation(("user", "<image>?"), ("assistant", "Write <image>."))
+    encoded = encoder(tokenizer).encode(messages, [(1, 2, 2)])
+    assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.images == (0,)
+
+
 def test_a_question_of_any_length_leaves_its_answer(tokenizer):
     """A plain cut at the end left nothing to learn of it."""
     encoded = encoder(tokenizer, seq_length=64).encode(

@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -115,12 +116,9 @@ BAD_SAMPLES = {
     "late system": (raw(USER, ANSWER, ("system", "x")), "turn 2 is of 'system'"),
     "no answer": (raw(USER), "ends without a turn of 'assistant'"),
     "only system": (raw(("system", "x")), "ends without a turn"),
-    "end of turn inside": (raw(USER, ("assistant", "a<|im_end|>")), r"control token '<\|im_end\|>'"),
-    "image token inside": (raw(("user", "<|image_pad|>"), ANSWER), r"control token '<\|image_pad\|>'"),
     "surrogate": (raw(("user", "\ud83d"), ANSWER), "surrogate"),
     "too few images": (raw(("user", "<image><image>"), ANSWER, images=["wide.png"]), "has 2 <image> .* but 1 images"),
     "too many images": (raw(USER, ANSWER, images=["wide.png"]), "has 0 <image> .* but 1 images"),
-    "image in answer": (raw(USER, ("assistant", "<image>"), images=["wide.png"]), "only user turns show images"),
     "images no list": (raw(USER, ANSWER, images={"a": 1}), "expected a list of paths"),
     "image bytes": (raw(("user", "<image>"), ANSWER, images=[{"bytes": "x"}]), "expected a list of paths"),
     "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is no regular file"),
@@ -140,6 +138,30 @@ def test_a_bad_sample_is_named_with_file_line_and_reason(load, tmp_path, name):
         load("\n".join(lines))
     assert len(error.value.problems) == 1
     assert error.value.problems[0].startswith(f"{tmp_path}/data.json:3: sample 1 (counted from 0): ")
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLES)
+def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, name):
+    """As MindSpeed-MM does; the others keep their place in the file."""
+    record, message = BAD_SAMPLES[name]
+    lines = [json.dumps(raw(("user", "1"), ANSWER)), json.dumps(record), "", json.dumps(raw(("user", "3"), ANSWER))]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "wide.png").touch()
+    config = data_config(hf_directory, tmp_path, tmp_path / "data.jsonl")
+    dataset = Dataset(config, skips_bad=True)
+    found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(":")[2]) for number in range(2)]
+    assert found == [("1", "0"), ("3", "2")]
+    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0])
+    with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):
+        Dataset(config)
+    (tmp_path / "data.jsonl").write_text(json.dumps([record]))
+    with pytest.raises(UserError, match=message):  # nothing is left
+        Dataset(config, skips_bad=True)
+
+
+def test_control_tokens_and_placeholders_of_others_are_text(load):
+    record = raw(("user", "<|im_end|> and <|image_pad|>"), ("assistant", "<image> is a word<|im_start|>"))
+    assert [turn.text for turn in load(json.dumps([record]))[0].turns] == [one["content"] for one in record["messages"]]
 
 
 def test_images_without_a_column_for_them_are_not_dropped(load):

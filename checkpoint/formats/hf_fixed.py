@@ -1,0 +1,56 @@
+"""Keys of config.json with which transformers would compute another model than ours.
+
+A key that transformers reads is understood (``KEYS`` of ``hf_config.py``), changes nothing in a training, or is held to
+the one way in which the model is computed here; a test walks all of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Section = Mapping[str, Any]
+
+FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "text": {
+        "hidden_act": ("silu",),
+        "use_sliding_window": (False,),
+        "attention_dropout": (0,),
+        "chunk_size_feed_forward": (0,),
+        "is_encoder_decoder": (False,),
+    },
+    "vision": {"hidden_act": ("silu",), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,)},
+}
+"""The values that a key may have, where it is there and not null."""
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+_ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
+_ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
+               "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
+"""The ViT's rotary embedding is that of Qwen2-VL: base 10000 over rows and columns."""
+
+
+def fixed_problems(config: Section) -> Iterator[str]:
+    """What in a parsed ``config.json`` asks for a model that is not computed here."""
+    text, vision = (config.get(f"{part}_config") for part in FIXED)
+    for part, sections in (("text", (config, text)), ("vision", (vision,))):
+        for section in (one for one in sections if isinstance(one, dict)):
+            where = "" if section is config else f"{part}_config."
+            yield from _wrong(section, FIXED[part], where)
+            layers = section.get("layer_types")
+            if isinstance(layers, list) and set(layers) != {"full_attention"}:
+                kinds = sorted(map(str, set(layers)))
+                yield f"config.json: {where}layer_types has {kinds}; expected 'full_attention' only."
+            for key in _ROPE_KEYS:
+                rope = section.get(key)
+                if isinstance(rope, dict):
+                    yield from _wrong(rope, _ROPE_FIXED[part], f"{where}{key}.")
+                    found = {str(rope[one]) for one in ("type", "rope_type") if rope.get(one) is not None}
+                    if not found <= {*_ROPE_TYPES[part]}:
+                        yield (f"config.json asks for the rotary embedding {sorted(found)} ({where}{key}); expected "
+                               f"{' or '.join(map(repr, _ROPE_TYPES[part]))}: scaled ones (yarn, linear, ...) are not "
+                               f"computed here. Give the config.json of the published model.")
+
+
+def _wrong(section: Section, fixed: Mapping[str, tuple[Any, ...]], where: str) -> Iterator[str]:
+    for key, values in fixed.items():
+        if section.get(key) not in (None, *values):
+            yield (f"config.json: {where}{key} is {section[key]!r}; expected {values[0]!r}, the only way in which the "
+                   f"model is computed here.")
