@@ -23,6 +23,7 @@ setup(
         "psutil",
         "tqdm",
         "jsonargparse>=4.40,<5",
+        "ruamel.yaml>=0.18",
         "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},

@@ -20,6 +20,17 @@ from checkpoint.options import DiffConfig, HFToMMConfig, MMToHFConfig, ResplitCo
 from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
 
+_CONVERTER = "Qwen2_5_VLConverter"
+_NOT_HERE = {
+    "lora_hf_to_mm": "adapters are not converted; merge the adapter into its model (peft: merge_and_unload), save "
+                     "that, and convert it with hf_to_mm",
+    "lora_mm_to_hf": "adapters are not converted; MindSpeed-MM's own lora_mm_to_hf makes one for peft",
+    "hf_to_mm_dcp": "distributed checkpoints of torch are not written; the trainer's --load reads the Hugging Face "
+                    "directory itself, on any layout",
+    "hf_to_mm_ldt": "the trainer has no disaggregated training; hf_to_mm places the layers freely over the stages",
+}
+"""Commands of MindSpeed-MM -> why they are not here, and what to do instead."""
+
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:
     """Hugging Face -> MindSpeed-MM's directories on a layout."""
@@ -74,9 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
     commands = {command.__name__: command for command in (hf_to_mm, mm_to_hf, resplit, verify, diff, show)}
-    components: Any = {"Qwen2_5_VLConverter": {"_help": "Qwen2.5-VL, all sizes.", **commands}}
+    words = list(sys.argv[1:] if argv is None else argv)
+    components: Any = {_CONVERTER: {"_help": "Qwen2.5-VL, all sizes.", **commands}}
     try:
-        status = auto_cli(components, as_positional=False, args=list(sys.argv[1:] if argv is None else argv))
+        _refuse_others(words)
+        status = auto_cli(components, as_positional=False, args=words)
     except UserError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         return 2
@@ -84,6 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("Interrupted; the same command goes on from what was finished.\n")
         return 130
     return status if isinstance(status, int) else 0
+
+
+def _refuse_others(words: Sequence[str]) -> None:
+    """Raise UserError for what MindSpeed-MM's mm-convert has, and this one has not."""
+    converter, command = (*words, "", "")[:2]
+    if converter.endswith("Converter") and converter != _CONVERTER:
+        raise UserError(f"{converter} is for another model, which is not trained here; the converter of Qwen2.5-VL is "
+                        f"{_CONVERTER}.")
+    if command in _NOT_HERE:
+        raise UserError(f"{command} is not available here: {_NOT_HERE[command]}.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -169,6 +169,17 @@ def sample(source: Source, part: Weight, indices: range, places: range) -> Tenso
         found = (source.read_block(files, key, rows, some)[0]
                  for rows, some in source.index.stretches(key)[0].view.blocks(indices, COMPARED_BYTES))
         return torch.cat([block[:, places.start : places.stop].clone() for block in found])
+
+
+def is_right(view: View, found: Source, expected: Source) -> bool:
+    """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
+    alone = replace(found, views=(view,))
+    with Files(found.path) as files, Files(expected.path) as others:
+        return all(map(files.is_zero, alone.index.padding)) and all(
+            same(alone.read_block(files, span.key, rows, indices), expected.read_block(others, span.key, rows, indices))
+            for span in view.spans if span.key is not None
+            for rows, indices in view.blocks(range(span.start, span.stop), COMPARED_BYTES)
+        )
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -6,15 +6,28 @@ Each function makes the plan of one conversion; ``Conversion.run`` carries it ou
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint.formats.atomic import MEGATRON_MODES, PLAIN_MODES, Crc32s, Modes, Output, is_complete, left_bytes, tidy
+from checkpoint.compare import is_right
+from checkpoint.formats.atomic import (
+    MEGATRON_MODES,
+    PLAIN_MODES,
+    Crc32s,
+    Modes,
+    Output,
+    is_complete,
+    is_intact,
+    left_bytes,
+    tidy,
+)
 from checkpoint.formats.copy import execute
+from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_target import hf_targets, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
@@ -25,7 +38,8 @@ from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from checkpoint.formats.training import LATEST_FILE
 from mm.errors import UserError
-from mm.weights.plan import Plan, make_plan
+from mm.weights.plan import Plan, TargetFile, make_plan
+from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
@@ -49,6 +63,8 @@ class Conversion:
 
     source: Source
     target: Path
+    views: Sequence[View]
+    """What of the model each tensor of the target holds."""
     plan: Plan
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files of the finished directory; given the checksums by file and tensor."""
@@ -79,11 +95,30 @@ class Conversion:
         target = self.target.resolve()
         if is_complete(target, self.fingerprint, self.plan.files):
             tidy(target)
+        elif not options.overwrite and self._is_done(target, num_workers):
+            print(f"{target} holds exactly this already; nothing was written.")
+            return
         else:
             self._check_target(target, options.overwrite)
             self.source.check()
             self._write(target, num_workers)
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
+
+    def _is_done(self, target: Path, num_workers: int) -> bool:
+        """Whether all files of the target are there, and every tensor in them is what the source gives."""
+        paths = [target / file.name for file in self.plan.files]
+        if not self.is_ours(target) or not all(path.is_file() for path in paths) or any(
+                path.stat().st_size != file.num_bytes for path, file in zip(paths, self.plan.files, strict=True)):
+            return False
+        found = replace(self.source, path=target, views=tuple(self.views))
+
+        def is_framed(file: TargetFile) -> bool:
+            with Files(target) as files:
+                return is_intact(target, file, {tensor.name: files.crc32(tensor) for tensor in file.tensors})
+
+        with ThreadPoolExecutor(num_workers) as pool:
+            return all(pool.map(is_framed, self.plan.files)) and all(
+                pool.map(lambda view: is_right(view, found, self.source), self.views))
 
     def _check_target(self, target: Path, overwrite: bool) -> None:
         source = self.source.path.resolve()
@@ -201,7 +236,7 @@ def mm_to_hf(
         write_other_files(base, folder, files)
 
     return Conversion(
-        source, Path(save_hf_dir), make_plan(source.index, target_views, files), write_others,
+        source, Path(save_hf_dir), target_views, make_plan(source.index, target_views, files), write_others,
         lambda path: (path / "config.json").is_file(), PLAIN_MODES,
     )  # fmt: skip
 
@@ -222,7 +257,7 @@ def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
     return Conversion(
-        source, target, make_plan(source.index, target_views, files), write_others,
+        source, target, target_views, make_plan(source.index, target_views, files), write_others,
         lambda path: (path / LATEST_FILE).is_file(), MEGATRON_MODES,
     )  # fmt: skip
 

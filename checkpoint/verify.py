@@ -3,22 +3,21 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint.compare import COMPARED_BYTES, same
+from checkpoint.compare import is_right
 from checkpoint.convert import LAYOUT, num_threads
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import dtype_name
-from checkpoint.formats.source import Directory, Source, find, open_hf
+from checkpoint.formats.source import Directory, find, open_hf
 from checkpoint.formats.source import open as open_source
 from mm.errors import UserError, refuse
-from mm.weights.views import Stored, View
+from mm.weights.views import Stored
 
 
 def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
@@ -84,9 +83,9 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
     found = open_source(path, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=expected.model)
     expected.check()
     with ThreadPoolExecutor(num_workers) as pool:
-        are_right = pool.map(lambda view: _is_right(view, found, expected), found.views)
+        are_right = pool.map(lambda view: is_right(view, found, expected), found.views)
         progress = tqdm(are_right, total=len(found.views), unit="tensor", disable=None)
-        wrong = [view.stored for view, is_right in zip(found.views, progress, strict=True) if not is_right]
+        wrong = [view.stored for view, fits in zip(found.views, progress, strict=True) if not fits]
     if wrong:
         problems = [f"{found.path / stored.file}: {stored.name} is not what {expected.path} gives." for stored in wrong]
         ours, theirs = (" and ".join(sorted(map(dtype_name, {*side.dtypes.values()}))) for side in (found, expected))
@@ -94,17 +93,6 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
             problems.insert(0, f"{found.path} holds {ours}, but {expected.path} {theirs}.")
         raise UserError(problems)
     return len(found.views)
-
-
-def _is_right(view: View, found: Source, expected: Source) -> bool:
-    """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
-    alone = replace(found, views=(view,))
-    with Files(found.path) as files, Files(expected.path) as others:
-        return all(map(files.is_zero, alone.index.padding)) and all(
-            same(alone.read_block(files, span.key, rows, indices), expected.read_block(others, span.key, rows, indices))
-            for span in view.spans if span.key is not None
-            for rows, indices in view.blocks(range(span.start, span.stop), COMPARED_BYTES)
-        )
 
 
 def show_directory(path: Path) -> list[str]:

@@ -250,9 +250,49 @@ def test_bad_targets(hf, tmp_path, capsys):
         assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("save_format", ["safetensors", "torch"])
+def test_a_repeated_command_says_that_it_is_done(hf, tmp_path, capsys, save_format):
+    """And is refused as before where one byte of the target is another, in a tensor or in a header."""
+    back = {"mm_dir": tmp_path / "mm", "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}
+    assert to_mm(hf, tmp_path / "mm", save_format=save_format) == run("mm_to_hf", **back) == 0
+    before = files(tmp_path)
+    capsys.readouterr()
+    assert to_mm(hf, tmp_path / "mm", save_format=save_format) == run("mm_to_hf", **back) == 0
+    assert capsys.readouterr().out.count("holds exactly this already; nothing was written.") == 2
+    assert files(tmp_path) == before
+    assert to_mm(hf, tmp_path / "mm", save_format=save_format, parallel_config__tp_size=2) == 2
+    shard, exported = next((tmp_path / "mm").rglob("mp_rank_00_001/*")), next((tmp_path / "back").glob("*.safetensors"))
+    for path in (shard, exported):
+        content = path.read_bytes()
+        for place in (12, len(content) // 2):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            again = run("mm_to_hf", **back) if path is exported else to_mm(hf, tmp_path / "mm", save_format=save_format)
+            assert again == 2
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("words", "what"), [
+    (["Qwen2_5_VLConverter", "lora_hf_to_mm"], "lora_hf_to_mm is not available here: adapters are not"),
+    (["Qwen2_5_VLConverter", "lora_mm_to_hf", "--cfg.mm_dir", "x"], "MindSpeed-MM's own lora_mm_to_hf"),
+    (["Qwen2_5_VLConverter", "hf_to_mm_dcp"], "--load reads the Hugging Face directory itself"),
+    (["Qwen2_5_VLConverter", "hf_to_mm_ldt"], "hf_to_mm places the layers freely"),
+    (["InternVLConverter", "hf_to_mm"], "InternVLConverter is for another model"),
+])
+def test_what_the_peer_has_and_this_has_not(words, what, capsys):
+    assert main(words) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_settings_are_printed_with_comments(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["Qwen2_5_VLConverter", "hf_to_mm", "--print_config=comments"])
+    assert ended.value.code == 0
+    assert "# Threads; 0 = one for each core." in capsys.readouterr().out
+
+
 def test_overwrite(hf, tmp_path):
     assert to_mm(hf, tmp_path / "mm") == 0
-    assert to_mm(hf, tmp_path / "mm") == 2
+    assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2) == 2
     assert to_mm(hf, tmp_path / "mm", overwrite="true", parallel_config__tp_size=2) == 0
     assert len(list((tmp_path / "mm" / "release").iterdir())) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["mm"]
