@@ -33,6 +33,7 @@ from checkpoint.formats.hf_target import hf_targets, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import TOOL, Manifest
+from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Source, open_hf
 from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
@@ -43,6 +44,7 @@ from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
+QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
 
 
 @dataclass(kw_only=True)
@@ -192,6 +194,7 @@ def resplit(
     hf_dir: str | Path | None = None,
     format: Format | None = None,
     structure: Structure | None = None,
+    whole_vision_qkv: bool | None = None,
 ) -> Conversion:
     """From any layout, or a training checkpoint, to another layout.
 
@@ -199,10 +202,13 @@ def resplit(
     source unless they are given.  Raises UserError when the source is not complete, or a layout is not legal.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
-    source = open_source(source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given)
+    order = QkvOrder(whole_vision_qkv, hf_dir, QKV_ORDER)
+    source = open_source(
+        source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given, qkv=order)
     check_layout(target_layout, source.model, TARGET_LAYOUT)
     kept = source.storage or Storage()
-    storage = replace(kept, format=format or kept.format, structure=structure or kept.structure)
+    storage = replace(
+        kept, format=format or kept.format, structure=structure or kept.structure, whole_vision_qkv=False)
     return _to_mindspeed(source, Path(target_dir), target_layout, storage)
 
 
@@ -212,6 +218,7 @@ def mm_to_hf(
     save_hf_dir: str | Path,
     layout: Layout | None = None,
     structure: Structure | None = None,
+    whole_vision_qkv: bool | None = None,
 ) -> Conversion:
     """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
 
@@ -220,7 +227,9 @@ def mm_to_hf(
     model.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
-    source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config())
+    source = open_source(
+        mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
+        qkv=QkvOrder(whole_vision_qkv, hf_dir, QKV_ORDER))
     if structure and source.storage and source.storage.structure is not structure:
         raise UserError(
             f"--cfg.common_model_config.enable_canonical_hf_struct says that {source.path} has the {structure.value} "

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from checkpoint.formats.manifest import MANIFEST_FILE
 from mm.errors import UserError
 from mm.weights.plan import Stretch
@@ -55,6 +58,11 @@ class Files:
             into = memoryview(content)[number * size : (number + 1) * size]
             self.read(view.stored, row * width + first, into)
         return content
+
+    def tensor(self, view: View, rows: range, indices: range) -> Tensor:
+        """[row, index, place] of a stored tensor, in new memory."""
+        content = self.read_columns(view, rows, indices)
+        return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
     def crc32(self, stored: Stored) -> int:
         """Checksum of a tensor's bytes."""

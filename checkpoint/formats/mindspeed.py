@@ -198,8 +198,14 @@ class MindSpeedDirectory:
         problems = layout_problems(found.vision, found.language, model.vision.num_layers, model.language.num_layers,
                                    f"{where}vit_pp_layers", f"{where}llm_pp_layers")
         if problems:
-            raise UserError([*problems, f"{where}this layout is what the files hold; some are missing or incomplete, "
-                                        f"or they are of another model."])
+            has_end = any("final_layernorm" in name for stored in self.contents.values() for name in stored)
+            cause = (
+                "MindSpeed-MM's converter from 26.0.0 on loses the last LLM layers, final norm and output layer where "
+                "the list of LLM layers begins with 0.  Convert again with mm-convert hf_to_mm."
+                if found.language[0][0] == 0 and not has_end
+                else "some are missing or incomplete, or they are of another model."
+            )
+            raise UserError([*problems, f"{where}this layout is what the files hold; {cause}"])
         check_layout(found, model, where.rstrip(": "))
         return found.place(model), found.tp_size
 

@@ -24,6 +24,7 @@ from checkpoint.formats.known_models import recognize
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.qkv_order import QkvOrder, in_qkv_order
 from checkpoint.formats.storage import Storage
 from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
 from checkpoint.formats.training_reader import TrainingDirectory
@@ -153,7 +154,7 @@ class Source:
                         checked.add(one.view)
                     into = whole[:, filled + one.span.start - span.start :]
                     for rows, indices in one.view.blocks(range(one.start, one.stop), block_bytes):
-                        block = _read(files, one.view, rows, indices)
+                        block = files.tensor(one.view, rows, indices)
                         into[rows.start : rows.stop, indices.start - one.start :][:, : len(indices)] = block
                 filled += span.length
         return shard
@@ -165,14 +166,8 @@ class Source:
         source must hold all of them, in one dtype.  ``files`` are those of ``path``, of one thread.
         """
         found = list(self.index.find(Span(key, indices.start, len(indices))))
-        blocks = [_read(files, one.view, rows, range(one.start, one.stop)) for one in found]
+        blocks = [files.tensor(one.view, rows, range(one.start, one.stop)) for one in found]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-
-
-def _read(files: Files, view: View, rows: range, indices: range) -> Tensor:
-    """[row, index, place] of a stored tensor, in new memory."""
-    content = files.read_columns(view, rows, indices)
-    return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
 
 # Opening
@@ -196,21 +191,22 @@ def open(
     layout: Layout | None = None,
     layout_flag: str = "",
     model: ModelConfig | None = None,
+    qkv: QkvOrder | None = None,
     lenient: bool = False,
 ) -> Source:
     """A directory of weights of any kind as a source; ``flag`` gives it.
 
     ``layout`` is the layout that the user states with ``layout_flag``.  ``model`` says what model it is, where a
-    directory in MindSpeed-MM's layout has no manifest.  With ``lenient``, what does not fit that model is collected in
-    ``problems`` instead of raised, and the views are those of what fits.  Raises UserError when it is of no kind,
-    incomplete, damaged, or not on the given layout.
+    directory in MindSpeed-MM's layout has no manifest, and ``qkv`` how the order of its ViT's qkv is found.  With
+    ``lenient``, what does not fit that model is collected in ``problems`` instead of raised, and the views are those of
+    what fits.  Raises UserError when it is of no kind, incomplete, damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
         case HFDirectory():
             source = open_hf(directory, lenient=lenient)
         case MindSpeedDirectory():
-            source = _open_mindspeed(directory, layout, layout_flag, model, lenient)
+            source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
         case TrainingDirectory():
             source = open_training(directory, lenient=lenient)
             if layout is not None and layout != source.layout:
@@ -221,13 +217,15 @@ def open(
     return source
 
 
-def open_to_train(path: str | Path, model: ModelConfig, needs_optimizer: bool = True) -> Source:
+def open_to_train(
+    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
+) -> Source:
     """What ``--load`` gives, found to be a whole ``model``.
 
     Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and the training
     is to go on with its optimizer state.
     """
-    source = open(path, "--load", model=model)
+    source = open(path, "--load", model=model, qkv=qkv)
     if source.iteration is not None and source.kind is Kind.MINDSPEED and needs_optimizer:
         raise UserError(
             f"--load {path} is a training checkpoint of MindSpeed-MM (iteration {source.iteration}), whose optimizer "
@@ -260,14 +258,16 @@ def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source
 
 
 def _open_mindspeed(
-    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, lenient: bool
+    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder,
+    lenient: bool,
 ) -> Source:
     is_stated = directory.manifest is not None
     if not is_stated and model is None:
         model = recognize(directory)
     placed, tp_size = directory.placed_model(layout, layout_flag, model)
+    directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
     return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
-                   storage=directory.storage, is_stated=is_stated, iteration=directory.iteration,
+                   storage=directory.storage, is_stated=is_stated, notes=notes, iteration=directory.iteration,
                    consumed_samples=None if directory.iteration is None else directory.consumed_samples)
 
 

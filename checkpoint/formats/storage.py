@@ -51,9 +51,13 @@ class Storage:
     structure: Structure = Structure.FUSED
     vit_only: bool = False
     """Whether the LLM is left out (``--cfg.save_vit_only``)."""
+    whole_vision_qkv: bool = False
+    """Whether the ViT's qkv stays [Q; K; V] and is cut as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0
+    leave it by mistake."""
 
     def __str__(self) -> str:
-        return f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
+        return (f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
+                + ", the ViT's qkv as a whole" * self.whole_vision_qkv)
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,19 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                     prefix + stage_local_name(part, spec): part
                     for weight in stage_weights(model, spec, placement)
                     if not (storage.vit_only and weight.part == "language")
-                    for part in stored_weights(weight, storage.structure)
+                    for part in (_as_a_whole(weight) if storage.whole_vision_qkv else None) or stored_weights(
+                        weight, storage.structure)
                 }
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
+
+
+def _as_a_whole(weight: Weight) -> tuple[Weight, ...]:
+    """The ViT's qkv cut like one matrix; nothing of other weights."""
+    if weight.fusion is not Fusion.PER_HEAD_QKV:
+        return ()
+    return (replace(weight, fusion=Fusion.COPY, num_units=3 * weight.num_units),)
 
 
 def mindspeed_targets(

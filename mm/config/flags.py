@@ -30,6 +30,8 @@ class Arguments:
     mm_model: str = Field(description="model JSON")
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
+    vit_qkv_order: Literal["per_head", "whole"] | None = Field(
+        None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
     save: str | None = Field(None, description="directory of the training checkpoints")
     export_hf: str | None = Field(None, description="directory of the Hugging Face export at the end")
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")

@@ -17,6 +17,7 @@ from pathlib import Path
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
+from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import open_to_train
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
@@ -39,7 +40,7 @@ def file_problems(run: Run) -> list[str]:
     if not problems:  # nothing fits another model
         with collected(problems):
             if args.load is not None and Path(args.load).is_dir():
-                open_to_train(args.load, run.model, args.loads_optimizer)
+                open_to_train(args.load, run.model, args.loads_optimizer, qkv_order(run))
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)
@@ -48,6 +49,13 @@ def file_problems(run: Run) -> list[str]:
     with collected(problems):
         problems.extend(_output_problems(run))
     return problems
+
+
+def qkv_order(run: Run) -> QkvOrder:
+    """How the order of the ViT's qkv in ``--load`` is found."""
+    stated = run.args.vit_qkv_order
+    base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
+    return QkvOrder(None if stated is None else stated == "whole", base, "--vit-qkv-order")
 
 
 def sample_problems(run: Run) -> list[str]:

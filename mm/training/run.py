@@ -23,6 +23,7 @@ from mm.parallel.agreement import on_first, together
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
+from mm.training.preflight import qkv_order
 from mm.training.step import Parts, StepResult, step
 
 
@@ -150,7 +151,10 @@ class Trainer:
     def _load(self, stage: Stage, path: str) -> Parts:
         """Start from ``--load``, or go on from it where it is a training checkpoint."""
         args = self.run.args
-        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.loads_optimizer))
+        order = qkv_order(self.run)
+        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.loads_optimizer, order))
+        for note in source.notes if source.kind is Kind.MINDSPEED else ():
+            self._say(f"note: {note}")
         if source.kind is not Kind.TRAINING:
             load.fill(stage, stage.weights, source, self.mesh)
         parts = Parts.build(stage, self.mesh, args)

@@ -166,6 +166,19 @@ def test_missing_files_and_layers(copy):
         read_all(copy)
 
 
+def test_layers_that_the_peers_converter_loses(made, tmp_path):
+    """From 26.0.0 on it leaves out the end of an LLM whose list begins with 0."""
+    layout = Layout(((2, 0, 0),), ((0, 1, 2),), 1)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
+    (tmp_path / "mm" / "manifest.json").unlink()
+    last = tmp_path / "mm" / "release" / "mp_rank_00_002" / "model.safetensors"
+    lost = ("decoder.layers.1.", "final_layernorm", "output_layer")
+    save_file({name: tensor for name, tensor in load_file(last).items() if not any(one in name for one in lost)}, last)
+    with pytest.raises(UserError, match="converter from 26.0.0 on loses the last LLM layers") as told:
+        read_all(tmp_path / "mm")
+    assert "llm_pp_layers is [0, 1, 1], which sums to 2; expected num_layers = 3" in told.value.problems[0]
+
+
 def test_another_model_is_told_with_every_field(copy):
     language = dataclasses.replace(SMALL.model.language, rope_theta=10.0, layernorm_epsilon=0.5)
     with pytest.raises(UserError) as told:

@@ -1,0 +1,79 @@
+"""In which order a directory of MindSpeed-MM keeps the ViT's qkv, which no file of it says.
+
+Its converters of 2.1.0 and from 26.0.0 on write it per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave it
+[Q; K; V] and cut that as a whole.  A Hugging Face directory of the same model shows which of them it was.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.formats.files import Files
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.storage import Structure
+from mm.config.model import ModelConfig
+from mm.weights.cut import Span
+from mm.weights.plan import Index
+from mm.weights.table import Fusion, Weight, model_weights
+
+
+@dataclass(frozen=True)
+class QkvOrder:
+    """How the order is found: it is stated, or compared."""
+
+    is_whole: bool | None = None
+    """Whether it is [Q; K; V] as a whole, as the user states it; None: not stated."""
+    base: str | Path | None = None
+    """A Hugging Face directory of the model, or what it was trained from."""
+    flag: str = ""
+    """What states it; empty where nothing can, and then nothing is said of it."""
+
+
+def in_qkv_order(
+    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
+) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
+    """``directory`` with the order in which it is to be read, and notes for the user.
+
+    What this project wrote, and the canonical structure, have one order.
+    """
+    if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
+        return directory, ()
+    is_whole = order.is_whole
+    if is_whole is None and order.base is not None:
+        is_whole = _found(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
+    if is_whole is None:
+        return directory, (
+            f"{directory.path} has no manifest, and nothing shows in which order it keeps the ViT's qkv; it is read "
+            f"per head, as MindSpeed-MM 2.1.0 and those from 26.0.0 on write it.  If 2.2.0 or 2.3.0 converted it, give "
+            f"{order.flag} whole",)
+    if not is_whole:
+        return directory, ()
+    storage = replace(directory.storage, whole_vision_qkv=True)
+    return replace(directory, storage=storage), (
+        f"{directory.path} keeps the ViT's qkv [Q; K; V] as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0 "
+        f"leave it, where its runtime expects it per head; it is read rightly here",)
+
+
+def _found(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> bool | None:
+    """By which of the two the first qkv of the ViT is much nearer to that of ``base``; None where neither is."""
+    weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
+    if weight.hf_names[0] not in base.tensors:
+        return None
+    expected = _rows(base.path, Index(base.views(model)[0]), weight)
+    distances = []
+    for is_whole in (False, True):
+        storage = replace(directory.storage, whole_vision_qkv=is_whole)
+        found = _rows(directory.path, Index(replace(directory, storage=storage).views(model, tp_size)[0]), weight)
+        distances.append(float((found - expected).abs().sum()) if found.shape == expected.shape else 1.0)
+    near, far = sorted(distances)
+    return None if near > far / 2 else distances[1] < distances[0]
+
+
+def _rows(root: Path, index: Index, weight: Weight) -> Tensor:
+    """The whole Hugging Face tensor of ``weight`` in fp32."""
+    parts = list(index.find(Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])))
+    with Files(root) as files:
+        return torch.cat([files.tensor(one.view, range(1), range(one.start, one.stop))[0].float() for one in parts])
