@@ -35,6 +35,8 @@ class Microbatch:
     pixel_values: Tensor | None
     """float32 [num_patches, channels x frames x height x width]; None without images, and on every rank that does
     not hold the patch embedding."""
+    num_cut_images: int = 0
+    """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -52,6 +54,7 @@ class Microbatch:
             segment_lengths=tuple(length for one in ordered for length in one.segment_lengths),
             image_grids=tuple(grid for one in ordered for grid in one.image_grids),
             pixel_values=torch.cat(pixels) if pixels else None,
+            num_cut_images=sum(one.num_cut_images for one in ordered),
         )
 
     @property
@@ -74,6 +77,8 @@ class BatchTotals:
     num_tokens: int
     num_patches: int
     num_images: int
+    num_cut_images: int
+    """Images that are left out, because ``--seq-length`` would have cut them."""
     num_target_tokens: int
     num_target_samples: int
     """Samples with at least one target token."""
@@ -93,6 +98,7 @@ class BatchTotals:
             num_tokens=sum(m.num_tokens for m in microbatches),
             num_patches=sum(m.num_patches for m in microbatches),
             num_images=len(grids),
+            num_cut_images=sum(m.num_cut_images for m in microbatches),
             num_target_tokens=sum(m.num_target_tokens for m in microbatches),
             num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
             num_microbatches=len(microbatches),

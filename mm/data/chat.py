@@ -36,8 +36,9 @@ _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory, with its chat template.
 
-    The template is ``chat_template.jinja``, else ``chat_template.json``, else the tokenizer's own, which is the order
-    of transformers' processor.  Raises UserError when the directory lacks a tokenizer, a template or Qwen's tokens.
+    The template is that of ``processor_config.json``, else ``chat_template.json``, else ``chat_template.jinja``, else
+    the tokenizer's own, which is the order of transformers' processor.  Raises UserError when the directory lacks a
+    tokenizer, a template or Qwen's tokens.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -46,11 +47,14 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises errors of many types on broken files
         raise UserError(f"{directory}: its tokenizer does not load: {error}") from error
-    legacy = path / "chat_template.json"
-    if legacy.is_file() and not (path / "chat_template.jinja").is_file():
-        tokenizer.chat_template = read_json(legacy).get("chat_template")
-        if not isinstance(tokenizer.chat_template, str):
-            raise UserError(f"{legacy}: has no text 'chat_template'; copy it from the published checkpoint.")
+    # What stands first wins over the tokenizer's own and chat_template.jinja, which it has read already.
+    for name in ("processor_config.json", "chat_template.json"):
+        document = read_json(path / name) if (path / name).is_file() else None
+        if document is not None and (document.get("chat_template") is not None or name == "chat_template.json"):
+            tokenizer.chat_template = document.get("chat_template")
+            if not isinstance(tokenizer.chat_template, str):
+                raise UserError(f"{path / name}: has no text 'chat_template'; copy it from the published checkpoint.")
+            break
     problems = []
     if not tokenizer.chat_template:
         problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")

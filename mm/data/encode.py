@@ -96,6 +96,7 @@ class SampleEncoder:
             segment_lengths=(text.token_ids.numel(),),
             image_grids=grids,
             pixel_values=torch.cat(pixels) if pixels else None,
+            num_cut_images=len(paths) - len(text.images),
         )
 
     def _pixels(self, path: str, grid: Grid) -> Tensor:

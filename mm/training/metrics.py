@@ -31,6 +31,7 @@ class StepMetrics:
     num_target_tokens: int
     num_patches: int
     num_images: int
+    num_cut_images: int
     tokens_per_second_per_device: float
     model_flops_per_second_per_device: float
     mfu: float | None

@@ -122,6 +122,9 @@ class Trainer:
         if plan.totals.num_target_tokens == 0:
             self._say(f"note: iteration {self.progress.iteration} has no token to learn: its loss is 0. Look at "
                       f"the roles of the samples, and whether --seq-length {self.run.args.seq_length} cuts answers off")
+        if plan.totals.num_cut_images:
+            self._say(f"note: iteration {self.progress.iteration}: {plan.totals.num_cut_images} pictures are left out, "
+                      f"because --seq-length {self.run.args.seq_length} would have cut them")
         if self.metrics is None:
             return
         totals, num_devices, peak = plan.totals, self.mesh.world_size, peak_flops(self.device.name)
@@ -135,6 +138,7 @@ class Trainer:
             num_target_tokens=totals.num_target_tokens,
             num_patches=totals.num_patches,
             num_images=totals.num_images,
+            num_cut_images=totals.num_cut_images,
             tokens_per_second_per_device=totals.num_tokens / seconds / num_devices,
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,

@@ -1,9 +1,11 @@
+import itertools
 import json
 import shutil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
@@ -206,6 +208,25 @@ def test_unusable_directories_are_refused(hf_directory, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="tokenizer does not load"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+PLACES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("places", [both for size in (1, 2, 4) for both in itertools.combinations(PLACES, size)])
+def test_of_several_templates_transformers_own_choice_is_taken(tmp_path, hf_directory, places):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    for name in PLACES[:3]:
+        (directory / name).unlink(missing_ok=True)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in places:
+        content = config if name == "tokenizer_config.json" else {}
+        text = name if name.endswith("jinja") else json.dumps(content | {"chat_template": name})
+        (directory / name).write_text(text)
+    theirs = Qwen2_5_VLProcessor.get_processor_dict(directory)[0].get("chat_template")
+    assert load_tokenizer(str(directory)).chat_template == (theirs or "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(("content", "message"), [

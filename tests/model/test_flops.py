@@ -32,7 +32,7 @@ def test_linear_flops_equal_torchs(counted) -> None:
 
 
 def test_training_counts_three_passes_two_or_one() -> None:
-    totals = BatchTotals(10, 16, 1, 5, 1, 1, 55, 256, 64)
+    totals = BatchTotals(10, 16, 1, 0, 5, 1, 1, 55, 256, 64)
     forward = forward_flops(our_config(((4,),), ((4,),)), totals)
 
     def of(*freeze: str) -> float:
