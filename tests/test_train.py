@@ -81,12 +81,28 @@ def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
     assert exports[0] == exports[1]
 
 
+def with_bad_samples(inputs: Path) -> str:
+    """The data JSON of the same samples with two among them that cannot be used."""
+    records = json.loads((inputs / "samples.json").read_text())
+    (inputs / "some_bad.json").write_text(json.dumps([records[0], {}, *records[1:], {"messages": []}]))
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["dataset"] = str(inputs / "some_bad.json")
+    (inputs / "data_some_bad.json").write_text(json.dumps(data))
+    return str(inputs / "data_some_bad.json")
+
+
 def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     """Runs after the test above: from its checkpoint at iteration 3, as two stages, then as two replicas."""
     checkpoint = inputs / "halves" / "save"
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
     run(inputs, "stages", 2, "--load", str(checkpoint))
-    run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", num_processes=2)
+    said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", "--mm-data",
+               with_bad_samples(inputs), "--bad-sample", "skip", num_processes=2)
+    (listed,) = (inputs / "replicas" / "logs").glob("skipped_samples.txt")
+    assert f"note: 2 samples are left out; {listed} lists them" in said
+    assert [line.partition("(counted from 0): ")[2] for line in listed.read_text().splitlines()] == [
+        "has no 'messages'; attr.messages in the data JSON names that column.",
+        "'messages' is []; expected a list of messages that is not empty."]
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal

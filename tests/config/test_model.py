@@ -118,6 +118,8 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({f"{LANGUAGE}.num_query_groups": 5}, "num_query_groups is 5; expected a divisor of num_attention_heads = 28"),
     ({f"{LANGUAGE}.mrope_section": [16, 24, 20]}, "half of kv_channels = 64"),
     ({f"{LANGUAGE}.mrope_section": [64]}, "expected three numbers"),
+    ({f"{VISION}.layernorm_epsilon": 1e-5}, "vision_encoder.layernorm_epsilon is 1e-05; expected 1e-06, with which"),
+    ({f"{PROJECTOR}.layernorm_epsilon": 1e-5}, "vision_projector.layernorm_epsilon is 1e-05; expected 1e-06"),
     ({f"{LANGUAGE}.kv_channels": 64}, "expected num_attention_heads x kv_channels = 28 x 64"),
     ({f"{LANGUAGE}.freeze": True}, "are all true, so nothing would be trained"),
     ({f"{LANGUAGE}.recompute_granularity": "ful"}, 'granularity is "ful"; supported: "full" or "selective" (did you'),

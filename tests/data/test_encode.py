@@ -119,3 +119,9 @@ def test_a_template_of_another_model_is_refused_before_any_sample(
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(UserError, match=f"{directory}: the chat template .* use Qwen2.5-VL's template"):
         SampleEncoder.from_config(replace(write_dataset(), model_name_or_path=str(directory)), model_config, 100)
+
+
+def test_a_tokenizer_beyond_the_embedding_is_refused(write_dataset, model_config):
+    language = replace(model_config.language, vocab_size=model_config.language.vocab_size - 1)
+    with pytest.raises(UserError, match=r"has ids up to \d+, but text_decoder.vocab_size is"):
+        SampleEncoder.from_config(write_dataset(), replace(model_config, language=language), 64)
