@@ -56,9 +56,9 @@ def prepare(argv: Sequence[str]) -> Run:
 
     refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
     refuse(preflight.picture_problems(run) if is_rehearsal else ())
-    picture_note = preflight.picture_note(run)
-    for note in () if run.args.dry_run else (*run.notes, *([picture_note] if picture_note else [])):
-        print(f"note: {note}", flush=True)
+    for note in () if run.args.dry_run else (*run.notes, preflight.picture_note(run)):  # a dry run reports its own
+        if note is not None:
+            print(f"note: {note}", flush=True)
     return run
 
 
