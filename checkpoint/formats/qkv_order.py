@@ -4,6 +4,7 @@ Its converters of 2.1.0 and from 26.0.0 on write it per head, as its runtime rea
 [Q; K; V] and cut that as a whole.  A Hugging Face directory of the same model shows which of them it was.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mm.config.model import ModelConfig
 from mm.weights.cut import Span
 from mm.weights.plan import Index
 from mm.weights.table import Fusion, Weight, model_weights
+from mm.weights.views import View
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,24 @@ def in_qkv_order(
 
 
 def _found(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> bool | None:
-    """By which of the two the first qkv of the ViT is much nearer to that of ``base``; None where neither is."""
+    """By which of the two the first qkv of the ViT is much nearer to that of ``base``; None where nothing shows it."""
     weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
-    if weight.hf_names[0] not in base.tensors:
+    either = [replace(directory, storage=replace(directory.storage, whole_vision_qkv=is_whole))
+              for is_whole in (False, True)]
+    expected = _rows(base.path, base.views(model)[0], weight)
+    per_head, whole = (_rows(one.path, one.views(model, tp_size)[0], weight) for one in either)
+    if expected is None or per_head is None or whole is None:
         return None
-    expected = _rows(base.path, Index(base.views(model)[0]), weight)
-    distances = []
-    for is_whole in (False, True):
-        storage = replace(directory.storage, whole_vision_qkv=is_whole)
-        found = _rows(directory.path, Index(replace(directory, storage=storage).views(model, tp_size)[0]), weight)
-        distances.append(float((found - expected).abs().sum()) if found.shape == expected.shape else 1.0)
+    distances = [float((found - expected).abs().sum()) for found in (per_head, whole)]
     near, far = sorted(distances)
     return None if near > far / 2 else distances[1] < distances[0]
 
 
-def _rows(root: Path, index: Index, weight: Weight) -> Tensor:
-    """The whole Hugging Face tensor of ``weight`` in fp32."""
-    parts = list(index.find(Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])))
+def _rows(root: Path, views: Sequence[View], weight: Weight) -> Tensor | None:
+    """The whole Hugging Face tensor of ``weight`` in fp32; None where ``views`` lack some of it."""
+    rows = Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
+    parts = list(Index(views).find(rows))
+    if sum(one.span.length for one in parts) != rows.length:
+        return None
     with Files(root) as files:
         return torch.cat([files.tensor(one.view, range(1), range(one.start, one.stop))[0].float() for one in parts])

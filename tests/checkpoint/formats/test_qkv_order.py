@@ -100,3 +100,16 @@ def test_another_model_shows_nothing(hf, tmp_path):
     mm = converted(hf, tmp_path / "mm", 1, is_whole=True, change=50.0)
     (note,) = open_to_train(mm, MODEL, qkv=QkvOrder(base=hf, flag="--vit-qkv-order")).notes
     assert "give --vit-qkv-order whole" in note
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_qkv_that_is_missing_is_named(hf, tmp_path, capsys, ranks):
+    mm = converted(hf, tmp_path / "mm", 2, is_whole=True)
+    name = "image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.weight"
+    for rank in ranks:
+        path = mm / f"release/mp_rank_{rank:02d}_000/model_optim_rng.pt"
+        content = torch.load(path, weights_only=True)
+        del content["model"][name]
+        torch.save(content, path)
+    assert run("mm_to_hf", mm_dir=mm, save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 2
+    assert capsys.readouterr().err.count(f"lacks the tensor model/{name}") == len(ranks)
