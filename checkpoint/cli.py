@@ -45,7 +45,7 @@ def mm_to_hf(cfg: MMToHFConfig) -> None:
     layout = cfg.parallel_config and cfg.parallel_config.layout(convert.LAYOUT)
     common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
     common.check(hf_dir)
-    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, common.structure, common.whole_vision_qkv).run(cfg)
+    convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, layout, common.structure, common.vit_qkv_order).run(cfg)
 
 
 def resplit(cfg: ResplitConfig) -> None:
@@ -56,7 +56,7 @@ def resplit(cfg: ResplitConfig) -> None:
     common.check(hf_dir)
     format = cfg.save_format and Format(cfg.save_format)
     convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir, format, common.structure,
-                    common.whole_vision_qkv).run(cfg)
+                    common.vit_qkv_order).run(cfg)
 
 
 def verify(cfg: VerifyConfig) -> None:

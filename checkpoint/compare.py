@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from checkpoint.formats.files import Files
 from checkpoint.formats.source import Source
 from checkpoint.formats.storage import Structure, stored_weights
 from mm.weights.cut import cut_dim
-from mm.weights.plan import Stretch
+from mm.weights.plan import Index, Stretch
 from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
@@ -145,7 +145,7 @@ def _compare_tensor(
     num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), part.hf_names[0]
     view = sides[0][0].index.stretches(key)[0].view
     for rows, indices in view.blocks(range(part.shape[view.dim]), COMPARED_BYTES):
-        left, right = (side.read_block(files, key, rows, indices) for side, files in sides)
+        left, right = (files.block(side.index, key, rows, indices) for side, files in sides)
         progress(left.numel())
         if same(left.to(dtype), right.to(dtype)):
             continue
@@ -165,18 +165,18 @@ def sample(source: Source, part: Weight, indices: range, places: range) -> Tenso
     key = part.hf_names[0]
     with Files(source.path) as files:
         if cut_dim(part):
-            return source.read_block(files, key, places, indices)[:, :, 0].T
-        found = (source.read_block(files, key, rows, some)[0]
+            return files.block(source.index, key, places, indices)[:, :, 0].T
+        found = (files.block(source.index, key, rows, some)[0]
                  for rows, some in source.index.stretches(key)[0].view.blocks(indices, COMPARED_BYTES))
         return torch.cat([block[:, places.start : places.stop].clone() for block in found])
 
 
 def is_right(view: View, found: Source, expected: Source) -> bool:
     """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
-    alone = replace(found, views=(view,))
+    alone = Index((view,))
     with Files(found.path) as files, Files(expected.path) as others:
-        return all(map(files.is_zero, alone.index.padding)) and all(
-            same(alone.read_block(files, span.key, rows, indices), expected.read_block(others, span.key, rows, indices))
+        return all(map(files.is_zero, alone.padding)) and all(
+            same(files.block(alone, span.key, rows, indices), others.block(expected.index, span.key, rows, indices))
             for span in view.spans if span.key is not None
             for rows, indices in view.blocks(range(span.start, span.stop), COMPARED_BYTES)
         )

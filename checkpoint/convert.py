@@ -27,7 +27,6 @@ from checkpoint.formats.atomic import (
     tidy,
 )
 from checkpoint.formats.copy import execute
-from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_target import hf_targets, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
@@ -38,8 +37,9 @@ from checkpoint.formats.source import Source, open_hf
 from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from checkpoint.formats.training import LATEST_FILE
+from mm.config.flags import VitQkvOrder
 from mm.errors import UserError
-from mm.weights.plan import Plan, TargetFile, make_plan
+from mm.weights.plan import Plan, make_plan
 from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
@@ -108,18 +108,11 @@ class Conversion:
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
         """Whether all files of the target are there, and every tensor in them is what the source gives."""
-        paths = [target / file.name for file in self.plan.files]
-        if not self.is_ours(target) or not all(path.is_file() for path in paths) or any(
-                path.stat().st_size != file.num_bytes for path, file in zip(paths, self.plan.files, strict=True)):
+        if not self.is_ours(target):
             return False
         found = replace(self.source, path=target, views=tuple(self.views))
-
-        def is_framed(file: TargetFile) -> bool:
-            with Files(target) as files:
-                return is_intact(target, file, {tensor.name: files.crc32(tensor) for tensor in file.tensors})
-
         with ThreadPoolExecutor(num_workers) as pool:
-            return all(pool.map(is_framed, self.plan.files)) and all(
+            return all(pool.map(lambda file: is_intact(target, file), self.plan.files)) and all(
                 pool.map(lambda view: is_right(view, found, self.source), self.views))
 
     def _check_target(self, target: Path, overwrite: bool) -> None:
@@ -194,7 +187,7 @@ def resplit(
     hf_dir: str | Path | None = None,
     format: Format | None = None,
     structure: Structure | None = None,
-    whole_vision_qkv: bool | None = None,
+    vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
     """From any layout, or a training checkpoint, to another layout.
 
@@ -202,7 +195,7 @@ def resplit(
     source unless they are given.  Raises UserError when the source is not complete, or a layout is not legal.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
-    order = QkvOrder(whole_vision_qkv, hf_dir, QKV_ORDER)
+    order = QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER)
     source = open_source(
         source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given, qkv=order)
     check_layout(target_layout, source.model, TARGET_LAYOUT)
@@ -218,7 +211,7 @@ def mm_to_hf(
     save_hf_dir: str | Path,
     layout: Layout | None = None,
     structure: Structure | None = None,
-    whole_vision_qkv: bool | None = None,
+    vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
     """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
 
@@ -229,7 +222,7 @@ def mm_to_hf(
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(
         mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
-        qkv=QkvOrder(whole_vision_qkv, hf_dir, QKV_ORDER))
+        qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
     if structure and source.storage and source.storage.structure is not structure:
         raise UserError(
             f"--cfg.common_model_config.enable_canonical_hf_struct says that {source.path} has the {structure.value} "

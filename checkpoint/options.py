@@ -12,6 +12,7 @@ from checkpoint.convert import Options
 from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Structure
+from mm.config.flags import VitQkvOrder
 from mm.errors import UserError, collected, refuse
 from mm.placement import PipelineLayout
 
@@ -79,7 +80,7 @@ class CommonModelConfig:
     """true: q, k, v and gate, up apart in the target; false: fused.  Default: fused, or for resplit as the source."""
     new_transformers_weight_key: bool | None = None
     """true: names are model.language_model.* and model.visual.*.  Default: as the files have them."""
-    vit_qkv_order: Literal["per_head", "whole"] | None = None
+    vit_qkv_order: VitQkvOrder | None = None
     """How a source without manifest keeps the ViT's qkv; whole: [Q; K; V], of MindSpeed-MM 2.2.0 and 2.3.0."""
     model_prefix: str | None = None
     """Only adapters have one, and they are not converted; leave it out."""
@@ -98,11 +99,6 @@ class CommonModelConfig:
         if self.enable_canonical_hf_struct is None:
             return None
         return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
-
-    @property
-    def whole_vision_qkv(self) -> bool | None:
-        """Whether the ViT's qkv of the source is stated to be [Q; K; V] as a whole; None: not stated."""
-        return None if self.vit_qkv_order is None else self.vit_qkv_order == "whole"
 
     def check(self, hf_dir: str | None) -> None:
         """Make sure that what is stated is true of the model in ``hf_dir``.

@@ -119,8 +119,6 @@ class _Todo:
             self._output.finish(self._files[file], self._crc32s[file])
 
 
-
-
 class _Worker:
     """What one thread writes with."""
 

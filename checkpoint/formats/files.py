@@ -11,7 +11,8 @@ from torch import Tensor
 
 from checkpoint.formats.manifest import MANIFEST_FILE
 from mm.errors import UserError
-from mm.weights.plan import Stretch
+from mm.weights.cut import Span
+from mm.weights.plan import Index, Stretch
 from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
@@ -63,6 +64,16 @@ class Files:
         """[row, index, place] of a stored tensor, in new memory."""
         content = self.read_columns(view, rows, indices)
         return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
+
+    def block(self, index: Index, key: str, rows: range, indices: range) -> Tensor:
+        """[row, index, place] of the Hugging Face tensor ``key`` as it is stored, without looking at checksums.
+
+        ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
+        views of ``index`` must hold all of them, in one dtype, in files of this directory.
+        """
+        found = index.find(Span(key, indices.start, len(indices)))
+        blocks = [self.tensor(one.view, rows, range(one.start, one.stop)) for one in found]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def crc32(self, stored: Stored) -> int:
         """Checksum of a tensor's bytes."""

@@ -35,7 +35,7 @@ from checkpoint.formats.storage import (
     rank_of,
 )
 from checkpoint.formats.torch_file import read_consumed_samples, read_torch_file
-from checkpoint.formats.training import LATEST_FILE
+from checkpoint.formats.training import LATEST_FILE, iteration_name
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
 from mm.placement import layout_problems
@@ -116,7 +116,7 @@ class MindSpeedDirectory:
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file, relative to ``path``, and name."""
     notes: tuple[str, ...] = ()
-    """For the user: none."""
+    """For the user; none, as every kind of directory has them."""
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
@@ -301,7 +301,7 @@ def _folder(path: Path) -> str:
     if not latest.is_file():
         raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    folder = f"iter_{int(text):07d}" if text.isdecimal() else text
+    folder = iteration_name(int(text)) if text.isdecimal() else text
     if Path(folder).name != folder or not (path / folder).is_dir():
         raise UserError(
             f"{latest} says {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the one "

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.storage import Structure
+from mm.config.flags import VitQkvOrder
 from mm.config.model import ModelConfig
 from mm.weights.cut import Span
 from mm.weights.plan import Index
@@ -26,8 +26,8 @@ from mm.weights.views import View
 class QkvOrder:
     """How the order is found: it is stated, or compared."""
 
-    is_whole: bool | None = None
-    """Whether it is [Q; K; V] as a whole, as the user states it; None: not stated."""
+    stated: VitQkvOrder | None = None
+    """By the user."""
     base: str | Path | None = None
     """A Hugging Face directory of the model, or what it was trained from."""
     flag: str = ""
@@ -43,15 +43,15 @@ def in_qkv_order(
     """
     if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
         return directory, ()
-    is_whole = order.is_whole
-    if is_whole is None and order.base is not None:
-        is_whole = _found(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
-    if is_whole is None:
+    found = order.stated
+    if found is None and order.base is not None:
+        found = _shown(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
+    if found is None:
         return directory, (
             f"{directory.path} has no manifest, and nothing shows in which order it keeps the ViT's qkv; it is read "
             f"per head, as MindSpeed-MM 2.1.0 and those from 26.0.0 on write it.  If 2.2.0 or 2.3.0 converted it, give "
             f"{order.flag} whole",)
-    if not is_whole:
+    if found == "per_head":
         return directory, ()
     storage = replace(directory.storage, whole_vision_qkv=True)
     return replace(directory, storage=storage), (
@@ -59,8 +59,8 @@ def in_qkv_order(
         f"leave it, where its runtime expects it per head; it is read rightly here",)
 
 
-def _found(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> bool | None:
-    """By which of the two the first qkv of the ViT is much nearer to that of ``base``; None where nothing shows it."""
+def _shown(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> VitQkvOrder | None:
+    """The order in which the first qkv of the ViT is much nearer to that of ``base``; None where nothing shows it."""
     weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
     either = [replace(directory, storage=replace(directory.storage, whole_vision_qkv=is_whole))
               for is_whole in (False, True)]
@@ -68,16 +68,16 @@ def _found(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base
     per_head, whole = (_rows(one.path, one.views(model, tp_size)[0], weight) for one in either)
     if expected is None or per_head is None or whole is None:
         return None
-    distances = [float((found - expected).abs().sum()) for found in (per_head, whole)]
-    near, far = sorted(distances)
-    return None if near > far / 2 else distances[1] < distances[0]
+    from_per_head, from_whole = (float((found - expected).abs().sum()) for found in (per_head, whole))
+    if min(from_per_head, from_whole) > max(from_per_head, from_whole) / 2:
+        return None
+    return "whole" if from_whole < from_per_head else "per_head"
 
 
 def _rows(root: Path, views: Sequence[View], weight: Weight) -> Tensor | None:
     """The whole Hugging Face tensor of ``weight`` in fp32; None where ``views`` lack some of it."""
-    rows = Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
-    parts = list(Index(views).find(rows))
-    if sum(one.span.length for one in parts) != rows.length:
+    index, rows = Index(views), Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
+    if sum(one.span.length for one in index.find(rows)) != rows.length:
         return None
     with Files(root) as files:
-        return torch.cat([files.tensor(one.view, range(1), range(one.start, one.stop))[0].float() for one in parts])
+        return files.block(index, weight.hf_names[0], range(1), range(rows.length))[0].float()

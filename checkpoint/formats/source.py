@@ -30,7 +30,7 @@ from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoin
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.weights.cut import Span, cut_dim, shard_spans
+from mm.weights.cut import cut_dim, shard_spans
 from mm.weights.plan import Index
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, View
@@ -75,7 +75,7 @@ class Source:
     consumed_samples: int | None = None
     """By that training; None where nothing says."""
     notes: tuple[str, ...] = ()
-    """For the user: what an interrupted save left behind."""
+    """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
 
     @property
     def is_vit_only(self) -> bool:
@@ -158,16 +158,6 @@ class Source:
                         into[rows.start : rows.stop, indices.start - one.start :][:, : len(indices)] = block
                 filled += span.length
         return shard
-
-    def read_block(self, files: Files, key: str, rows: range, indices: range) -> Tensor:
-        """[row, index, place] of the Hugging Face tensor ``key`` as it is stored, without looking at checksums.
-
-        ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
-        source must hold all of them, in one dtype.  ``files`` are those of ``path``, of one thread.
-        """
-        found = list(self.index.find(Span(key, indices.start, len(indices))))
-        blocks = [files.tensor(one.view, rows, range(one.start, one.stop)) for one in found]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
 # Opening

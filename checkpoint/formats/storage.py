@@ -85,19 +85,18 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                     prefix + stage_local_name(part, spec): part
                     for weight in stage_weights(model, spec, placement)
                     if not (storage.vit_only and weight.part == "language")
-                    for part in (_as_a_whole(weight) if storage.whole_vision_qkv else None) or stored_weights(
-                        weight, storage.structure)
+                    for part in _kept(weight, storage)
                 }
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
 
 
-def _as_a_whole(weight: Weight) -> tuple[Weight, ...]:
-    """The ViT's qkv cut like one matrix; nothing of other weights."""
-    if weight.fusion is not Fusion.PER_HEAD_QKV:
-        return ()
-    return (replace(weight, fusion=Fusion.COPY, num_units=3 * weight.num_units),)
+def _kept(weight: Weight, storage: Storage) -> tuple[Weight, ...]:
+    """``stored_weights``, with the ViT's qkv cut like one matrix where it is kept as a whole."""
+    if storage.whole_vision_qkv and weight.fusion is Fusion.PER_HEAD_QKV:
+        return (replace(weight, fusion=Fusion.COPY, num_units=3 * weight.num_units),)
+    return stored_weights(weight, storage.structure)
 
 
 def mindspeed_targets(

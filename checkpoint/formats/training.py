@@ -142,8 +142,8 @@ def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]
     Only one tensor at a time is copied to the host.  Raises UserError when the file cannot be written.
     """
     by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
-    planned = safetensors_file(file, [(name, piece.stored.dtype, piece.stored.shape)
-                                         for name, (piece, _) in by_name.items()])
+    planned = safetensors_file(
+        file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
     finished = []
     with _new_file(folder / file) as opened:
         opened.write(planned.parts[0][1])

@@ -20,6 +20,8 @@ from mm.errors import nearest, refuse
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 LossUnit = Literal["token", "sample", "microbatch"]
+VitQkvOrder = Literal["per_head", "whole"]
+"""per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,7 +32,7 @@ class Arguments:
     mm_model: str = Field(description="model JSON")
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
-    vit_qkv_order: Literal["per_head", "whole"] | None = Field(
+    vit_qkv_order: VitQkvOrder | None = Field(
         None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
     save: str | None = Field(None, description="directory of the training checkpoints")
     export_hf: str | None = Field(None, description="directory of the Hugging Face export at the end")

@@ -53,9 +53,8 @@ def file_problems(run: Run) -> list[str]:
 
 def qkv_order(run: Run) -> QkvOrder:
     """How the order of the ViT's qkv in ``--load`` is found."""
-    stated = run.args.vit_qkv_order
     base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
-    return QkvOrder(None if stated is None else stated == "whole", base, "--vit-qkv-order")
+    return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
 
 
 def sample_problems(run: Run) -> list[str]:
@@ -112,14 +111,13 @@ def picture_note(run: Run) -> str | None:
 def _export_problems(run: Run, base: Path, target: Path) -> list[str]:
     """Problems of the base of the export, unless ``--load`` gives it too, and of the target."""
     problems: list[str] = []
-    if run.args.load is None or Path(run.args.load).resolve() != base.resolve():
+    resolved = base.resolve()
+    if run.args.load is None or Path(run.args.load).resolve() != resolved:
         with collected(problems):
             HFDirectory.open(base, weights_required=False).check(run.model)
     with collected(problems, "--export-hf: "):
-        if base.resolve().is_relative_to(target):
-            raise UserError(
-                f"The target {target} is or contains the base directory {base.resolve()}; give another target."
-            )
+        if resolved.is_relative_to(target):
+            raise UserError(f"The target {target} is or contains the base directory {resolved}; give another target.")
         check_target(target, num_bytes=0)
     return problems
 

@@ -86,7 +86,7 @@ def test_blocks_of_published_tensors(case, data):
         rows, indices = (range(start, data.draw(st.integers(start + 1, size))) for size in expected.shape[:2]
                          for start in [data.draw(st.integers(0, size - 1))])
         with Files(source.path) as files:
-            found = source.read_block(files, key, rows, indices)
+            found = files.block(source.index, key, rows, indices)
         assert torch.equal(found, expected[rows.start : rows.stop, indices.start : indices.stop])
 
 
