@@ -3,10 +3,12 @@
 Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from mm.config.run import Run, load_run
 from mm.errors import AgreedError, UserError, refuse
@@ -75,7 +77,21 @@ def _report(error: UserError) -> int:
     start = "error: " if rank == "0" else f"[rank {rank}] error: "
     sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
     sys.stderr.flush()
+    _tell_the_launcher(error.problems)
     return 2
+
+
+def _tell_the_launcher(problems: Sequence[str]) -> None:
+    """Give torchrun what it shows as the root cause, in its own format, in place of a hint how to get a traceback.
+
+    torchrun itself ends with 1 and a traceback of its own whenever a rank ends with another status than 0.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    others = f" ({len(problems) - 1} more stand above)" if len(problems) > 1 else ""
+    message = {"message": f"{problems[0]}{others}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def train(run: Run) -> None:

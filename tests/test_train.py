@@ -57,6 +57,11 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     assert told == ["error: --lr is 'x'; expected a number of at least 0",
                     "error: --train-iters is missing: optimizer steps in all"]
     assert done.returncode != 0
+    # torchrun's own report names the mistake and our status, and the only traceback is torchrun's of its own failure
+    report = done.stderr[done.stderr.index("Root Cause"):]
+    assert "exitcode  : 2" in report
+    assert "traceback : --lr is 'x'; expected a number of at least 0 (1 more stand above)" in report
+    assert done.stderr.count("Traceback") == done.stderr.count("\n    raise ChildFailedError(\n") == 1
 
 
 def metrics(inputs: Path, name: str) -> list[dict]:
