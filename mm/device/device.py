@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from mm.device.kernels import KERNELS, Kernels
 from mm.device.shims import apply_shims
 from mm.errors import UserError
 
+_ADAPTOR = "mindspeed.megatron_adaptor"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -54,8 +56,15 @@ class Device:
     def pick(cls, wanted: str = "auto") -> "Device":
         """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare megatron for it.
 
-        Raises ``UserError`` when the wanted device is not usable here.
+        Raises ``UserError`` when the wanted device is not usable here, or MindSpeed has patched megatron.
         """
+        if _ADAPTOR in sys.modules:
+            raise UserError(
+                f"{_ADAPTOR} is loaded in this process: it reads our command line as its own, and replaces "
+                f"Tensor.view, megatron's gradient buffers and its optimizer, so that nothing here would compute what "
+                f"was tested. Take its import out of the script; an installed MindSpeed may stay, nothing of it is "
+                f"needed"
+            )
         kind = _usable_kind(wanted)
         index = 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK", "0"))
         if kind == "npu":

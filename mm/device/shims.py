@@ -1,7 +1,7 @@
 """What makes CUDA-shaped code run elsewhere: the declared tables of replaced names.  The only file that patches.
 
-megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it; on CPU the table
-``CPU_SHIMS`` does.
+megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it and ``NPU_SHIMS`` adds
+what that leaves out; on CPU the table ``CPU_SHIMS`` does all.
 """
 
 import importlib
@@ -62,6 +62,11 @@ def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
     return _CUDA_NAMES.get(tensor.dtype) or _tensor_type(tensor)
 
 
+def _npu_type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
+    found = _tensor_type(tensor, *args, **options)
+    return found.replace("torch.npu.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
 def _foreach_l2_norm(_chunk: int, _noop: Tensor, tensor_lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
     norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
         [tensor.float() for tensor in tensor_lists[0]]
@@ -94,6 +99,14 @@ CPU_SHIMS: tuple[Shim, ...] = (
 )
 """What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
 
+NPU_SHIMS: tuple[Shim, ...] = (
+    Shim("torch:Tensor.type", _npu_type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
+    Shim("megatron.core.optimizer:Adam", torch.optim.AdamW,
+         "megatron takes apex's Adam where apex can be imported; Ascend's apex has no kernel behind it and raises"),
+    Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
+)
+"""What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
+
 COMMON_SHIMS: tuple[Shim, ...] = (
     Shim(
         "megatron.core.optimizer.clip_grads:l2_norm_impl",
@@ -101,13 +114,14 @@ COMMON_SHIMS: tuple[Shim, ...] = (
         "megatron's fallback without apex takes one norm, and one host-device sync, per tensor",
     ),
 )
-"""Replacements of slow fallbacks, on every device, where the packages with the fast forms are absent."""
+"""Replacements of slow fallbacks, where the packages with the fast forms are absent or cannot serve the device."""
 
 
 def apply_shims(kind: str) -> None:
     """Patch what megatron needs on a device of ``kind``; before megatron is imported."""
-    has_fast_forms = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
-    shims = (CPU_SHIMS if kind == "cpu" else ()) + (() if has_fast_forms else COMMON_SHIMS)
+    # both packages compute on CUDA only
+    has_fast_forms = kind == "cuda" and any(map(importlib.util.find_spec, ("transformer_engine", "amp_C")))
+    shims = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ()}[kind] + (() if has_fast_forms else COMMON_SHIMS)
     if any(shim.target.startswith("megatron.") for shim in shims):
         # torch.compile builds C++ for every new shape; our kernels replace the functions megatron decorates with it.
         importlib.import_module("megatron.core.jit").disable_jit_fuser()

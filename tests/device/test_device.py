@@ -1,9 +1,12 @@
 """The device is found by itself, and what is patched is exactly the declared table."""
 
 import importlib
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,8 +14,9 @@ import torch
 
 from mm.device.device import Device, peak_flops, random_states, set_random_states
 from mm.device.kernels import SwiGLU, npu_rms_norm, npu_swiglu, rms_norm
-from mm.device.shims import COMMON_SHIMS, CPU_SHIMS
+from mm.device.shims import COMMON_SHIMS, CPU_SHIMS, NPU_SHIMS
 from mm.errors import UserError
+from tests.launch import ROOT
 
 
 def test_every_shim_target_exists_and_has_a_reason() -> None:
@@ -24,8 +28,9 @@ def test_every_shim_target_exists_and_has_a_reason() -> None:
             owner = getattr(owner, name)
         assert owner is shim.replacement, f"{shim.target} is not patched"
         assert len(shim.reason) > 10
-    targets = [shim.target for shim in CPU_SHIMS + COMMON_SHIMS]
-    assert len(set(targets)) == len(targets)
+    for table in (CPU_SHIMS + COMMON_SHIMS, NPU_SHIMS + COMMON_SHIMS):
+        targets = [shim.target for shim in table]
+        assert len(set(targets)) == len(targets)
 
 
 def test_tensors_keep_their_meaning_under_the_shims() -> None:
@@ -49,6 +54,49 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_npu_without_torch_npu_is_refused() -> None:
     with pytest.raises(UserError, match="torch_npu is not installed"):
         Device.pick("npu")
+
+
+NPU_TABLE = """
+import importlib
+from tests.stand_ins import fake_npu
+fake_npu.start()
+from mm.device.device import Device
+from mm.device.shims import COMMON_SHIMS, NPU_SHIMS
+device = Device.pick("npu")
+import torch
+for shim in NPU_SHIMS + COMMON_SHIMS:
+    module_name, attribute = shim.target.split(":")
+    owner = importlib.import_module(module_name)
+    for name in attribute.split("."):
+        owner = getattr(owner, name)
+    assert owner is shim.replacement and len(shim.reason) > 10, shim.target
+x = torch.ones(2, device=device.torch_device)
+print(x.device, x.type(), x.bfloat16().type(), x.cpu().type(), x.type(torch.float64).dtype)
+"""
+
+
+def test_the_shims_of_an_npu() -> None:
+    done = subprocess.run([sys.executable, "-c", NPU_TABLE], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.split() == [
+        "npu:0", "torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.FloatTensor", "torch.float64",
+    ], done.stderr  # fmt: skip
+
+
+def test_an_apex_without_kernels_is_never_megatrons_choice(tmp_path: Path) -> None:
+    """Ascend's apex can be imported, and raises when its Adam is made."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    (tmp_path / "apex" / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    program = NPU_TABLE + "import megatron.core.optimizer as o; print(o.Adam is torch.optim.AdamW, o.SGD.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert done.stdout.split()[-2:] == ["True", "apex.optimizers"], done.stderr
+
+
+def test_mindspeeds_adaptor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", ModuleType("mindspeed.megatron_adaptor"))
+    with pytest.raises(UserError, match=r"mindspeed\.megatron_adaptor is loaded.*Take its import out of the script"):
+        Device.pick("cpu")
 
 
 def test_foreach_norm_equals_torch() -> None:

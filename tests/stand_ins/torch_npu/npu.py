@@ -7,6 +7,7 @@ import torch
 
 _NUM_DEVICES = 2
 _chosen = 0
+_generator = torch.Generator()
 
 
 def is_available():
@@ -44,7 +45,16 @@ def max_memory_allocated(device=None):
     return 0
 
 
-def manual_seed_all(seed): ...
+def manual_seed_all(seed):
+    _generator.manual_seed(seed)
+
+
+def get_rng_state(device="npu"):
+    return _generator.get_state()
+
+
+def set_rng_state(new_state, device="npu"):
+    _generator.set_state(new_state)
 
 
 def _is_in_bad_fork():

@@ -1,0 +1,104 @@
+"""The trainer on the fake NPU equals the trainer on the CPU: losses, norms, checkpoints and the exported model.
+
+The whole program runs, from the command line to the export, through megatron-core, with tensors that say ``npu:0``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.launch import ROOT, free_port
+from tests.tiny_inputs import write_inputs
+
+NUM_ITERATIONS = 3
+LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is called, more flags)
+    "fp32": (1, "model_1", "fp32", ()),
+    "bf16": (1, "model_1", "bf16", ("--bf16",)),
+    "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
+    "tp2": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2")),
+    "pp2": (2, "model_2", "fp32", ()),
+    "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
+    "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+}
+REFERENCES = ("fp32", "bf16", "frozen")
+TOLERANCES = {"fp32": 2e-5, "bf16": 2e-2}
+
+
+def flags(inputs: Path, device: str, name: str, model: str, *more: str) -> list[str]:
+    folder = inputs / device / name
+    return [
+        "--device", device, "--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / "data.json"),
+        "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters",
+        str(NUM_ITERATIONS), "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "1",
+        "--clip-grad", "1.0", "--calculate-per-token-loss", "--save", str(folder / "save"),
+        "--log-dir", str(folder / "logs"), "--export-hf", str(folder / "hf"), *more,
+    ]  # fmt: skip
+
+
+def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> None:
+    """Run ``names`` of LAYOUTS one after another in one set of processes; the first of them also stops and goes on."""
+    runs = []
+    for name in names:
+        _, model, _, more = LAYOUTS[name]
+        start = flags(inputs, device, name, model, *more)
+        hf = ("--load", str(inputs / "hf"))
+        if device == "npu" and name == names[0]:
+            runs.append({"name": f"{name}-first", "flags": [*start, *hf, "--exit-interval", "2"]})
+            hf = ("--load", str(inputs / device / name / "save"))
+        runs.append({"name": name, "flags": [*start, *hf]})
+    for run in runs:
+        run["port"] = free_port()
+    order = inputs / f"{device}_{num_processes}.json"
+    order.write_text(json.dumps(runs))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_addr",
+        "localhost", "--master_port", str(free_port()), "-m", "tests.device.npu_worker", device, str(order),
+        str(inputs / device),
+    ]  # fmt: skip
+    (inputs / device).mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs have left what they made."""
+    inputs = write_inputs(tmp_path_factory.mktemp("npu"))
+    model = json.loads((inputs / "model_1.json").read_text())
+    model["image_encoder"]["vision_encoder"]["freeze"] = True
+    (inputs / "model_frozen.json").write_text(json.dumps(model))
+    launch(inputs, "cpu", 1, list(REFERENCES))
+    for num_processes in (1, 2):
+        launch(inputs, "npu", num_processes, [name for name, one in LAYOUTS.items() if one[0] == num_processes])
+    return inputs
+
+
+def metrics(inputs: Path, device: str, name: str) -> list[dict]:
+    return [json.loads(row) for row in (inputs / device / name / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_equals_that_of_the_cpu(inputs: Path, name: str) -> None:
+    reference = LAYOUTS[name][2]
+    tolerance = TOLERANCES["bf16" if reference == "bf16" else "fp32"]
+    ours, expected = metrics(inputs, "npu", name), metrics(inputs, "cpu", reference)
+    assert [row["iteration"] for row in ours] == list(range(1, NUM_ITERATIONS + 1))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
+    exports = [load_file(inputs / device / one / "hf" / "model.safetensors")
+               for device, one in (("npu", name), ("cpu", reference))]
+    assert exports[0].keys() == exports[1].keys()
+    for key, tensor in exports[0].items():
+        assert tensor.dtype == exports[1][key].dtype
+        assert float((tensor - exports[1][key]).float().norm() / exports[1][key].float().norm()) <= tolerance, key
+
+
+def results(inputs: Path, name: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((inputs / "npu").glob(f"{name}_[0-9].json"))]
