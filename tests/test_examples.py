@@ -17,11 +17,12 @@ from mm.plan.stages import num_model_params, stage_report
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
-    "3b": (8, 1, 1, 8, 256, 3_754_622_976),
+    "3b": (8, 1, 1, 8, 256, 3_754_622_976),  # all but the parameters as in MindSpeed-MM's scripts
     "7b": (8, 1, 2, 4, 192, 8_292_166_656),
     "32b": (16, 2, 8, 1, 96, 33_452_718_336),
     "72b": (64, 2, 8, 4, 384, 73_410_777_344),
 }
+MICROBATCHES = {"3b": (8, 4), "7b": (4, 12), "32b": (2, 48), "72b": (1, 96), "tiny": (8, 4)}  # samples x number
 STAND_IN = """#!/bin/bash
 if [[ "${*: -1}" == --check ]]; then echo "checked" >&2; exit "${CHECK_STATUS:-0}"; fi
 printf '%s\\0' "$@" > "$RECORD"
@@ -54,6 +55,11 @@ def run_script(tmp_path, size: str, *flags: str, **environment: str) -> tuple[su
     return outcome, argv
 
 
+def recorded(tmp_path) -> dict[str, str]:
+    """The environment that Python was given."""
+    return dict(line.split("=", 1) for line in (tmp_path / "argv.env").read_text().splitlines() if "=" in line)
+
+
 def train_flags(argv: list[str]) -> list[str]:
     return argv[argv.index("mm.train") + 1 :]
 
@@ -72,6 +78,55 @@ def test_dry_run_of_every_size(tmp_path, monkeypatch, size):
     report = stage_report(run)
     assert f"{num_params:,} parameters" in report
     assert "ViT 0-31 (frozen), projector (frozen), embedding" in report
+
+
+@pytest.mark.parametrize("size", MICROBATCHES)
+def test_microbatches_of_several_samples(tmp_path, size):
+    """MindSpeed-MM's scripts have one sample a microbatch, and as many more microbatches."""
+    outcome, argv = run_script(tmp_path, size, "--dry-run")
+    assert outcome.returncode == 0, outcome.stderr
+    args = parse(argv[2:])
+    num_samples, num_microbatches = MICROBATCHES[size]
+    dp_size = SIZES[size][3] if size in SIZES else 1
+    assert (args.micro_batch_size, args.global_batch_size) == (num_samples, num_samples * num_microbatches * dp_size)
+
+
+@pytest.mark.parametrize(("environment", "samples", "global_batch_size"), [
+    ({"MBS": "1"}, 1, 48),
+    ({"GRAD_ACC_STEP": "5"}, 4, 80),
+    ({"MBS": "1", "GRAD_ACC_STEP": "48"}, 1, 192),
+    ({"GBS": "32"}, 4, 32),
+    ({"GBS": "32", "MBS": "1"}, 1, 32),
+    ({"GBS": "192", "TP": "2"}, 4, 192),
+    ({"GBS": "80", "GRAD_ACC_STEP": "5"}, 4, 80),
+])
+def test_a_batch_of_the_user_wins(tmp_path, environment, samples, global_batch_size):
+    outcome, argv = run_script(tmp_path, "7b", "--dry-run", **environment)
+    assert outcome.returncode == 0, outcome.stderr
+    args = parse(argv[2:])
+    assert (args.micro_batch_size, args.global_batch_size) == (samples, global_batch_size)
+
+
+@pytest.mark.parametrize(("environment", "what"), [
+    ({"GBS": "8"}, "GBS is 8, but MBS x GRAD_ACC_STEP x DP = 4 x 0 x 4"),
+    ({"GBS": "81", "GRAD_ACC_STEP": "5"}, "GBS is 81, but MBS x GRAD_ACC_STEP x DP = 4 x 5 x 4"),
+    ({"GBS": "many"}, "GBS is 'many'; expected an integer"),
+    ({"OVERLAP": "no"}, "OVERLAP is 'no'; expected 1 or 0"),
+])
+def test_settings_that_contradict_each_other_are_refused(tmp_path, environment, what):
+    outcome, argv = run_script(tmp_path, "7b", **environment)
+    assert (outcome.returncode, argv) == (2, [])
+    assert what in outcome.stderr
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduction_and_gathering_overlap(tmp_path, size):
+    def overlap(**environment: str) -> tuple[bool, bool, bool]:
+        args = parse(run_script(tmp_path, size, "--dry-run", **environment)[1][2:])
+        return args.use_distributed_optimizer, args.overlap_grad_reduce, args.overlap_param_gather
+
+    assert overlap() == (True, True, True)
+    assert overlap(OVERLAP="0") == (True, False, False)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -223,11 +278,36 @@ def test_environment_of_the_runtime(tmp_path):
     toolkit = tmp_path / "set_env.sh"
     toolkit.write_text('export FROM_TOOLKIT="yes$UNSET_VARIABLE"\nfalse\n')
     run_script(tmp_path, "72b", "--dry-run", CANN_ENV=str(toolkit), HCCL_CONNECT_TIMEOUT="7")
-    recorded = dict(line.split("=", 1) for line in (tmp_path / "argv.env").read_text().splitlines() if "=" in line)
     expected = {"FROM_TOOLKIT": "yes", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CPU_AFFINITY_CONF": "2",
-                "HCCL_CONNECT_TIMEOUT": "7", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
-    assert {name: recorded.get(name) for name in expected} == expected
-    assert "WORLD_SIZE" not in recorded
+                "HCCL_CONNECT_TIMEOUT": "7", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    given = recorded(tmp_path)
+    assert {name: given.get(name) for name in expected} == expected
+    assert "WORLD_SIZE" not in given
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_hardware_queue_only_with_tensor_parallelism(tmp_path, size):
+    run_script(tmp_path, size, "--dry-run")
+    default_tp_size = SIZES[size][1]
+    assert recorded(tmp_path).get("CUDA_DEVICE_MAX_CONNECTIONS") == ("1" if default_tp_size > 1 else None)
+    run_script(tmp_path, size, "--dry-run", TP=str(3 - default_tp_size))
+    assert recorded(tmp_path).get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if default_tp_size > 1 else "1")
+    run_script(tmp_path, size, "--dry-run", TP="2", CUDA_DEVICE_MAX_CONNECTIONS="8")
+    assert recorded(tmp_path)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_settings_of_the_allocators(tmp_path, size):
+    """torch_npu's own variable where MindSpeed-MM's script sets it; what the user has set wins."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
+    grows = "expandable_segments:True"
+    run_script(tmp_path, size, "--dry-run")
+    assert [recorded(tmp_path).get(name) for name in names] == [grows, grows if size in ("32b", "72b") else None]
+    run_script(tmp_path, size, "--dry-run", PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_NPU_ALLOC_CONF="b:2")
+    assert [recorded(tmp_path)[name] for name in names] == ["a:1", "b:2"]
+    run_script(tmp_path, size, "--dry-run", PYTORCH_ALLOC_CONF="c:3")
+    assert recorded(tmp_path).keys().isdisjoint(names)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)

@@ -2,11 +2,16 @@
 #
 # A script sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the environment), calls
 # `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
+#
+# The global batch is MBS x GRAD_ACC_STEP x DP samples; GBS given alone decides GRAD_ACC_STEP.  How the batch is cut
+# into microbatches does not change the result: samples are packed, never padded, each attends to itself alone, and the
+# loss is divided by the target tokens of the global batch.  Only --calculate-per-microbatch-loss makes MBS count.
+#
 # Flags after the script's name are passed on; with --dry-run or --check nothing is launched.  Else one process checks
 # everything first, so that a mistake is told once and ends the script with status 2.
 # All paths are relative to the repository root.
 #
-# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
+# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,6 +20,7 @@ MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 NODE_RANK=${NODE_RANK:-0}
 LOG_DIR=${LOG_DIR:-logs}
+GIVEN_GRAD_ACC_STEP=${GRAD_ACC_STEP:-}
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python
     if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
@@ -25,8 +31,14 @@ fail() {
     exit 2
 }
 
-# The Ascend toolkit where it is installed, and the settings of its runtime (no effect elsewhere).
-ascend_environment() {
+# expandable_segments VARIABLE: let the allocator of a device grow its blocks in place, because shapes change with every
+# microbatch.  PYTORCH_ALLOC_CONF, where given, speaks for every device; torch_npu refuses its own variable beside it.
+expandable_segments() {
+    [[ -n "${PYTORCH_ALLOC_CONF:-}" ]] || export "$1=${!1:-expandable_segments:True}"
+}
+
+# The Ascend toolkit where it is installed, and the settings of the devices' runtimes (those of others have no effect).
+device_environment() {
     local file
     for file in "${CANN_ENV:-/usr/local/Ascend/cann/set_env.sh}" "${ATB_ENV:-/usr/local/Ascend/nnal/atb/set_env.sh}"; do
         if [[ -f "$file" ]]; then
@@ -36,7 +48,7 @@ ascend_environment() {
             set -eu
         fi
     done
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}  # Megatron insists on it for TP > 1
+    expandable_segments PYTORCH_CUDA_ALLOC_CONF
     export ASCEND_SLOG_PRINT_TO_STDOUT=${ASCEND_SLOG_PRINT_TO_STDOUT:-0}
     export ASCEND_GLOBAL_LOG_LEVEL=${ASCEND_GLOBAL_LOG_LEVEL:-3}
     export TASK_QUEUE_ENABLE=${TASK_QUEUE_ENABLE:-2}
@@ -68,10 +80,10 @@ nodes_from_hostfile() {
     fail "none of the addresses in $hostfile (${nodes[*]}) belongs to this machine ($own)"
 }
 
-# WORLD_SIZE, DP and GBS from the variables of the script.
+# WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP) and OVERLAP_ARGS from the variables of the script.
 derive_sizes() {
     local name wrong=()
-    for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP MASTER_PORT; do
+    for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP MASTER_PORT ${GBS:+GBS}; do
         [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
     done
     ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
@@ -85,7 +97,21 @@ derive_sizes() {
             "change NNODES, NPUS_PER_NODE, TP or PP"
     fi
     DP=$((WORLD_SIZE / replica))
-    GBS=$((MBS * GRAD_ACC_STEP * DP))
+    if [[ -n "${GBS:-}" && -z "$GIVEN_GRAD_ACC_STEP" ]]; then GRAD_ACC_STEP=$((GBS / (MBS * DP))); fi
+    GBS=${GBS:-$((MBS * GRAD_ACC_STEP * DP))}
+    if ((GBS != MBS * GRAD_ACC_STEP * DP)); then
+        fail "GBS is $GBS, but MBS x GRAD_ACC_STEP x DP = $MBS x $GRAD_ACC_STEP x $DP; leave GBS or GRAD_ACC_STEP" \
+            "out, or make GBS a multiple of MBS x DP"
+    fi
+    # With one hardware queue the reduction of a gradient between tensor-parallel ranks starts before the matrix product
+    # that hides it.  Without tensor parallelism the variable would only hold back the overlap of OVERLAP_ARGS.
+    if ((TP > 1)); then export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}; fi
+    # Reduce gradients during the backward pass and gather parameters during the forward pass; OVERLAP=0 turns both off.
+    case "${OVERLAP:-1}" in
+        1) OVERLAP_ARGS=(--overlap-grad-reduce --overlap-param-gather) ;;
+        0) OVERLAP_ARGS=() ;;
+        *) fail "OVERLAP is '$OVERLAP'; expected 1 or 0" ;;
+    esac
 }
 
 # launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.

@@ -1,9 +1,9 @@
 """Stand-in for torch_npu on machines without an NPU: the operators that mm calls, in plain torch on any device.
 
-Signatures, argument rules and limits are those of torch_npu 2.13 (schema of the wheel; pages of the operators in
-github.com/Ascend/op-plugin, docs/context).  What the real operator refuses or silently computes otherwise, this does
-too; what it can do and mm does not use raises NotImplementedError.  Nothing of mm is imported.  Importing it makes
-``torch.npu`` known, as importing the real package does.
+Signatures are those of ../torch_npu_signatures.json; argument rules and limits those of torch_npu 2.13 (texts in its
+``_op_plugin_docs.py``; pages of the operators in github.com/Ascend/op-plugin, docs/context).  What the real operator
+refuses or silently computes otherwise, this does too; what it can do and mm does not use raises NotImplementedError.
+Nothing of mm is imported.  Importing it makes ``torch.npu`` known, as importing the real package does.
 """
 
 from itertools import pairwise
@@ -171,23 +171,32 @@ def npu_swiglu(input, dim=-1):
     return torch.nn.functional.silu(gate) * up
 
 
-def npu_rotary_mul(input, r1_cos, r2_sin, rotary_mode="half", rotate=None):
-    """input * cos + rotate_half(input) * sin, for BNSD, BSND and SBND told apart by the shape of the tables."""
+def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
+    """input * r1 + rotate_half(input) * r2, for BNSD, BSND and SBND told apart by the shape of the tables."""
     if rotary_mode != "half" or rotate is not None:
         raise NotImplementedError("the stand-in for npu_rotary_mul has rotary_mode 'half' only")
-    if not input.dim() == r1_cos.dim() == r2_sin.dim() == 4:
-        raise RuntimeError(f"takes 4-D tensors: {input.shape}, {r1_cos.shape}, {r2_sin.shape}")
-    if not input.dtype == r1_cos.dtype == r2_sin.dtype or input.dtype not in _FLOATS:
-        raise RuntimeError(f"all three must share one of {_FLOATS}: {input.dtype}, {r1_cos.dtype}, {r2_sin.dtype}")
+    if not input.dim() == r1.dim() == r2.dim() == 4:
+        raise RuntimeError(f"takes 4-D tensors: {input.shape}, {r1.shape}, {r2.shape}")
+    if not input.dtype == r1.dtype == r2.dtype or input.dtype not in _FLOATS:
+        raise RuntimeError(f"all three must share one of {_FLOATS}: {input.dtype}, {r1.dtype}, {r2.dtype}")
     head_dim = input.shape[-1]
     if head_dim >= 896 or head_dim % 2:
         raise RuntimeError(f"the last axis must be even and below 896, not {head_dim}")
-    fits = all(given in (1, full) for given, full in zip(r1_cos.shape, input.shape, strict=True))
-    if r1_cos.shape != r2_sin.shape or not fits or r1_cos.shape[-1] != head_dim:
-        raise RuntimeError(f"tables {r1_cos.shape}, {r2_sin.shape} do not broadcast to {input.shape}")
+    fits = all(given in (1, full) for given, full in zip(r1.shape, input.shape, strict=True))
+    if r1.shape != r2.shape or not fits or r1.shape[-1] != head_dim:
+        raise RuntimeError(f"tables {r1.shape}, {r2.shape} do not broadcast to {input.shape}")
     # the axis along which the tables run is the sequence; batch and heads are the other two
-    sequence = max(range(3), key=lambda axis: r1_cos.shape[axis])
+    sequence = max(range(3), key=lambda axis: r1.shape[axis])
     if any(input.shape[axis] >= 1000 for axis in range(3) if axis != sequence):
         raise RuntimeError(f"batch and heads must be below 1000: {tuple(input.shape)}")
     first, second = input.chunk(2, dim=-1)
-    return input * r1_cos + torch.cat((-second, first), dim=-1) * r2_sin
+    return input * r1 + torch.cat((-second, first), dim=-1) * r2
+
+
+def _npu_matmul_add_fp32(x, weight, C):
+    """C += x^T weight in place, C in float32.  The real one needs ATB, and raises OSError where that is missing."""
+    if x.dtype != weight.dtype or x.dtype not in (torch.float16, torch.bfloat16) or C.dtype != torch.float32:
+        raise RuntimeError(f"takes two 16-bit matrices and one in float32: {x.dtype}, {weight.dtype}, {C.dtype}")
+    if not x.dim() == weight.dim() == C.dim() == 2 or C.shape != (x.shape[1], weight.shape[1]):
+        raise RuntimeError(f"{tuple(x.shape)}^T {tuple(weight.shape)} does not fit {tuple(C.shape)}")
+    C.addmm_(x.float().t(), weight.float())
