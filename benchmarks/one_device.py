@@ -22,11 +22,13 @@ from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
+from mm.model.load import set_weight
 from mm.model.positions import mrope_positions
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
 from mm.training.step import Parts, forward_backward, step
+from mm.weights.memory import MemoryLayout
 from mm.weights.table import fuse, model_weights
 
 LR = 1e-5
@@ -150,10 +152,8 @@ class Ours:
         ])  # fmt: skip
         mesh = parallel.start(device, model, tp_size=1)
         stage = Stage(model, mesh, precision, device)
-        with torch.no_grad():
-            for weight in stage.weights:
-                whole = fuse(weight, [tensors[name] for name in weight.hf_names])
-                stage.get_parameter(weight.name).copy_(whole)
+        for weight in stage.weights:
+            set_weight(stage, weight, fuse(weight, [tensors[name] for name in weight.hf_names]), mesh)
         self.parts = Parts.build(stage, mesh, args)
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:
@@ -169,11 +169,12 @@ class Ours:
         return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.parts.stage.model.vision))
 
     def gradients(self) -> dict[str, Tensor]:
-        """By our names, in fp32 on the CPU."""
+        """By our names, in fp32 on the CPU, without padding."""
+        trained = {name: p.main_grad for name, p in self.parts.stage.named_parameters() if p.requires_grad}
         return {
-            name: parameter.main_grad.float().cpu()
-            for name, parameter in self.parts.stage.named_parameters()
-            if parameter.requires_grad
+            weight.name: MemoryLayout.of(weight, tp_size=1).cut_whole(trained[weight.name].float().cpu())
+            for weight in self.parts.stage.weights
+            if weight.name in trained
         }
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.positions import mrope_positions
 from mm.placement import PipelineLayout
-from mm.weights.table import Weight, fuse
+from mm.weights.table import Fusion, Weight, fuse, local_shape
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 VOCAB = 256
@@ -120,6 +120,18 @@ def hf_tensors(model: Qwen2_5_VLForConditionalGeneration, gradients: bool = Fals
 def whole(weight: Weight, tensors: dict[str, Tensor]) -> Tensor:
     """The fused tensor of ``weight`` from Hugging Face tensors."""
     return fuse(weight, [tensors[name] for name in weight.hf_names])
+
+
+def without_padding(weight: Weight, held: Tensor, tp_size: int) -> Tensor:
+    """A rank's shard as files hold it, of what it holds in memory; the padding there must be zero."""
+    if weight.tp_dim is None:
+        return held
+    num_blocks = 2 if weight.fusion is Fusion.GATE_UP else 1
+    size = local_shape(weight, tp_size)[weight.tp_dim] // num_blocks
+    blocks = held.chunk(num_blocks, weight.tp_dim)
+    padding = [block.narrow(weight.tp_dim, size, block.shape[weight.tp_dim] - size) for block in blocks]
+    assert not any(one.any() for one in padding), f"the padding of {weight.name} is not zero"
+    return torch.cat([block.narrow(weight.tp_dim, 0, size) for block in blocks], dim=weight.tp_dim)
 
 
 @dataclass(frozen=True)

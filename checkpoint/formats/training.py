@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +56,15 @@ class Piece:
     tp_rank: int
     """0 for what is the same on all tensor-parallel ranks: it is stored once."""
     start: int
-    """Position of the first element in the flattened tensor of that rank."""
+    """Position of the first element in the flattened shard of that rank, as files hold it (``local_shape``)."""
     stored: Stored
 
     @classmethod
-    def of(cls, tensor: Tensor, file: str, name: str, part: str, tp_rank: int = 0, start: int = 0) -> "Piece":
-        """The piece that ``tensor`` will be; its checksum is found while it is written."""
-        return cls(name, part, tp_rank, start, Stored(file, _key(name, part), tensor.dtype, tuple(tensor.shape), 0))
+    def of(
+        cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, part: str, tp_rank: int = 0, start: int = 0
+    ) -> "Piece":
+        """A piece to be written; its checksum is found then."""
+        return cls(name, part, tp_rank, start, Stored(file, _key(name, part), dtype, tuple(shape), 0))
 
     @property
     def stop(self) -> int:
@@ -136,20 +138,21 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     return temporary
 
 
-def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Tensor]]) -> list[Piece]:
+def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Callable[[], Tensor]]]) -> list[Piece]:
     """Write one safetensors file through to the disk and return its pieces with their checksums.
 
-    Only one tensor at a time is copied to the host.  Raises UserError when the file cannot be written.
+    Each comes with the function that gives its tensor, so that one at a time is copied to the host.  Raises UserError
+    when the file cannot be written.
     """
-    by_name = {piece.stored.name: (piece, tensor) for piece, tensor in pieces}
+    by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
     planned = safetensors_file(
         file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
     finished = []
     with _new_file(folder / file) as opened:
         opened.write(planned.parts[0][1])
         for stored in planned.tensors:
-            piece, tensor = by_name[stored.name]
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            piece, values = by_name[stored.name]
+            data = values().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(data)
             finished.append(dataclasses.replace(piece, stored=dataclasses.replace(stored, crc32=zlib.crc32(data))))
     return finished

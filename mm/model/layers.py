@@ -16,7 +16,7 @@ from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.rope import apply_rope
-from mm.weights.table import padded_ffn
+from mm.weights.memory import memory_ffn
 
 Tower = VisionConfig | LanguageConfig
 """What a layer reads of its settings has the same name in both."""
@@ -117,11 +117,11 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]."""
+    """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]; zero-padded columns give zeros."""
 
     def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        ffn = padded_ffn(tower.ffn_hidden_size, context.tp_size)
+        ffn = memory_ffn(tower.ffn_hidden_size, context.tp_size)
         self.swiglu = context.device.kernels.swiglu
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)

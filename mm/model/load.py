@@ -13,6 +13,7 @@ from checkpoint.formats.source import Source
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
+from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, shard, stored_name
 
 
@@ -31,7 +32,7 @@ def initialize(stage: Stage, mesh: Mesh, seed: int, std: float) -> None:
             digest = hashlib.sha256(f"{seed} {stored_name(weight)}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
             whole = torch.empty(weight.shape).normal_(std=std, generator=generator)
-        set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank))
+        set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank), mesh)
 
 
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
@@ -45,13 +46,12 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
     def read() -> None:
         for weight in weights:
             dtype = stage.get_parameter(weight.name).dtype
-            set_weight(stage, weight, source.read(weight, mesh.tp_size, mesh.tp_rank, dtype))
+            set_weight(stage, weight, source.read(weight, mesh.tp_size, mesh.tp_rank, dtype), mesh)
 
     together(mesh, read)
 
 
-def set_weight(stage: Stage, weight: Weight, values: Tensor) -> None:
-    """Copy a rank's shard into its parameter, which may have another shape of the same size."""
-    parameter = stage.get_parameter(weight.name)
+def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:
+    """Copy a rank's shard, as files hold it, into its parameter."""
     with torch.no_grad():
-        parameter.copy_(values.reshape(parameter.shape))
+        stage.get_parameter(weight.name).copy_(MemoryLayout.of(weight, mesh.tp_size).pad_whole(values))

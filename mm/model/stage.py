@@ -19,6 +19,7 @@ from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
+from mm.weights.memory import memory_shape
 from mm.weights.table import stage_weights
 
 
@@ -60,6 +61,7 @@ class Stage(nn.Module):
         names = {weight.name for weight in self.weights}
         assert set(parameters) == names, sorted(set(parameters) ^ names)
         for weight in self.weights:
+            assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
         tied_over_stages = model.language.tied and placement.embedding_stage != placement.head_stage
         mark_parameters(parameters, self.weights, tied_over_stages)

@@ -17,6 +17,7 @@ from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.placement import StageSpec
+from mm.weights.memory import memory_ffn
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ class Projector(nn.Module):
     def __init__(self, config: ProjectorConfig, merge_factor: int, context: LayerContext) -> None:
         super().__init__()
         self.merged_size = config.input_size * merge_factor
+        ffn = memory_ffn(config.ffn_hidden_size, context.tp_size)
         self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, context)
         self.encoder = nn.ModuleDict({
-            "linear_fc1": context.column(self.merged_size, config.ffn_hidden_size, bias=True),
-            "linear_fc2": context.row(config.ffn_hidden_size, config.hidden_size, bias=True),
+            "linear_fc1": context.column(self.merged_size, ffn, bias=True),
+            "linear_fc2": context.row(ffn, config.hidden_size, bias=True),
         })
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.placement import Message, Placement, StageSpec
-from mm.weights.table import local_shape, model_weights, stage_weights
+from mm.weights.memory import memory_shape
+from mm.weights.table import model_weights, stage_weights
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight.  Its gradient, its two Adam moments and, beside a weight in bf16 or fp16, its copy are fp32."""
@@ -32,8 +33,8 @@ class StageSize:
 
 
 def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
-    """Parameters and bytes of one rank of ``spec``, tensor-parallel cut and padding included."""
-    sizes = [(math.prod(local_shape(weight, run.tp_size)), run.model.is_frozen(weight.part))
+    """Parameters and bytes of one rank of ``spec``, tensor-parallel cut and padding in memory included."""
+    sizes = [(math.prod(memory_shape(weight, run.tp_size)), run.model.is_frozen(weight.part))
              for weight in stage_weights(run.model, spec, placement)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
@@ -49,7 +50,7 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
 
 
 def num_model_params(run: Run) -> int:
-    """Parameters of the whole model, each once: no tensor-parallel padding, no second copy of a tied embedding."""
+    """Parameters of the whole model, each once: no padding, no second copy of a tied embedding."""
     return sum(math.prod(weight.shape) for weight in model_weights(run.model))
 
 

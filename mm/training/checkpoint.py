@@ -5,10 +5,12 @@ files are those of ``checkpoint.formats``, the optimizer's insides those of ``op
 """
 
 import dataclasses
+import math
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.step import Parts
-from mm.weights.table import stored_name
+from mm.weights.memory import MemoryLayout
+from mm.weights.table import local_shape, stored_name
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Progress:
     consumed_samples: int
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What ``load`` reports to the user."""
+
+
+Values = Callable[[], Tensor]
+"""Brings the values of a piece to the host when it is written."""
 
 
 # Saving
@@ -99,29 +106,43 @@ def save(
     return final
 
 
-def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Tensor]]:
-    """What this rank writes, file by file; the tensors are the live ones.
+def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Values]]:
+    """What this rank writes, file by file; the tensors are the live ones, whose padding is cut as they are written.
 
     Everything once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold.
     """
     mesh = parts.mesh
     rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
-    stored = {weight.name: parts.stage.get_parameter(weight.name) for weight in parts.stage.weights
+    stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in parts.stage.weights
               if stored_name(weight) == weight.name and (weight.tp_dim is not None or mesh.tp_rank == 0)}
-    planned: list[tuple[Piece, Tensor]] = []
+    planned: list[tuple[Piece, Values]] = []
     if mesh.dp_rank == 0:
         file = f"weights_{rank}.safetensors"
-        planned += [(Piece.of(parameter, file, name, "weight", mesh.tp_rank), parameter)
-                    for name, parameter in stored.items()]
+        for name, memory in stored.items():
+            parameter = parts.stage.get_parameter(name)
+            piece = Piece.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
+            planned.append((piece, partial(_real_values, memory, parameter)))
     if mesh.dp_rank == 0 or is_split(parts.optimizer):
         file = f"optimizer_{rank}_dp{mesh.dp_rank:02d}.safetensors"
-        planned += [(Piece.of(tensor, file, state.name, part, mesh.tp_rank, state.start), tensor)
-                    for state in owned if state.name in stored for part, tensor in state.tensors().items()]
+        for state in (state for state in owned if state.name in stored):
+            memory = stored[state.name]
+            start, stop = memory.real_range(state.start, state.stop)
+            if start == stop:
+                continue  # nothing but padding
+            for part, tensor in state.tensors().items():
+                piece = Piece.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
+                planned.append((piece, partial(_real_values, memory, tensor, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
-        planned += [(Piece.of(state, file, f"{name}.{mesh.rank}", "random"), state)
-                    for name, state in random_states().items()]
+        for name, state in random_states().items():
+            piece = Piece.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
+            planned.append((piece, partial(Tensor.cpu, state)))
     return planned
+
+
+def _real_values(memory: MemoryLayout, live: Tensor, start: int = 0) -> Tensor:
+    """On the host, flat: what ``live``, which begins with element ``start`` of a parameter, holds beside padding."""
+    return memory.cut(live.detach().cpu().reshape(-1), start)
 
 
 def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:
@@ -167,8 +188,9 @@ def load(
 
     def restore() -> tuple[str, ...]:
         for weight in from_master:
-            size = stage.get_parameter(weight.name).numel()
-            set_weight(stage, weight, stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size))
+            size = math.prod(local_shape(weight, mesh.tp_size))
+            values = stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size)
+            set_weight(stage, weight, values, mesh)
         parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
         if load_optim and not finetune:
             _load_optimizer(stored, source, parts)
@@ -198,14 +220,16 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
         )
     for state in owned:
         weight, place = by_name[state.name], (parts.mesh.tp_size, parts.mesh.tp_rank)
+        memory = MemoryLayout.of(weight, parts.mesh.tp_size)
+        start, stop = memory.real_range(state.start, state.stop)
         if state.is_copy:
-            values = (stored.read_state(weight, "master", *place, state.start, state.stop)
-                      if stored.has(weight, "master") else
-                      source.read(weight, *place, torch.float32).reshape(-1)[state.start : state.stop])
-            state.main.data.copy_(values.reshape(state.main.shape))
+            values = (stored.read_state(weight, "master", *place, start, stop) if stored.has(weight, "master") else
+                      source.read(weight, *place, torch.float32).reshape(-1)[start:stop])
+            state.main.data.copy_(memory.pad(values, state.start, state.stop).reshape(state.main.shape))
         if step:
             state.restore_moments(step, {
-                moment: stored.read_state(weight, moment, *place, state.start, state.stop) for moment in MOMENTS
+                moment: memory.pad(stored.read_state(weight, moment, *place, start, stop), state.start, state.stop)
+                for moment in MOMENTS
             })
     if facts["grad_scaler"] is not None:
         restore_scaler(parts.optimizer, facts["grad_scaler"])

@@ -141,12 +141,15 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
 
 
 def padded_ffn(ffn: int, tp_size: int) -> int:
-    """The smallest multiple of ``tp_size`` that holds ``ffn`` columns: 3420 at TP 8 becomes 3424."""
+    """The smallest multiple of ``tp_size`` that holds ``ffn`` columns, as files do: 3420 at TP 8 becomes 3424."""
     return -(-ffn // tp_size) * tp_size
 
 
 def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
-    """Shape of one TP rank's shard, padding included; the same on every rank."""
+    """Shape of one TP rank's shard in files, padding to a multiple of ``tp_size`` included; the same on every rank.
+
+    In memory an ffn is wider: ``mm.weights.memory``.
+    """
     if weight.tp_dim is None:
         return weight.shape
     shape = list(weight.shape)
@@ -159,7 +162,7 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     assert whole.shape == weight.shape, (weight.name, whole.shape)
     if weight.tp_dim is None or tp_size == 1:
         return whole
-    num_blocks = _num_blocks(weight)
+    num_blocks = num_stacked_blocks(weight)
     block_size = weight.shape[weight.tp_dim] // num_blocks
     kept = _rank_range(weight, block_size, tp_size, tp_rank)
     padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_blocks
@@ -173,7 +176,7 @@ def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
     assert all(part.shape == local_shape(weight, len(shards)) for part in shards), weight.name
     if weight.tp_dim is None or len(shards) == 1:
         return shards[0]
-    num_blocks = _num_blocks(weight)
+    num_blocks = num_stacked_blocks(weight)
     block_size = weight.shape[weight.tp_dim] // num_blocks
     padded = zip(*(part.chunk(num_blocks, dim=weight.tp_dim) for part in shards), strict=True)
     blocks = [torch.cat(parts, dim=weight.tp_dim).narrow(weight.tp_dim, 0, block_size) for parts in padded]
@@ -198,7 +201,7 @@ def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, 
 def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
     """One TP rank's shard from its part of each Hugging Face tensor: the joined ``hf_ranges``."""
     if weight.pads and weight.tp_dim is not None:
-        padded_size = local_shape(weight, tp_size)[weight.tp_dim] // _num_blocks(weight)
+        padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_stacked_blocks(weight)
         parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
     return fuse(weight, parts)
 
@@ -297,7 +300,7 @@ def _owns(spec: StageSpec, weight: Weight) -> bool:
     return owned if weight.layer is None else weight.layer in owned
 
 
-def _num_blocks(weight: Weight) -> int:
+def num_stacked_blocks(weight: Weight) -> int:
     """Stacked parts of our tensor that are cut one by one."""
     return {Fusion.GATE_UP: 2, Fusion.STACKED_QKV: 3}.get(weight.fusion, 1)
 

@@ -63,7 +63,8 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
                 whole = fuse(weight, [tensors[name] for name in weight.hf_names])
                 part = shard(weight, whole, tp_size, rank).contiguous()
                 file = f"rank{rank}.safetensors"
-                parts.append((checkpoint_files.Piece.of(part, file, weight.name, "weight", rank), part))
+                piece = checkpoint_files.Piece.of(part.dtype, part.shape, file, weight.name, "weight", rank)
+                parts.append((piece, part.clone))
         pieces += checkpoint_files.write_pieces(temporary, f"rank{rank}.safetensors", parts)
     manifest = checkpoint_files.Manifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
     checkpoint_files.commit(temporary, manifest)

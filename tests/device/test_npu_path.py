@@ -95,6 +95,7 @@ GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
 def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
     """One step of the small model on one stage: loss, gradients and updated weights by name."""
     from mm.config import flags as arguments
+    from mm.model.load import set_weight
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.training.optimizer import update
@@ -109,9 +110,8 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
     try:
         stage = Stage(config, mesh, "fp32", device)
         tensors = hf_tensors(hf_model())
-        with torch.no_grad():
-            for weight in stage.weights:
-                stage.get_parameter(weight.name).copy_(whole(weight, tensors))
+        for weight in stage.weights:
+            set_weight(stage, weight, whole(weight, tensors), mesh)
         parts = Parts.build(stage, mesh, args)
         generator = torch.Generator().manual_seed(3)
         samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]

@@ -20,12 +20,14 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
+from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 from mm.training.optimizer import update  # noqa: E402
 from mm.training.optimizer_state import owned_states  # noqa: E402
 from mm.training.step import Parts, forward_backward  # noqa: E402
+from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
@@ -93,9 +95,10 @@ class Engine:
     plan: StepPlan
 
     def cut(self, tensors: dict[str, Tensor], name: str) -> Tensor:
-        """This rank's part of weight ``name`` made from Hugging Face tensors."""
-        weight = self.weights[name]
-        return shard(weight, whole(weight, tensors), self.case.tp, self.parts.mesh.tp_rank)
+        """This rank's part of weight ``name`` made from Hugging Face tensors, padded with zeros as in memory."""
+        weight, mesh = self.weights[name], self.parts.mesh
+        part = shard(weight, whole(weight, tensors), mesh.tp_size, mesh.tp_rank)
+        return MemoryLayout.of(weight, mesh.tp_size).pad_whole(part)
 
 
 def config_of(case: Case) -> ModelConfig:
@@ -121,9 +124,8 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
     stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit)
     weights = {weight.name: weight for weight in stage.weights}
-    with torch.no_grad():
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(shard(weights[name], whole(weights[name], before), case.tp, mesh.tp_rank))
+    for weight in stage.weights:
+        set_weight(stage, weight, shard(weight, whole(weight, before), case.tp, mesh.tp_rank), mesh)
     batches = [[microbatch(pair) for pair in rank] for rank in batch_of(case)]
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
     plan = StepPlan(tuple(batches[mesh.dp_rank]), totals)

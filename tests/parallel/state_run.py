@@ -22,8 +22,9 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
 from mm.training.step import Parts, step  # noqa: E402
-from mm.weights.table import local_shape, model_weights, unshard  # noqa: E402
-from tests.tiny import microbatch, our_config, random_sample  # noqa: E402
+from mm.weights.memory import memory_shape  # noqa: E402
+from mm.weights.table import model_weights, unshard  # noqa: E402
+from tests.tiny import microbatch, our_config, random_sample, without_padding  # noqa: E402
 
 LR = 1e-3
 
@@ -120,7 +121,7 @@ class Run:
         return found
 
     def whole(self) -> dict[str, Tensor]:
-        """The same of the whole model, put together from all ranks without any file."""
+        """The same of the whole model, put together from all ranks without any file; padding must be zero."""
         mesh, stage = self.mesh, self.model.module
         mine = [
             ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in stage.named_parameters()
@@ -134,13 +135,14 @@ class Run:
         shards: dict[tuple[str, str], list[Tensor]] = {}
         for weight in model_weights(self.config):
             for part in ("weight", "master", "exp_avg", "exp_avg_sq"):
-                shape = local_shape(weight, mesh.tp_size)
+                shape = memory_shape(weight, mesh.tp_size)
                 flat = [torch.full(shape, torch.nan).reshape(-1) for _ in range(mesh.tp_size)]
                 found = [(tp, start, tensor) for tp, one in gathered for key, start, tensor in one
                          if key == (weight.name, part)]
                 for tp, start, tensor in found:
                     flat[tp][start : start + tensor.numel()] = tensor.float()
                 if found:
-                    shards[weight.name, part] = [one.reshape(shape) for one in flat]
+                    held = [one.reshape(shape) for one in flat]
+                    shards[weight.name, part] = [without_padding(weight, one, mesh.tp_size) for one in held]
         by_name = {weight.name: weight for weight in model_weights(self.config)}
         return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}

@@ -19,14 +19,18 @@ Device.pick("cpu")  # before megatron is imported
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from checkpoint.formats import training as files  # noqa: E402
 from checkpoint.formats.source import open_to_train  # noqa: E402
 from checkpoint.formats.training import LATEST_FILE  # noqa: E402
+from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
+from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -211,8 +215,7 @@ def from_hf(directory: Path) -> None:
     for tied in (False, True):
         for name, layout in (("tp2", TP2), ("pp2", PP2)):
             layout = dataclasses.replace(layout, tied=tied)
-            vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)  # transformers' default
-            run = Run(layout, model=dataclasses.replace(layout.model, vision=vision))
+            run = Run(layout, model=converted_model(layout))
             source = directory / ("hf-tied" if tied else "hf")
             fill(run.parts.stage, run.parts.stage.weights, open_to_train(source, run.config), run.mesh)
             run.save(directory / f"{name}{'-tied' if tied else ''}")
@@ -224,6 +227,52 @@ def random_weights() -> dict[str, list[str]]:
     found = {}
     for name, run in (("tp2", Run(TP2)), ("dp2", Run(Layout())), ("seed", Run(TP2, seed=2))):
         found[name] = different(expected, {key: value for key, value in run.whole().items() if key in expected})
+    return found
+
+
+def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
+    """A checkpoint of whole tensors that were cut as files are, whatever ``save`` does; returns the tensors.
+
+    It has the weights of ``hf`` and random moments, each rank's in two uneven ranges.
+    """
+    model = converted_model(Layout(tp=tp_size))
+    tensors, generator = load_file(hf / "model.safetensors"), torch.Generator().manual_seed(0)
+    temporary, pieces, whole = files.begin(directory, 2, 0), [], {}
+    for weight in model_weights(model):
+        parts = {"weight": fuse(weight, [tensors[name] for name in weight.hf_names])}
+        parts |= {part: torch.rand(weight.shape, generator=generator) for part in ("exp_avg", "exp_avg_sq")}
+        whole |= {f"{weight.name}:{part}": tensor for part, tensor in parts.items()}
+        for rank in range(tp_size if weight.tp_dim is not None else 1):
+            for part, tensor in parts.items():
+                held = shard(weight, tensor, tp_size, rank)
+                middle = held.numel() // 3 + 1
+                ranges = [(0, held)] if part == "weight" else [
+                    (0, held.reshape(-1)[:middle]), (middle, held.reshape(-1)[middle:])]
+                for start, values in ranges:
+                    file = f"{weight.name}.{part}.{rank}.{start}.safetensors"
+                    piece = files.Piece.of(values.dtype, values.shape, file, weight.name, part, rank, start)
+                    pieces += files.write_pieces(temporary, file, [(piece, values.clone)]) if values.numel() else []
+    optimizer = {"step": 2, "grad_scaler": None}
+    files.commit(temporary, files.Manifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
+    return whole
+
+
+def converted_model(layout: Layout) -> ModelConfig:
+    """The model of ``layout`` with transformers' default where its files say nothing."""
+    vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)
+    return dataclasses.replace(layout.model, vision=vision)
+
+
+def by_hand(directory: Path, hf: Path) -> dict[str, dict[str, list[str]]]:
+    """What is loaded differently from how it was written, on several layouts."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for tp_size in (1, 2):
+        written = directory / f"tp{tp_size}"
+        expected: list = [write_by_hand(written, tp_size, hf) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(expected)
+        for name, layout in (("tp2", TP2), ("pp2", PP2), ("dp2", Layout()), ("dp2-distributed", DP2)):
+            run = Run(layout, seed=2, model=converted_model(layout)).load(written)
+            found.setdefault(written.name, {})[name] = different(expected[0], run.whole())
     return found
 
 
@@ -252,6 +301,7 @@ def main(directory: Path) -> None:
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),
         "random_weights": random_weights(),
+        "by_hand": by_hand(directory / "by_hand", directory / "hf"),
     }
     from_hf(directory)
     if dist.get_rank() == 0:

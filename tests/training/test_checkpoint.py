@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from checkpoint.formats.hf import published_name
 from checkpoint.formats.source import Kind, find_kind, open_training
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
-from mm.weights.table import model_weights
+from mm.weights.table import local_shape, model_weights
 from tests import tiny
 from tests.checkpoint.models import SmallModel
 from tests.launch import torchrun
@@ -82,6 +83,23 @@ def test_any_layout_goes_on_from_any_other(name: str, results: dict) -> None:
 
 def test_a_bf16_checkpoint_goes_on_in_fp32_from_its_fp32_copies(results: dict) -> None:
     assert results["to_fp32"] == []
+
+
+@pytest.mark.parametrize("written", ["tp1", "tp2"])
+def test_files_hold_no_padding_of_memory(written: str, results: dict) -> None:
+    """A checkpoint that was cut by hand, as files have always been, is loaded on any layout."""
+    assert results["by_hand"][written] == {"tp2": [], "pp2": [], "dp2": [], "dp2-distributed": []}
+
+
+@pytest.mark.parametrize("name", ["dp2-distributed-bf16", "tp2-bf16", "pp2"])
+def test_saved_shapes_are_those_of_files(name: str, directory: Path) -> None:
+    """Of weights; the ranges of fp32 copies and moments are as large in all."""
+    manifest = TrainingDirectory.open(directory / "resume" / name).manifest
+    shapes, sizes = {one.name: local_shape(one, manifest.tp_size) for one in model_weights(manifest.model)}, Counter()
+    for piece in (piece for piece in manifest.pieces if piece.part != "random"):
+        assert piece.part != "weight" or piece.stored.shape == shapes[piece.name]
+        sizes[piece.name, piece.part, piece.tp_rank] += math.prod(piece.stored.shape)
+    assert len(sizes) > 200 and all(size == math.prod(shapes[name]) for (name, _, _), size in sizes.items())
 
 
 def test_refusals_are_the_same_on_all_ranks_and_say_how_to_mend(results: dict) -> None:
@@ -281,8 +299,8 @@ def write_small(directory: Path, iteration: int, value: float) -> None:
     pieces = []
     for name in ("a", "b"):
         tensor = torch.full((3,), value)
-        piece = files.Piece.of(tensor, f"{name}.safetensors", name, "random")
-        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor)])
+        piece = files.Piece.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
+        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor.clone)])
     files.commit(temporary, manifest(iteration, pieces))
 
 

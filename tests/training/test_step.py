@@ -1,5 +1,7 @@
 """One optimizer step alone, in a process group of one.  That it is transformers' step: tests/test_parity.py."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,9 @@ import torch.distributed as dist
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
 from mm.errors import AgreedError
-from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+from mm.weights.memory import memory_shape
+from mm.weights.table import local_shape
+from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole, without_padding
 
 LR = 1e-3
 
@@ -21,22 +25,23 @@ def group():
 
 
 @pytest.fixture
-def parts(group: Device):
-    """The small model with transformers' random weights."""
+def parts(group: Device, request: pytest.FixtureRequest):
+    """The small model with transformers' random weights; more flags are the fixture's parameter."""
     from mm.config import flags as arguments
+    from mm.model.load import set_weight
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.training.step import Parts
 
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
     mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    stage = Stage(config, mesh, "fp32", group)
-    with torch.no_grad():
-        for weight in stage.weights:
-            stage.get_parameter(weight.name).copy_(whole(weight, tensors))
+    flags = getattr(request, "param", ())
+    stage = Stage(config, mesh, "bf16" if "--bf16" in flags else "fp32", group)
+    for weight in stage.weights:
+        set_weight(stage, weight, whole(weight, tensors), mesh)
     args = arguments.parse([
         "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
-        "--mm-data", "d",
+        "--mm-data", "d", *flags,
     ])  # fmt: skip
     yield Parts.build(stage, mesh, args)
     parallel.stop_mesh()
@@ -64,6 +69,34 @@ def test_steps_change_every_weight_and_lower_the_loss(parts, plan: StepPlan) -> 
     second = step(parts, plan, LR)
     assert second.loss < first.loss
     assert forward_backward(parts, plan) < second.loss
+
+
+@pytest.mark.filterwarnings("ignore:.*(reduce_scatter|all_gather_into)_tensor:FutureWarning")  # megatron's calls
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # megatron's too
+@pytest.mark.parametrize(
+    "parts", [(), ("--use-distributed-optimizer",), ("--bf16",), ("--bf16", "--use-distributed-optimizer")],
+    indirect=True, ids=" ".join,
+)  # fmt: skip
+def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
+    """Of weights, gradients, fp32 copies and moments, with weight decay."""
+    from mm.training.optimizer_state import owned_states
+    from mm.training.step import step
+
+    padded = {one.name: one for one in parts.stage.weights if memory_shape(one, 1) != local_shape(one, 1)}
+    assert len(padded) == 4 * 3 + 4 * 2  # fc1, its bias in the ViT, and fc2 of every layer
+    assert all(group["weight_decay"] > 0 for one in parts.optimizer.chained_optimizers for group in
+               one.optimizer.param_groups if any(p.dim() > 1 for p in group["params"]))
+    for _ in range(3):
+        step(parts, plan, LR)
+        kinds = Counter()
+        for state in owned_states(parts.optimizer, parts.model):
+            parameter = parts.stage.get_parameter(state.name)
+            held = {"weight": parameter.detach(), "gradient": parameter.main_grad, **state.tensors()}
+            for kind, tensor in held.items() if state.name in padded else ():
+                real = without_padding(padded[state.name], tensor.reshape(parameter.shape), tp_size=1)
+                kinds[kind] += bool(real.any())
+        expected = {"weight", "gradient", "exp_avg", "exp_avg_sq", *["master"] * (parameter.dtype != torch.float32)}
+        assert kinds == dict.fromkeys(expected, len(padded))
 
 
 def test_a_learning_rate_of_zero_changes_nothing(parts, plan: StepPlan) -> None:

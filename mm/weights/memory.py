@@ -1,0 +1,89 @@
+"""How a rank's shard of a weight lies in memory: as in files, with an ffn's columns zero-padded to whole blocks.
+
+Files hold what ``local_shape`` says: an ffn of 3420 columns is 3420 wide there, or 855 on each of 4 ranks.  Rows of 855
+numbers of 16 bits cannot be loaded 16 bytes at a time, so in memory each rank pads its own 855 to 864.  The padding is
+zero, gets zero gradients and stays zero.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mm.weights.table import Weight, local_shape, num_stacked_blocks
+
+FFN_MULTIPLE = 16
+"""A rank's ffn columns in memory are a multiple of this.  TMA and 16-byte loads on CUDA need rows of 8 numbers of 16
+bits or 16 of 8 bits, tensor cores are at their best with both, and Ascend's cube unit multiplies blocks of 16 x 16."""
+
+
+def memory_ffn(ffn: int, tp_size: int) -> int:
+    """Columns of an ffn in memory, on all ``tp_size`` ranks together: 3420 becomes 3424, at TP 4 and 8 3456."""
+    block = FFN_MULTIPLE * tp_size
+    return -(-ffn // block) * block
+
+
+def memory_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
+    """Shape of one TP rank's parameter; the same on every rank."""
+    return MemoryLayout.of(weight, tp_size).shape
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """Where the numbers of a shard lie in its parameter: in their order, with zeros after every ``real`` of them."""
+
+    shape: tuple[int, ...]
+    """Of the parameter."""
+    file_shape: tuple[int, ...]
+    """Of the shard, as files hold it."""
+    real: int
+    """Numbers of the shard in a stretch of memory."""
+    stretch: int
+    """Numbers in a stretch of memory: the real ones, then zeros."""
+
+    @classmethod
+    def of(cls, weight: Weight, tp_size: int) -> "MemoryLayout":
+        """The layout on each of ``tp_size`` ranks."""
+        file_shape = local_shape(weight, tp_size)
+        if not weight.pads or weight.tp_dim is None:
+            return cls(file_shape, file_shape, math.prod(file_shape), math.prod(file_shape))
+        dim, blocks = weight.tp_dim, num_stacked_blocks(weight)
+        width, inner = file_shape[dim] // blocks, math.prod(file_shape[dim + 1 :])
+        padded = memory_ffn(width, 1)
+        shape = (*file_shape[:dim], blocks * padded, *file_shape[dim + 1 :])
+        return cls(shape, file_shape, width * inner, padded * inner)
+
+    def real_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of the flattened shard that elements ``start`` to ``stop`` of the flattened parameter hold."""
+        first, last = (index // self.stretch * self.real + min(index % self.stretch, self.real)
+                       for index in (start, stop))
+        return first, last
+
+    def cut(self, values: Tensor, start: int = 0) -> Tensor:
+        """Without padding: the flat ``values`` of the parameter from element ``start`` on."""
+        if self.real == self.stretch:
+            return values
+        first, last = self.real_range(start, start + len(values))
+        whole = F.pad(values, (start % self.stretch, -(start + len(values)) % self.stretch))
+        flat = whole.view(-1, self.stretch)[:, : self.real].reshape(-1)
+        before = first - start // self.stretch * self.real
+        return flat[before : before + last - first]
+
+    def pad(self, values: Tensor, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened parameter; ``values`` are the flat ``real_range`` of them."""
+        if self.real == self.stretch:
+            return values
+        first_stretch, last_stretch = start // self.stretch, -(-stop // self.stretch)
+        first, last = self.real_range(start, stop)
+        whole = F.pad(values, (first - first_stretch * self.real, last_stretch * self.real - last))
+        flat = F.pad(whole.view(-1, self.real), (0, self.stretch - self.real)).view(-1)
+        return flat[start - first_stretch * self.stretch : stop - first_stretch * self.stretch]
+
+    def cut_whole(self, parameter: Tensor) -> Tensor:
+        """The shard as files hold it."""
+        return self.cut(parameter.reshape(-1)).reshape(self.file_shape)
+
+    def pad_whole(self, shard: Tensor) -> Tensor:
+        """The parameter that holds ``shard``."""
+        return self.pad(shard.reshape(-1), 0, math.prod(self.shape)).reshape(self.shape)
