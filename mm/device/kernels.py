@@ -1,4 +1,4 @@
-"""The operators that differ between kinds of device, as plain functions: attention, norm and SwiGLU."""
+"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, weight gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
 from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
 
 
@@ -20,6 +21,7 @@ class Kernels:
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     swiglu: Callable[[Tensor], Tensor]
     """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n]."""
+    accumulate: Accumulate
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -58,8 +60,8 @@ def npu_swiglu(x: Tensor) -> Tensor:
 
 
 KERNELS = {
-    "cpu": Kernels(cpu_attention, rms_norm, SwiGLU.apply),
-    "cuda": Kernels(cuda_attention, rms_norm, SwiGLU.apply),
-    "npu": Kernels(npu_attention, npu_rms_norm, npu_swiglu),
+    "cpu": Kernels(cpu_attention, rms_norm, SwiGLU.apply, cpu_accumulate),
+    "cuda": Kernels(cuda_attention, rms_norm, SwiGLU.apply, cuda_accumulate),
+    "npu": Kernels(npu_attention, npu_rms_norm, npu_swiglu, npu_accumulate),
 }
 """By kind of device."""

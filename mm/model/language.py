@@ -1,17 +1,20 @@
 """The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import VocabParallelEmbedding
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm, never_initialize
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
+from mm.model.loss import LossInputs
 from mm.model.rope import mrope_cos_sin
+from mm.model.vocabulary import OutputLayer, VocabularyEmbedding
 from mm.placement import StageSpec
 
 
@@ -30,15 +33,19 @@ class EmbeddingInputs:
     """Token ids and where the visual tokens go, on the device."""
 
     token_ids: Tensor
+    """int64 [num_tokens].  At the visual tokens, which are overwritten, all sorts of ids: gradients, even theirs of 0,
+    wait for each other where thousands meet on one row."""
     visual_index: Tensor | None
     """Rows that visual tokens take, in order; None without images."""
 
 
 def embedding_inputs(microbatch: Microbatch, image_token_id: int, device: Device) -> EmbeddingInputs:
-    visual = None
-    if microbatch.image_grids:
-        visual = device.copy((microbatch.token_ids == image_token_id).nonzero().squeeze(1))
-    return EmbeddingInputs(device.copy(microbatch.token_ids), visual)
+    if not microbatch.image_grids:
+        return EmbeddingInputs(device.copy(microbatch.token_ids), None)
+    is_visual = microbatch.token_ids == image_token_id
+    spread = torch.arange(microbatch.num_tokens).remainder(image_token_id)
+    token_ids = torch.where(is_visual, spread, microbatch.token_ids)
+    return EmbeddingInputs(device.copy(token_ids), device.copy(is_visual.nonzero().squeeze(1)))
 
 
 class WordEmbedding(nn.Module):
@@ -46,13 +53,7 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            init_method=never_initialize,
-            config=context.parallel,
-            tp_group=context.tp_group,
-        )
+        self.word_embeddings = VocabularyEmbedding(config, context)
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
         x = self.word_embeddings(inputs.token_ids)
@@ -73,16 +74,19 @@ class LanguageModel(nn.Module):
         if spec.has_head:
             self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, context)
             self.shares_embedding = config.tied and spec.has_embedding
-            self.output_layer = context.column(
-                config.hidden_size, config.vocab_size, bias=False, has_weight=not self.shares_embedding
-            )
+            self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         for layer in self.decoder.layers:
             x = self.decoder.run(layer, x, inputs)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank."""
+    def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
+        """The rows [num_targets, hidden] that have a target -> the sum of their weighted losses."""
         weight = self.embedding.word_embeddings.weight if self.shares_embedding else None
-        return self.output_layer(self.decoder.final_layernorm(x), weight)
+        return self.output_layer(self.decoder.final_layernorm(x), inputs, weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank; not for training."""
+        weight: Any = self.embedding.word_embeddings.weight if self.shares_embedding else self.output_layer.weight
+        return F.linear(self.decoder.final_layernorm(x), weight)

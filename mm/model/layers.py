@@ -34,16 +34,16 @@ class LayerContext:
     def tp_size(self) -> int:
         return self.tp_group.size()
 
-    def column(self, input_size: int, output_size: int, bias: bool, has_weight: bool = True) -> ColumnLinear:
-        """A linear layer whose outputs are cut over tensor parallelism; without a weight, each call gives it one."""
+    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
+        """A linear layer whose outputs are cut over tensor parallelism."""
         return ColumnLinear(
             input_size,
             output_size,
+            self.device.kernels.accumulate,
             config=self.parallel,
             init_method=never_initialize,
             bias=bias,
             gather_output=False,
-            skip_weight_param_allocation=not has_weight,
             tp_group=self.tp_group,
         )
 
@@ -52,6 +52,7 @@ class LayerContext:
         return RowLinear(
             input_size,
             output_size,
+            self.device.kernels.accumulate,
             config=self.parallel,
             init_method=never_initialize,
             bias=bias,
@@ -61,7 +62,7 @@ class LayerContext:
         )
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter held whole on every rank; its values come from ``mm.model.load``."""
+        """A parameter of the shape that this rank holds; its values come from ``mm.model.load``."""
         return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=self.device.torch_device))
 
 

@@ -1,8 +1,9 @@
 """megatron-core's tensor-parallel linear layers with our own local arithmetic.
 
 megatron gives the layers their weights, cuts and groups; this module replaces what a rank computes with its cut: the
-bias is part of the matrix product, and the weight's gradient is accumulated into megatron's fp32 gradient buffer by
-the product itself where the dtypes allow, instead of being made, kept and added (what apex's fused kernel does).
+bias is part of the matrix product, and the weight's gradient is added to megatron's fp32 gradient buffer by the
+product itself (``mm.device.accumulate``), in any precision, instead of being made, kept and added (what apex's fused
+kernel does).
 """
 
 from typing import Any
@@ -17,6 +18,32 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from mm.device.accumulate import Accumulate
+
+
+def gradient_buffer(weight: Tensor) -> Tensor:
+    """Where gradients of ``weight`` are summed in fp32: megatron's buffer; without a DDP, zeros of the same shape."""
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is None:
+        return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    assert buffer.dtype == torch.float32, "megatron's DDP is told to keep gradients in fp32 (ddp_config)"
+    return buffer
+
+
+def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
+    """What a backward that has filled ``gradient_buffer`` returns to autograd for ``weight``.
+
+    With megatron's DDP nothing: the gradient is where it belongs.  megatron's hook runs all the same, once all uses
+    of the weight in the pass have had their backward; it adds no gradient whose weight says
+    ``grad_added_to_main_grad``, but wants one to be there, so a single element of the weight's shape stands in.
+    """
+    marked: Any = weight  # with megatron's attributes
+    if buffer is not getattr(marked, "main_grad", None):
+        return buffer.to(weight.dtype)
+    marked.grad_added_to_main_grad = True
+    marked.grad = weight.new_empty(()).expand(weight.shape)
+    return None
+
 
 class _Linear(torch.autograd.Function):
     """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
@@ -26,23 +53,29 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, accumulates: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        accumulate: Accumulate,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
-        needs_x = weight.requires_grad
-        ctx.save_for_backward(x if needs_x else None)
-        ctx.weight, ctx.group, ctx.has_bias, ctx.accumulates = weight, group, bias is not None, accumulates
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight, ctx.has_bias, ctx.accumulate, ctx.group = weight, bias is not None, accumulate, group
+        return F.linear(x, weight.flatten(1), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x_gradient = weight_gradient = bias_gradient = reduction = None
         if ctx.needs_input_grad[0]:
-            x_gradient = gradient @ ctx.weight
+            x_gradient = gradient @ ctx.weight.flatten(1)
             if ctx.group is not None:
                 reduction = dist.all_reduce(x_gradient, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            weight_gradient = _weight_gradient(ctx.weight, gradient, x, ctx.accumulates)
+            buffer = gradient_buffer(ctx.weight)
+            ctx.accumulate(buffer.flatten(1), gradient, x)
+            weight_gradient = gradient_from(buffer, ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_gradient = gradient.sum(0)
         if reduction is not None:
@@ -50,44 +83,51 @@ class _Linear(torch.autograd.Function):
         return x_gradient, weight_gradient, bias_gradient, None, None
 
 
-def _weight_gradient(weight: Tensor, gradient: Tensor, x: Tensor, accumulates: bool) -> Tensor:
-    """The gradient of ``weight``, or, once it is in megatron's buffer, a stand-in nobody reads.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    accumulate: Accumulate,
+    gradient_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """x W^T + b of x [rows, input]; ``weight`` is [output, ...], its other axes flattened.
 
-    megatron's hook skips adding a gradient whose parameter says ``grad_added_to_main_grad``, but it must be called,
-    so something must be returned.
+    The gradient of x is summed over ``gradient_group``: the ranks that hold the other outputs.
     """
-    buffer = getattr(weight, "main_grad", None)
-    if not accumulates or buffer is None or buffer.dtype != weight.dtype:
-        return gradient.t() @ x
-    buffer.addmm_(gradient.t(), x)
-    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]  (megatron's mark)
-    return torch.empty_like(weight)
+    return _Linear.apply(x, weight, bias, accumulate, gradient_group)
 
 
 class ColumnLinear(ColumnParallelLinear):
     """A linear layer whose outputs are cut over tensor parallelism; x is whole on every rank."""
 
+    weight: Any
     tp_group: dist.ProcessGroup
 
-    def forward(self, x: Tensor, shared_weight: Tensor | None = None) -> Tensor:
-        """[rows, input] -> [rows, output / TP].
+    def __init__(self, input_size: int, output_size: int, accumulate: Accumulate, **settings: Any) -> None:
+        """``settings``: megatron's."""
+        super().__init__(input_size, output_size, **settings)
+        self.accumulate = accumulate
 
-        ``shared_weight`` stands in for the layer's own; because it is used elsewhere in the same pass, its gradient
-        is left to autograd to add up.
-        """
-        weight = self.weight if shared_weight is None else shared_weight
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, input] -> [rows, output / TP]."""
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _Linear.apply(x, weight, self.bias, group, shared_weight is None)
+        return linear(x, self.weight, self.bias, self.accumulate, group)
 
 
 class RowLinear(RowParallelLinear):
     """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
 
+    weight: Any
     tp_group: dist.ProcessGroup
+
+    def __init__(self, input_size: int, output_size: int, accumulate: Accumulate, **settings: Any) -> None:
+        """``settings``: megatron's."""
+        super().__init__(input_size, output_size, **settings)
+        self.accumulate = accumulate
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, input / TP] -> [rows, output]."""
         if self.tp_group.size() == 1:
-            return _Linear.apply(x, self.weight, self.bias, None, True)
-        x = reduce_from_tensor_model_parallel_region(_Linear.apply(x, self.weight, None, None, True), self.tp_group)
+            return linear(x, self.weight, self.bias, self.accumulate)
+        x = reduce_from_tensor_model_parallel_region(linear(x, self.weight, None, self.accumulate), self.tp_group)
         return x if self.bias is None else x + self.bias

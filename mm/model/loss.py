@@ -1,4 +1,4 @@
-"""The training loss: how each token's cross entropy is weighted, and the cross entropy over a cut vocabulary.
+"""The training loss: how each token's cross entropy is weighted.  The cross entropy itself: ``vocabulary.py``.
 
 The weights depend on the whole global batch, never on how it is laid out over ranks, so every layout has the same loss
 and gradient; unless a mean over microbatches is asked for, they do not depend on how it falls into these either.
@@ -7,8 +7,6 @@ and gradient; unless a mean over microbatches is asked for, they do not depend o
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
@@ -47,15 +45,3 @@ def loss_inputs(microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, dev
             share = 1.0 / (totals.num_microbatches * max(len(index), 1))
             weights = torch.full((len(index),), share, dtype=torch.float64)
     return LossInputs(device.copy(index), device.copy(microbatch.labels[index]), device.copy(weights.float()))
-
-
-def weighted_cross_entropy(logits: Tensor, inputs: LossInputs, tp_size: int) -> Tensor:
-    """Sum of weighted token losses, in fp32.
-
-    ``logits`` is [num_targets, vocabulary / TP]; with TP each rank holds its columns and the result is equal on all.
-    """
-    if tp_size == 1:
-        losses = F.cross_entropy(logits.float(), inputs.target_ids, reduction="none")
-    else:
-        losses = vocab_parallel_cross_entropy(logits.float(), inputs.target_ids)
-    return (losses * inputs.weights).sum()

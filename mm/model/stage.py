@@ -15,7 +15,7 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
-from mm.model.loss import LossInputs, loss_inputs, weighted_cross_entropy
+from mm.model.loss import LossInputs, loss_inputs
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
@@ -95,8 +95,7 @@ class Stage(nn.Module):
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
-            logits = self.text_decoder.logits(x[inputs.loss.target_index])
-            return weighted_cross_entropy(logits, inputs.loss, self.config.tensor_model_parallel_size)
+            return self.text_decoder.loss(x[inputs.loss.target_index], inputs.loss)
         # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 

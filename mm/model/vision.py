@@ -14,6 +14,7 @@ from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
+from mm.model.linear import linear
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.placement import StageSpec
@@ -59,12 +60,13 @@ class PatchProjection(nn.Module):
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
         super().__init__()
+        self.accumulate = context.device.kernels.accumulate
         self.weight = context.empty(
             config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
         )
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches.to(self.weight.dtype), self.weight.view(self.weight.shape[0], -1))
+        return linear(patches.to(self.weight.dtype), self.weight, None, self.accumulate)
 
 
 class VisionEncoder(nn.Module):

@@ -1,10 +1,13 @@
 """The tensor-parallel linear layers on one rank against torch's own.  More ranks: tests/test_parity.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mm.device.accumulate import cpu_accumulate
 from mm.device.device import Device
 from tests.tiny import our_config
 
@@ -40,9 +43,9 @@ def make(request: pytest.FixtureRequest, context):
     return layer
 
 
-def run(layer, x: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
+def run(layer, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     """Forward and backward with a fixed upstream gradient; returns the output."""
-    out = layer(x, *shared)
+    out = layer(x, *weights)
     out.backward(torch.arange(out.numel(), dtype=out.dtype).view_as(out) / out.numel())
     return out
 
@@ -81,16 +84,65 @@ def test_the_weight_gradient_is_added_to_megatrons_buffer(make) -> None:
     assert layer.weight.grad is not None, "megatron's hook is not called without a gradient"
 
 
-def test_a_buffer_of_another_dtype_is_left_to_megatron(make) -> None:
+def test_gradients_of_bfloat16_are_added_in_float32(make) -> None:
+    """They are 1 and 1/512, whose sum bfloat16 has not."""
     layer = make(bias=False).bfloat16()
-    layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float32)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    for value in (1.0, 1 / 512):
+        x = torch.full((1, INPUT), value, dtype=torch.bfloat16)
+        layer(x).backward(torch.ones(1, OUTPUT, dtype=torch.bfloat16))
+    assert torch.equal(layer.weight.main_grad, torch.full((OUTPUT, INPUT), 1 + 1 / 512))
+
+
+def test_without_megatrons_buffer_the_gradient_is_an_ordinary_one(make) -> None:
+    layer = make(bias=False).bfloat16()
     x = rows().detach().bfloat16().requires_grad_()
     run(layer, x)
     _, x_gradient, weight_gradient = reference(x, layer.weight, None)
     torch.testing.assert_close(x.grad, x_gradient)
     torch.testing.assert_close(layer.weight.grad, weight_gradient)
-    assert not layer.weight.main_grad.any()
-    assert not getattr(layer.weight, "grad_added_to_main_grad", False)
+    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+
+
+def test_the_stand_in_for_the_gradient_takes_no_memory(make) -> None:
+    layer = make(bias=False)
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    run(layer, rows())
+    assert layer.weight.grad.untyped_storage().nbytes() == layer.weight.element_size()
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_the_product_is_the_devices(context, kind: str) -> None:
+    calls = []
+
+    def accumulate(buffer: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+        calls.append((buffer.shape, gradient.shape, x.shape))
+        cpu_accumulate(buffer, gradient, x)
+
+    kernels = replace(context.device.kernels, accumulate=accumulate)
+    context = replace(context, device=replace(context.device, kernels=kernels))
+    layer = getattr(context, kind)(INPUT, OUTPUT, False)
+    layer(rows()).sum().backward()
+    assert calls == [((OUTPUT, INPUT), (ROWS, OUTPUT), (ROWS, INPUT))]
+
+
+def test_a_weight_of_more_axes_is_a_matrix() -> None:
+    """The patch projection, whose weight keeps the shape of a convolution."""
+    weight = torch.randn(OUTPUT, 3, 2, requires_grad=True)
+    weight.main_grad = torch.zeros(OUTPUT, 3, 2)
+    x = rows()
+    from mm.model.linear import linear
+
+    out = linear(x, weight, None, cpu_accumulate)
+    out.backward(torch.ones_like(out))
+    expected = reference_by_ones(x, weight)
+    for ours, theirs in zip((out, x.grad, weight.main_grad.flatten(1)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def reference_by_ones(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    ones = torch.ones(ROWS, OUTPUT)
+    return x @ weight.flatten(1).t(), ones @ weight.flatten(1), ones.t() @ x
 
 
 def test_a_frozen_layer_passes_the_gradient_on_and_keeps_no_input(make) -> None:
@@ -119,18 +171,3 @@ def test_trainable_rows_of_data_need_no_input_gradient(make) -> None:
     layer, x = make(bias=False), rows().detach()
     run(layer, x)
     torch.testing.assert_close(layer.weight.grad, reference(x, layer.weight, None)[2])
-
-
-def test_a_shared_weights_gradient_is_left_to_autograd(context) -> None:
-    """A tied output layer: the weight is the word embedding, whose lookup adds to the same gradient."""
-    layer = context.column(INPUT, OUTPUT, bias=False)
-    embedding = torch.randn(OUTPUT, INPUT, requires_grad=True)
-    embedding.main_grad = torch.zeros(OUTPUT, INPUT)
-    ids = torch.tensor([3, 3, 0, 9, 1])
-    x = F.embedding(ids, embedding)
-    out = run(layer, x, embedding)
-
-    expected = embedding.detach().clone().requires_grad_()
-    torch.testing.assert_close(out, run(F.linear, F.embedding(ids, expected), expected))
-    torch.testing.assert_close(embedding.grad, expected.grad)
-    assert not embedding.main_grad.any() and not hasattr(embedding, "grad_added_to_main_grad")

@@ -23,6 +23,8 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
+    logit_rows: int | None = None
+    """Rows whose logits exist at a time, for a loss in several rounds."""
 
     @property
     def pp(self) -> int:
@@ -48,7 +50,12 @@ CASES = (
     Case("tp1-recompute", recompute="uniform"),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
+    Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),
+    Case("tp1-language-frozen-logits-in-rounds", freeze=("language",), logit_rows=5),
     Case("tp2", tp=2),
+    Case("tp2-logits-in-rounds", tp=2, logit_rows=5),
+    Case("tp2-tied-logits-in-rounds", tp=2, tied=True, logit_rows=5),
+    Case("tp2-no-targets", tp=2, batch="no targets"),
     Case("tp2-tied", tp=2, tied=True),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
@@ -69,6 +76,9 @@ CASES = (
     Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
     Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
          overlap=True),
+    Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", overlap=True),
+    Case("dp2-tied-distributed-optimizer-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5,
+         distributed_optimizer=True, overlap=True),
     Case("dp2-per-sample", dp=2, loss_unit="sample"),
     Case("dp2-per-microbatch", dp=2, loss_unit="microbatch"),
     Case("pp4-vit-stages", (2, 2, 0, 0), (0, 0, 2, 2)),
@@ -111,13 +121,15 @@ def batch_of(case: Case) -> list[list[list[RawSample]]]:
         "text": [()] * 12,
         "three samples": [((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4))],
         "no targets": [(), ((1, 4, 6),)] * 6,
+        "last without targets": [(), ((1, 4, 6),)] * 6,
         # rank 0 of two takes the first six samples
         "images on one rank": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((1, 4, 4),), ()] + [()] * 6,
     }[case.batch]
     samples = [random_sample(generator, grid, 9 + 5 * (index % 4)) for index, grid in enumerate(grids)]
-    if case.batch == "no targets":
-        for sample in samples:
-            sample.is_target[:] = False
+    # the last microbatch of either of two ranks is the samples 4 and 5, 10 and 11
+    without = {"no targets": range(12), "last without targets": (4, 5, 10, 11)}.get(case.batch, ())
+    for index in without:
+        samples[index].is_target[:] = False
     size = case.micro_batch_size
     microbatches = [samples[start : start + size] for start in range(0, len(samples), size)]
     per_rank = len(microbatches) // case.dp

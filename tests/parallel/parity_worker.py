@@ -123,6 +123,8 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
     stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit)
+    if case.logit_rows is not None and stage.spec.has_head:
+        stage.text_decoder.output_layer.max_rows = case.logit_rows
     weights = {weight.name: weight for weight in stage.weights}
     for weight in stage.weights:
         set_weight(stage, weight, shard(weight, whole(weight, before), case.tp, mesh.tp_rank), mesh)

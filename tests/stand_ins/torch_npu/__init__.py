@@ -1,7 +1,8 @@
 """Stand-in for torch_npu on machines without an NPU: the operators that mm calls, in plain torch on any device.
 
 Signatures are those of ../torch_npu_signatures.json; argument rules and limits those of torch_npu 2.13 (texts in its
-``_op_plugin_docs.py``; pages of the operators in github.com/Ascend/op-plugin, docs/context).  What the real operator
+``_op_plugin_docs.py``; pages of the operators in github.com/Ascend/op-plugin, docs/context, and of
+ATB's its sources: ops/atb).  What the real operator
 refuses or silently computes otherwise, this does too; what it can do and mm does not use raises NotImplementedError.
 Nothing of mm is imported.  Importing it makes ``torch.npu`` known, as importing the real package does.
 """
@@ -169,6 +170,19 @@ def npu_swiglu(input, dim=-1):
         raise RuntimeError(f"axis {dim} of {tuple(input.shape)} must be even")
     gate, up = input.chunk(2, dim)
     return torch.nn.functional.silu(gate) * up
+
+
+def _npu_matmul_add_fp32(x, weight, C):
+    """C += x^T weight, summed in float32; ATB's LinearParam with transposeA and enAccum, which returns nothing."""
+    if x.dtype != weight.dtype or x.dtype not in (torch.float16, torch.bfloat16) or C.dtype != torch.float32:
+        raise RuntimeError(f"takes float16 or bfloat16 and a float32 C: {x.dtype}, {weight.dtype}, {C.dtype}")
+    if not x.dim() == weight.dim() == 2 or x.shape[0] != weight.shape[0] or C.shape != (x.shape[1], weight.shape[1]):
+        raise RuntimeError(f"C {tuple(C.shape)} is not x^T weight of {tuple(x.shape)}, {tuple(weight.shape)}")
+    if 0 in (*x.shape, *weight.shape):
+        raise RuntimeError(f"takes no empty tensor: {tuple(x.shape)}, {tuple(weight.shape)}")
+    if not C.is_contiguous():
+        raise RuntimeError("at_tensor is not contiguous")
+    C.addmm_(x.float().t(), weight.float())
 
 
 def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):

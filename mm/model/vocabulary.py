@@ -1,0 +1,211 @@
+"""The two layers that are cut over the vocabulary: the word embedding, and the output layer with its cross entropy.
+
+Neither makes a gradient of the shape of its weight, and nothing here reads the device: ids of other ranks' rows are
+moved to a row of our own, whose part of the result is multiplied by 0.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import VocabParallelEmbedding, reduce_from_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from mm.config.model import LanguageConfig
+from mm.device.accumulate import Accumulate
+from mm.model.layers import LayerContext, never_initialize
+from mm.model.linear import gradient_buffer, gradient_from
+from mm.model.loss import LossInputs
+
+MAX_LOGIT_ROWS = 1024
+"""Target tokens whose logits exist at a time, with forward and backward.
+
+Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and 311 MB beside them while they come from or go to
+16 bits: 933 MB are all that the loss holds, less under tensor parallelism.  Every round of the backward reads and
+writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations; an H200 does 206 in the time of a byte
+(989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
+
+
+def rows_here(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Which of ``num_rows`` rows from ``first_id`` on each id means, and 1.0 where it is one of them, else 0.0.
+
+    Ids of other ranks are spread over our rows: gradients, even of 0, wait for each other where many meet on one.
+    """
+    rows = ids - first_id
+    inside = rows.remainder(num_rows)
+    return inside, (inside == rows).float()
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the weight by id; their gradients are added to the rows of megatron's buffer, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, is_here: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(rows, is_here)
+        found = F.embedding(rows, weight)
+        return found if is_here is None else found * is_here.to(found.dtype).unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        rows, is_here = ctx.saved_tensors
+        gradient = gradient.float()
+        if is_here is not None:
+            gradient = gradient * is_here.unsqueeze(1)
+        buffer = gradient_buffer(ctx.weight)
+        buffer.index_put_((rows,), gradient, accumulate=True)
+        return gradient_from(buffer, ctx.weight), None, None
+
+
+class VocabularyEmbedding(VocabParallelEmbedding):
+    """megatron's word embedding, whose forward would write by boolean masks, with our own lookup."""
+
+    tp_group: dist.ProcessGroup
+
+    def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
+        super().__init__(
+            config.vocab_size,
+            config.hidden_size,
+            init_method=never_initialize,
+            config=context.parallel,
+            tp_group=context.tp_group,
+        )
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank."""
+        if self.tp_group.size() == 1:
+            return _Lookup.apply(self.weight, token_ids, None)
+        rows, is_here = rows_here(token_ids, self.vocab_start_index, self.num_embeddings_per_partition)
+        return reduce_from_tensor_model_parallel_region(_Lookup.apply(self.weight, rows, is_here), self.tp_group)
+
+
+class _WeightedCrossEntropy(torch.autograd.Function):
+    """Sum of weighted token losses of x W^T, whose logits exist for ``max_rows`` rows at a time.
+
+    Forward keeps two numbers a row, and the last round's logits; backward makes the others again, one product in four
+    of this layer's.  Gradients made in forward would need no second product.  But they would not know the loss scale
+    yet, without which those in fp16 vanish, and would change megatron's buffers outside of the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        is_here: Tensor | None,
+        row_weights: Tensor,
+        accumulate: Accumulate,
+        group: dist.ProcessGroup | None,
+        max_rows: int,
+    ) -> Tensor:
+        found = torch.empty(3, len(x), dtype=torch.float32, device=x.device)
+        row_max, total, target_logit = found
+        exponentials = None
+        for rows in _chunks(len(x), max_rows):
+            del exponentials  # before the next are made
+            exponentials = F.linear(x[rows], weight).float()
+            target_logit[rows] = exponentials.gather(1, target[rows, None]).squeeze(1)
+            row_max[rows] = exponentials.amax(1)
+            exponentials.sub_(row_max[rows, None]).exp_()
+            total[rows] = exponentials.sum(1)
+        if is_here is not None:
+            target_logit *= is_here
+        whole_max, whole_total, target_logit = _over_ranks(row_max, total, target_logit, group)
+        to_probability = (row_max - whole_max).exp() / whole_total
+        ctx.save_for_backward(x, target, is_here, row_weights, row_max, to_probability)
+        ctx.weight, ctx.accumulate, ctx.group, ctx.max_rows = weight, accumulate, group, max_rows
+        ctx.exponentials = exponentials
+        return ((whole_total.log() - (target_logit - whole_max)) * row_weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, target, is_here, row_weights, row_max, to_probability = ctx.saved_tensors
+        weight, exponentials, ctx.exponentials = ctx.weight, ctx.exponentials, None
+        scale = row_weights * upstream
+        to_gradient = to_probability * scale
+        at_target = scale if is_here is None else scale * is_here
+        x_gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        buffer = gradient_buffer(weight) if ctx.needs_input_grad[1] else None
+        reductions = []
+        for rows in reversed(_chunks(len(x), ctx.max_rows)):
+            if exponentials is None:
+                exponentials = F.linear(x[rows], weight).float().sub_(row_max[rows, None]).exp_()
+            gradient = exponentials.mul_(to_gradient[rows, None])
+            exponentials = None
+            gradient = gradient.scatter_add_(1, target[rows, None], -at_target[rows, None]).to(x.dtype)
+            if x_gradient is not None:
+                torch.mm(gradient, weight, out=x_gradient[rows])
+                if ctx.group is not None:
+                    reductions.append(dist.all_reduce(x_gradient[rows], group=ctx.group, async_op=True))
+            if buffer is not None:
+                ctx.accumulate(buffer, gradient, x[rows])
+            del gradient  # before the next is made
+        for reduction in reductions:
+            reduction.wait()
+        weight_gradient = None if buffer is None else gradient_from(buffer, weight)
+        return x_gradient, weight_gradient, None, None, None, None, None, None
+
+
+def _chunks(num_rows: int, max_rows: int) -> list[slice]:
+    return [slice(start, start + max_rows) for start in range(0, num_rows, max_rows)]
+
+
+def _over_ranks(
+    row_max: Tensor, total: Tensor, target_logit: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the largest logit, the sum of e^(logit - largest), and the target's logit.
+
+    The arguments are these of this rank's columns (the last is 0 where the target is another's); the results are those
+    of the whole vocabulary.
+    """
+    if group is None or not len(row_max):
+        return row_max, total, target_logit
+    whole_max = row_max.clone()
+    dist.all_reduce(whole_max, dist.ReduceOp.MAX, group)
+    sums = torch.stack((total * (row_max - whole_max).exp(), target_logit))
+    dist.all_reduce(sums, group=group)
+    return whole_max, sums[0], sums[1]
+
+
+class OutputLayer(nn.Module):
+    """Hidden states to the loss of their logits; the vocabulary is cut over tensor parallelism."""
+
+    def __init__(self, config: LanguageConfig, context: LayerContext, has_weight: bool) -> None:
+        """Without a weight of its own (tied embeddings), each call gives it one."""
+        super().__init__()
+        weight = context.empty(config.vocab_size // context.tp_size, config.hidden_size) if has_weight else None
+        self.register_parameter("weight", weight)
+        self.accumulate = context.device.kernels.accumulate
+        self.tp_group = context.tp_group
+        self.max_rows = MAX_LOGIT_ROWS
+
+    def forward(self, x: Tensor, inputs: LossInputs, shared_weight: Tensor | None = None) -> Tensor:
+        """Rows that have a target [num_targets, hidden] -> sum of their weighted losses, fp32, equal on all ranks."""
+        weight: Any = self.weight if shared_weight is None else shared_weight
+        target, is_here, group = inputs.target_ids, None, None
+        if self.tp_group.size() > 1:
+            group, num_rows = self.tp_group, weight.shape[0]
+            target, is_here = rows_here(inputs.target_ids, group.rank() * num_rows, num_rows)
+        return weighted_cross_entropy(
+            x, weight, target, is_here, inputs.weights, self.accumulate, group, self.max_rows
+        )
+
+
+def weighted_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    is_here: Tensor | None,
+    row_weights: Tensor,
+    accumulate: Accumulate,
+    group: dist.ProcessGroup | None = None,
+    max_rows: int = MAX_LOGIT_ROWS,
+) -> Tensor:
+    """Sum of the weighted cross entropies of the logits x W^T, in fp32; the same for any ``max_rows``.
+
+    x is [num_targets, hidden], ``row_weights`` [num_targets].  ``weight`` [vocabulary / TP, hidden] are the rows of
+    this rank of ``group``, among them the targets for which ``is_here`` says so (``rows_here``; None: all).
+    """
+    return _WeightedCrossEntropy.apply(x, weight, target, is_here, row_weights, accumulate, group, max_rows)
