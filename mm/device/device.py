@@ -9,7 +9,7 @@ import importlib.util
 import os
 import random
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,32 @@ class Device:
         if self.kind == "cpu":
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    @property
+    def adam_obeys_scale(self) -> bool:
+        """Whether torch's fused AdamW obeys ``grad_scale`` and ``found_inf`` here.
+
+        The kernels of CUDA and the CPU do; torch_npu's takes both and looks at neither.
+        """
+        return self.kind != "npu"
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
+        """Begin to copy a small fp32 vector to the host; a call of the result waits for it and gives its numbers.
+
+        That waits for the work queued before, not for what is queued between the two calls.
+        """
+        if self.kind == "cpu":
+            return tensor.tolist
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        on_host.copy_(tensor, non_blocking=True)
+        copied = getattr(torch, self.kind).Event()
+        copied.record()
+
+        def numbers() -> list[float]:
+            copied.synchronize()
+            return on_host.tolist()
+
+        return numbers
 
     def max_memory_bytes(self) -> int:
         """Peak memory of this process: allocated on the device, or resident on the CPU."""

@@ -23,6 +23,8 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
+    clip_grad: float = 0.0
+    """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
 
     @property
     def pp(self) -> int:
@@ -48,10 +50,12 @@ CASES = (
     Case("tp1-recompute", recompute="uniform"),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
+    Case("tp1-clipped", clip_grad=1e-6),
     Case("tp2", tp=2),
     Case("tp2-tied", tp=2, tied=True),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
+    Case("tp2-clipped", tp=2, clip_grad=1e-6),
     Case("pp2-vit-on-one", (4, 0), (2, 2)),
     Case("pp2-vit-on-both", (3, 1), (0, 4)),
     Case("pp2-vit-on-one-llm-on-other", (4, 0), (0, 4)),
@@ -70,6 +74,8 @@ CASES = (
     Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
          overlap=True),
     Case("dp2-per-sample", dp=2, loss_unit="sample"),
+    Case("dp2-clipped", dp=2, clip_grad=1e-6),
+    Case("dp2-distributed-optimizer-clipped", dp=2, distributed_optimizer=True, clip_grad=1e-6),
     Case("dp2-per-microbatch", dp=2, loss_unit="microbatch"),
     Case("pp4-vit-stages", (2, 2, 0, 0), (0, 0, 2, 2)),
     Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
@@ -96,7 +102,8 @@ CASES = (
 )
 
 
-NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-distributed-optimizer", "tp2-dp2-distributed-optimizer")
+NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-optimizer",
+              "tp2-dp2-distributed-optimizer")  # fmt: skip
 """Cases that are also tried with a NaN in one gradient of one rank."""
 
 
