@@ -79,9 +79,14 @@ class Device:
 
         A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.
         """
+        return tensor if self.kind == "cpu" else self.pin(tensor).to(self.torch_device, non_blocking=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A host tensor in pinned memory, itself if it is there already or the device is the CPU; in any thread."""
         if self.kind == "cpu":
             return tensor
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+        getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
+        return tensor.pin_memory()
 
     @property
     def adam_obeys_scale(self) -> bool:
@@ -116,7 +121,7 @@ class Device:
         return getattr(torch, self.kind).max_memory_allocated()
 
     def synchronize(self) -> None:
-        """Wait for the device; used around timings only, never in the pipeline loop."""
+        """Wait for the device; used around timings in benchmarks only, never in training."""
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 

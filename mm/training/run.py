@@ -24,7 +24,8 @@ from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
-from mm.training.step import Parts, StepResult, step
+from mm.training.step import Parts, step
+from mm.training.update import StepResult
 
 
 class Trainer:
@@ -64,14 +65,16 @@ class Trainer:
             self._say(f"the checkpoint is at iteration {first} of {args.train_iters}: nothing to train")
             return
         data = self.data(last - first)
+        started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
-            started = time.perf_counter()
             plan = next(data)
             result = self._step(plan, iteration)
-            self.device.synchronize()
-            self._report(plan, result, time.perf_counter() - started)
+            ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
+            self._report(plan, result, ended - started)
+            started = ended
             if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
                 self._save(args.save)
+                started = time.perf_counter()
         data.close()
 
     def close(self) -> None:
@@ -106,8 +109,9 @@ class Trainer:
             encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
             return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
 
-        holds_patch_embedding = self.parts.stage.spec.has_patch_embedding
-        return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patch_embedding, run.model.vision)
+        stage = self.parts.stage
+        return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.spec.has_patch_embedding,
+                         run.model.vision, stage.config.params_dtype, self.device)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None
