@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import torch_npu
+from mm.device.deterministic import make_deterministic
 from mm.device.kernels import KERNELS, Kernels
 from mm.device.shims import apply_shims
 from mm.errors import UserError
@@ -51,12 +52,14 @@ class Device:
     kernels: Kernels
 
     @classmethod
-    def pick(cls, wanted: str = "auto") -> "Device":
+    def pick(cls, wanted: str = "auto", deterministic: bool = False) -> "Device":
         """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare megatron for it.
 
-        Raises ``UserError`` when the wanted device is not usable here.
+        Raises ``UserError`` when the wanted device is not usable here, or the environment is not ``deterministic``.
         """
         kind = _usable_kind(wanted)
+        if deterministic:
+            make_deterministic(kind)
         index = 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK", "0"))
         if kind == "npu":
             importlib.import_module("torch_npu.contrib.transfer_to_npu")

@@ -49,9 +49,9 @@ def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
 
 
 def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
-    """Leave the reduced gradients of the global batch in the parameters' buffers; returns this rank's share of its loss.
+    """Leave the reduced gradients of the global batch in the parameters' buffers; returns this rank's share of loss.
 
-    The shares are summed over all ranks by ``update``, together with what else the host must know.
+    ``update`` sums the shares, together with what else the host must know.
     """
     parts.model.zero_grad_buffer()
     parts.optimizer.zero_grad()

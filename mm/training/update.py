@@ -46,40 +46,40 @@ def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, dev
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-    chained: list[Any] = optimizer.chained_optimizers  # their base class in megatron lacks what all of them have
-    inner = [one for one in chained if not one.is_stub_optimizer]
-    scale = [optimizer.get_loss_scale()] if any(_has_scaler(one) for one in chained) else []  # replaced in prepare
+    inner = _trained(optimizer)
+    has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
+    scale = [optimizer.get_loss_scale()] if has_scaler else []  # the tensor of before the scaler's own update
     overflowed = optimizer.prepare_grads()
     sums = _sums(loss, () if overflowed else inner, mesh)
     numbers = torch.cat([sums, *scale])
-    if not overflowed and folds_into_adam(inner, device):
-        reading = device.start_reading(numbers)
+    is_folded = not overflowed and clips_in_adam(optimizer, device)
+    reading = device.start_reading(numbers) if is_folded else numbers.tolist
+    if is_folded:
         _step_folded(inner, sums)
-        loss_sum, squares, *scales = reading()
-        _refuse_not_finite(loss_sum, squares)
-    else:
-        loss_sum, squares, *scales = numbers.tolist()
-        _refuse_not_finite(loss_sum, squares)
-        if not overflowed:
-            _step_clipped(inner, math.sqrt(squares))
+    loss_sum, squares, *scales = reading()
+    _refuse_not_finite(loss_sum, squares)
     if not overflowed:
-        _publish(chained)
+        if not is_folded:
+            _step_clipped(inner, math.sqrt(squares))
+        _publish(optimizer)
     return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, not overflowed)
 
 
-def folds_into_adam(inner: Sequence[Any], device: Device) -> bool:
+def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
     """Whether Adam's own kernel clips and guards: torch's fused one, where the device's form of it obeys.
 
     apex's and TransformerEngine's Adam, which megatron takes when they are installed, know nothing of it.
     """
     return device.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
-        for one in inner
+        for one in _trained(optimizer)
     )
 
 
-def _has_scaler(chained: Any) -> bool:
-    return getattr(chained, "grad_scaler", None) is not None
+def _trained(optimizer: ChainedOptimizer) -> list[Any]:
+    """megatron's optimizers of weights that are trained here; their base class lacks what all of them have."""
+    chained: list[Any] = optimizer.chained_optimizers
+    return [one for one in chained if not one.is_stub_optimizer]
 
 
 def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
@@ -96,7 +96,7 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (no public name)
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
-            squares += _counted(square, isinstance(one, DistributedOptimizer) or mesh.dp_rank == 0)
+            squares += _counted(square, _is_split(one) or mesh.dp_rank == 0)
     sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
     dist.all_reduce(sums)
     return sums
@@ -145,17 +145,29 @@ def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
         one.optimizer.step()
 
 
-def _publish(chained: Sequence[Any]) -> None:
+def _publish(optimizer: ChainedOptimizer) -> None:
     """From the fp32 copies to the model's weights, and from there to the other data-parallel ranks.
 
     megatron's ``step_with_ready_grads`` does the same after its Adam, with one copy per tensor.  In fp32 the optimizer
     works on the model's own memory.  Overlapped gathers are started by the next step's schedule.
     """
-    for one in chained:
-        if isinstance(one, MixedPrecisionOptimizer) and not one.is_stub_optimizer:
+    for one in _trained(optimizer):
+        if _has_copies(one):
             weights, copies = one._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]
-        if isinstance(one, DistributedOptimizer) and not one.ddp_config.overlap_param_gather:
+    one: Any
+    for one in optimizer.chained_optimizers:
+        if _is_split(one) and not one.ddp_config.overlap_param_gather:
             for model in one.model_chunks:
                 model.start_param_sync()
+
+
+def _is_split(chained: object) -> bool:
+    """Whether data-parallel ranks own different parts of the weights."""
+    return isinstance(chained, DistributedOptimizer)
+
+
+def _has_copies(chained: object) -> bool:
+    """Whether it may hold fp32 copies of weights in 16 bits."""
+    return isinstance(chained, MixedPrecisionOptimizer)

@@ -204,14 +204,17 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
 
 def test_only_torchs_fused_adam_is_trusted_with_the_clip() -> None:
     """apex's and TransformerEngine's take both words and look at neither."""
-    from mm.training.update import folds_into_adam
+    from mm.training.update import clips_in_adam
 
-    def chained(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
-        return SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    def chained(*optimizers: torch.optim.Optimizer | None) -> SimpleNamespace:
+        return SimpleNamespace(chained_optimizers=[
+            SimpleNamespace(optimizer=one, param_groups=one and one.param_groups, is_stub_optimizer=one is None)
+            for one in optimizers
+        ])  # fmt: skip
 
     weights, device = [torch.nn.Parameter(torch.zeros(2))], Device.pick("cpu")
-    fused = chained(torch.optim.AdamW(weights, fused=True))
-    assert folds_into_adam([fused], device) and folds_into_adam([], device)
-    assert not folds_into_adam([fused, chained(torch.optim.SGD(weights))], device)
-    assert not folds_into_adam([fused, chained(torch.optim.AdamW(weights))], device)
-    assert not folds_into_adam([fused], AsOnNpu(**vars(device)))
+    fused = torch.optim.AdamW(weights, fused=True)
+    assert clips_in_adam(chained(fused, None), device) and clips_in_adam(chained(None), device)
+    assert not clips_in_adam(chained(fused, torch.optim.SGD(weights)), device)
+    assert not clips_in_adam(chained(fused, torch.optim.AdamW(weights)), device)
+    assert not clips_in_adam(chained(fused), AsOnNpu(**vars(device)))
