@@ -158,7 +158,7 @@ class Ours:
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:
         """Forward and backward; the loss."""
-        return forward_backward(self.parts, self._plan(microbatches))
+        return float(forward_backward(self.parts, self._plan(microbatches)))
 
     def step(self, microbatches: list[Microbatch]) -> tuple[float, float]:
         """One optimizer step; loss and gradient norm."""

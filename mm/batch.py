@@ -33,8 +33,8 @@ class Microbatch:
     """Tokens of each sample."""
     image_grids: tuple[Grid, ...]
     pixel_values: Tensor | None
-    """float32 [num_patches, channels x frames x height x width]; None without images, and on every rank that does
-    not hold the patch embedding."""
+    """[num_patches, channels x frames x height x width], float32 as read and in the model's dtype in a ``StepPlan``;
+    None without images, and on every rank that does not hold the patch embedding."""
     num_cut_images: int = 0
     """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
 

@@ -98,7 +98,7 @@ def train(run: Run) -> None:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world."""
     from mm.device.device import Device
 
-    device = Device.pick(run.args.device)
+    device = Device.pick(run.args.device, run.args.deterministic_mode)
     # megatron looks at the device while it is imported, so everything built on it comes after the line above
     from mm.training.run import Trainer
 

@@ -10,7 +10,7 @@ import pytest
 
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments, flag_name
-from mm.config.foreign import DATA_KEYS, FLAGS, MODEL_KEYS, Fixed, Row
+from mm.config.foreign import DATA_KEYS, FLAGS, MODEL_KEYS, Fixed, FlagRow, SameAs
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of
 from tests.launch import ROOT
@@ -19,8 +19,10 @@ PAGE = ROOT / "docs" / "coming-from-mindspeed-mm.md"
 PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))
 
 
-def said(row: Row) -> str:
+def said(row: FlagRow) -> str:
     """What the page says of a word that has no field."""
+    if isinstance(row, SameAs):
+        return f"taken: the same as `{row.flag}`"
     if not isinstance(row, Fixed):
         return f"no effect: {row.why}"
     supported = [str(one).lower() if isinstance(one, bool) else one for one in row.supported if one is not None]

@@ -1,5 +1,6 @@
 """The program itself: a run that stops and goes on equals the uninterrupted one, and its export is the same file."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -69,14 +70,15 @@ def metrics(inputs: Path, name: str) -> list[dict]:
 
 
 def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
-    hf = ("--load", str(inputs / "hf"))
+    hf = ("--deterministic-mode", "--load", str(inputs / "hf"))
     run(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
     first = run(inputs, "halves", 1, *hf, "--exit-interval", "3", "--export-hf", str(inputs / "halves" / "hf"))
     assert not (inputs / "halves" / "hf").exists()  # an export is of the finished training
     assert "elapsed time per iteration (ms):" in first and "loaded a Hugging Face checkpoint" in first
     second = run(
-        inputs, "halves", 1, "--load", str(inputs / "halves" / "save"), "--export-hf", str(inputs / "halves" / "hf")
-    )
+        inputs, "halves", 1, "--deterministic-mode", "--load", str(inputs / "halves" / "save"), "--export-hf",
+        str(inputs / "halves" / "hf"),
+    )  # fmt: skip
     assert "loaded a training checkpoint" in second
     whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")
     assert [row["iteration"] for row in halves] == [1, 2, 3, 4, 5, 6]
@@ -84,6 +86,17 @@ def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
         assert [row[key] for row in whole] == [row[key] for row in halves], key
     exports = [(inputs / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "halves")]
     assert exports[0] == exports[1]
+
+
+def test_the_run_file_says_what_ran(inputs: Path) -> None:
+    """Runs after the test above."""
+    ran_on = json.loads((inputs / "whole" / "logs" / "run.json").read_text())["ran_on"]
+    assert ran_on.pop("versions")["torch"] == importlib.metadata.version("torch")
+    assert ran_on.pop("kernels")["attention"] == "mm.device.attention.cpu_attention"
+    assert ran_on == {
+        "device": "cpu", "backend": "gloo", "adam": "torch.optim.adamw.AdamW", "clips_in_adam": True,
+        "deterministic": True, "sdpa": {"vision": "FLASH_ATTENTION", "language": "FLASH_ATTENTION"},
+    }  # fmt: skip
 
 
 def with_bad_samples(inputs: Path) -> str:
@@ -114,7 +127,10 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
 
 
 def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path) -> None:
-    """Runs after the first test: its first two steps, from other files of the same weights."""
+    """Runs after the first test: its first two steps, from other files of the same weights.
+
+    The first test's runs were in deterministic mode and this one is not: on a CPU there is no difference.
+    """
     kind, layout = Storage(Format.TORCH, Structure.CANONICAL), Layout(((5, 3), (0, 0)), ((0, 1), (1, 2)), 2)
     convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, kind).run(Options(num_workers=1))
     said = run(inputs, "converted", 1, "--load", str(inputs / "mm"), "--exit-interval", "2")

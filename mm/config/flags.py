@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
-from mm.config.foreign import FLAGS, Fixed, Inert
+from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
 from mm.config.schema import STRICT, Count, NotNegative, Number, choices, converted, expected, fields_of
 from mm.errors import nearest, refuse
@@ -58,6 +59,7 @@ class Arguments:
     train_iters: Count = Field(description="optimizer steps in all")
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
+    deterministic_mode: bool = Field(False, description="the same run gives the same bits on a device too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
     bad_sample: Literal["refuse", "skip"] = Field(
         "refuse", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
@@ -174,8 +176,9 @@ def read_flags(words: Words) -> Arguments:
     problems = _stray_problems(words.strays)
     values: dict[str, Any] = {}
     for flag, occurrences in words.given.items():
-        last = occurrences[-1]
-        match FLAGS.get(flag):
+        last, row = occurrences[-1], FLAGS.get(flag)
+        ours = row.flag if isinstance(row, SameAs) else flag
+        match row:
             case Inert():
                 pass
             case Fixed((), why):
@@ -184,10 +187,10 @@ def read_flags(words: Words) -> Arguments:
                 if last != list(supported):
                     value = " ".join(last)
                     problems.append(f"{flag} is {value if value.isdecimal() else repr(value)}; {why}")
-            case _ if problem := _value_problem(flag, occurrences):
+            case _ if problem := _value_problem(flag, _FIELDS[ours], occurrences):
                 problems.append(problem)
             case _:
-                values[flag.removeprefix("--").replace("-", "_")] = last[0] if last else True
+                values[ours.removeprefix("--").replace("-", "_")] = last[0] if last else True
     problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
                  if field.is_required() and flag not in words.given)
     refuse(problems)
@@ -207,9 +210,9 @@ def usage_notes(words: Words) -> Iterator[str]:
     yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
 
 
-def _value_problem(flag: str, occurrences: list[list[str]]) -> str | None:
+def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) -> str | None:
     """What is wrong with the words that follow a flag."""
-    field, last = _FIELDS[flag], occurrences[-1]
+    last = occurrences[-1]
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
         return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None

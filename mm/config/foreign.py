@@ -23,7 +23,16 @@ class Inert:
     why: str
 
 
+@dataclass(frozen=True)
+class SameAs:
+    """Another word for ``flag``, a switch of ours."""
+
+    flag: str
+
+
 Row = Fixed | Inert
+"""Of a key of a JSON file."""
+FlagRow = Row | SameAs
 
 
 def _all(row: Row, words: str) -> dict[str, Row]:
@@ -34,7 +43,7 @@ _KERNEL = Inert("the device chooses its kernels")
 _NO_TRUST = "code out of a model directory is never run"
 _NO_CONTEXT_PARALLEL = "context parallelism is not supported by this version"
 
-FLAGS: Mapping[str, Row] = {
+FLAGS: Mapping[str, FlagRow] = {
     **_all(Inert("the model JSON decides"),
            "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention "
            "--num-query-groups --kv-channels --max-position-embeddings --position-embedding-type --rotary-base "
@@ -62,8 +71,7 @@ FLAGS: Mapping[str, Row] = {
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
            "--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication --no-align-grad-reduce"),
-    **_all(Inert("this version has no deterministic mode: on a device, the last bits of sums may differ between runs"),
-           "--use-deter-comp --npu-deterministic --deterministic-mode"),
+    **dict.fromkeys(("--use-deter-comp", "--npu-deterministic"), SameAs("--deterministic-mode")),
     **_all(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
@@ -133,7 +141,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "patch": {
         "bridge_patch": Inert("--load reads both Hugging Face and converted weights"),
         "infer_fa": Inert("it concerns inference only"),
-        "clip_grad_async": Inert("gradient clipping never waits for the host here"),
+        "clip_grad_async": Inert("the host reads the device once a step, loss and gradient norm together"),
         **_all(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "
                      "muon_optimizer layerwise_disaggregated_training"),
     },

@@ -2,8 +2,8 @@
 
 The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
 labels, positions, segment lengths, image grids) goes to the whole replica in one CPU broadcast; pixels go only to the
-ranks that hold the patch embedding.  A thread does this for step n+1 while step n computes; it alone uses the mesh's
-replica, owners and pixel groups.
+ranks that hold the patch embedding, in the model's dtype: to cast them is the first that the model would do.  A thread
+does this for step n+1 while step n computes; it alone uses the mesh's replica, owners and pixel groups.
 """
 
 import json
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config.model import VisionConfig
+from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.parallel.agreement import all_problems, attempt
 from mm.parallel.mesh import Mesh
@@ -27,8 +28,9 @@ class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
-    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` has their width.  A sample that one
-    owner cannot use raises the same AgreedError on every rank, at that step.
+    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` has their width, ``dtype`` is what the
+    model computes in, and ``device`` is what they will be copied to.  A sample that one owner cannot use raises the
+    same AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -38,10 +40,13 @@ class DataOwner(Iterator[StepPlan]):
         num_steps: int,
         holds_patch_embedding: bool,
         vision: VisionConfig,
+        dtype: torch.dtype,
+        device: Device,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._holds_patch_embedding, self._vision = holds_patch_embedding, vision
+        self._dtype, self._device = dtype, device
         self._shared: Queue[StepPlan | Exception] = Queue()
         self._wanted = Semaphore(1)  # one step ahead: the coming one is made while the caller computes
         # A daemon, so that a rank that fails can leave while this waits for other ranks.
@@ -98,18 +103,22 @@ class DataOwner(Iterator[StepPlan]):
         )
 
     def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
-        """Pixel values of each microbatch where this rank needs them, None elsewhere."""
-        mesh, sizes = self._mesh, [m.num_patches for m in light]
-        pixels = [m.pixel_values for m in owned] if owned is not None else [None] * len(light)
-        if mesh.pixel_group is not None and sum(sizes):
-            if owned is not None:
-                together = torch.cat([p for p in pixels if p is not None])
-            else:
-                together = torch.empty(sum(sizes), self._vision.patch_elements)
-            dist.broadcast(together, src=mesh.replica_owner, group=mesh.pixel_group)
-            if owned is None:
-                pixels = [p if len(p) else None for p in together.split(sizes)]
-        return pixels if self._holds_patch_embedding else [None] * len(light)
+        """Pixel values of each microbatch where this rank needs them, ready to be copied; None elsewhere."""
+        given = [None] * len(light) if owned is None else [microbatch.pixel_values for microbatch in owned]
+        return [self._share_pixels_of(one.num_patches, mine) for one, mine in zip(light, given, strict=True)]
+
+    def _share_pixels_of(self, num_patches: int, owned: Tensor | None) -> Tensor | None:
+        mesh = self._mesh
+        if num_patches == 0 or (mesh.pixel_group is None and owned is None):
+            return None
+        if owned is None:
+            pixels = torch.empty(num_patches, self._vision.patch_elements, dtype=self._dtype)
+        else:
+            pixels = owned.to(self._dtype)
+        if mesh.pixel_group is not None:
+            # as bytes, because not every gloo knows every dtype
+            dist.broadcast(pixels.view(torch.uint8), src=mesh.replica_owner, group=mesh.pixel_group)
+        return self._device.pin(pixels) if self._holds_patch_embedding else None
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:

@@ -10,7 +10,7 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import torch_npu
+from mm.device.deterministic import make_deterministic
 from mm.device.kernels import KERNELS, Kernels
 from mm.device.shims import apply_shims
 from mm.errors import UserError
@@ -53,10 +54,11 @@ class Device:
     kernels: Kernels
 
     @classmethod
-    def pick(cls, wanted: str = "auto") -> "Device":
+    def pick(cls, wanted: str = "auto", deterministic: bool = False) -> "Device":
         """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare megatron for it.
 
-        Raises ``UserError`` when the wanted device is not usable here, or MindSpeed has patched megatron.
+        Raises ``UserError`` when the wanted device is not usable here, the environment is not ``deterministic``, or
+        MindSpeed has patched megatron.
         """
         if _ADAPTOR in sys.modules:
             raise UserError(
@@ -66,6 +68,8 @@ class Device:
                 f"needed"
             )
         kind = _usable_kind(wanted)
+        if deterministic:
+            make_deterministic(kind)
         index = 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK", "0"))
         if kind == "npu":
             importlib.import_module("torch_npu.contrib.transfer_to_npu")
@@ -88,9 +92,40 @@ class Device:
 
         A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.
         """
+        return tensor if self.kind == "cpu" else self.pin(tensor).to(self.torch_device, non_blocking=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A host tensor in pinned memory, itself if it is there already or the device is the CPU; in any thread."""
         if self.kind == "cpu":
             return tensor
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+        getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
+        return tensor.pin_memory()
+
+    @property
+    def adam_obeys_scale(self) -> bool:
+        """Whether torch's fused AdamW obeys ``grad_scale`` and ``found_inf`` here.
+
+        The kernels of CUDA and the CPU do; torch_npu's takes both and looks at neither.
+        """
+        return self.kind != "npu"
+
+    def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
+        """Begin to copy a small fp32 vector to the host; a call of the result waits for it and gives its numbers.
+
+        That waits for the work queued before, not for what is queued between the two calls.
+        """
+        if self.kind == "cpu":
+            return tensor.tolist
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        on_host.copy_(tensor, non_blocking=True)
+        copied = getattr(torch, self.kind).Event()
+        copied.record()
+
+        def numbers() -> list[float]:
+            copied.synchronize()
+            return on_host.tolist()
+
+        return numbers
 
     def max_memory_bytes(self) -> int:
         """Peak memory of this process: allocated on the device, or resident on the CPU."""
@@ -99,7 +134,7 @@ class Device:
         return getattr(torch, self.kind).max_memory_allocated()
 
     def synchronize(self) -> None:
-        """Wait for the device; used around timings only, never in the pipeline loop."""
+        """Wait for the device; used around timings in benchmarks only, never in training."""
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 

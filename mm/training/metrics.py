@@ -26,6 +26,7 @@ class StepMetrics:
     grad_norm: float
     loss_scale: float
     step_seconds: float
+    """From one step's host read to the next, data and reports in it, checkpoints not."""
     global_batch_size: int
     num_tokens: int
     num_target_tokens: int

@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from checkpoint import convert
 from checkpoint.formats.source import Kind, open_to_train
@@ -15,6 +16,7 @@ from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner
 from mm.device.device import Device, peak_flops
+from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
 from mm.model import flops, load
 from mm.model.stage import Stage
@@ -24,7 +26,8 @@ from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
-from mm.training.step import Parts, StepResult, step
+from mm.training.step import Parts, step
+from mm.training.update import StepResult, clips_in_adam
 
 
 class Trainer:
@@ -52,7 +55,10 @@ class Trainer:
             decay_samples=run.lr_decay_iters * run.global_batch_size,
             decay_style=args.lr_decay_style,
         )
-        self.metrics = MetricsWriter(args, resolved(run), self.progress.iteration) if self.reports else None
+        self.metrics = None
+        if self.reports:
+            facts = {**resolved(run), "ran_on": self._ran_on()}
+            self.metrics = MetricsWriter(args, facts, self.progress.iteration)
 
     def run_steps(self) -> None:
         """Train until ``--train-iters`` or ``--exit-interval``, saving on the way and at the end."""
@@ -64,14 +70,16 @@ class Trainer:
             self._say(f"the checkpoint is at iteration {first} of {args.train_iters}: nothing to train")
             return
         data = self.data(last - first)
+        started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
-            started = time.perf_counter()
             plan = next(data)
             result = self._step(plan, iteration)
-            self.device.synchronize()
-            self._report(plan, result, time.perf_counter() - started)
+            ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
+            self._report(plan, result, ended - started)
+            started = ended
             if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
                 self._save(args.save)
+                started = time.perf_counter()
         data.close()
 
     def close(self) -> None:
@@ -106,8 +114,9 @@ class Trainer:
             encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
             return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
 
-        holds_patch_embedding = self.parts.stage.spec.has_patch_embedding
-        return DataOwner(together(mesh, open_loader), mesh, num_steps, holds_patch_embedding, run.model.vision)
+        stage = self.parts.stage
+        return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.spec.has_patch_embedding,
+                         run.model.vision, stage.config.params_dtype, self.device)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None
@@ -145,6 +154,18 @@ class Trainer:
             max_memory_bytes=self.device.max_memory_bytes(),
             **asdict(result),
         ))
+
+    def _ran_on(self) -> dict[str, Any]:
+        """Device, versions and kernels of this rank, for the run's file."""
+        vision, language, tp_size = self.run.model.vision, self.run.model.language, self.run.tp_size
+        towers = {"vision": (vision.num_attention_heads, vision.num_attention_heads, vision.head_dim, False),
+                  "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels, True)}
+        dtype = self.parts.stage.config.params_dtype
+        sdpa = {name: sdpa_backend(self.device, dtype, heads // tp_size, kv_heads // tp_size, head_dim, causal)
+                for name, (heads, kv_heads, head_dim, causal) in towers.items()}
+        adam = next((one.optimizer for one in self.parts.optimizer.chained_optimizers), None)
+        return {**device_facts(self.device, adam), "sdpa": sdpa,
+                "clips_in_adam": clips_in_adam(self.parts.optimizer, self.device)}
 
     def _say(self, text: str) -> None:
         if self.reports:

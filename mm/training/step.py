@@ -1,22 +1,21 @@
 """One optimizer step: forward and backward over a plan's microbatches, then the update."""
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
+from torch import Tensor
 
 from mm.batch import StepPlan
 from mm.config.flags import Arguments
-from mm.errors import AgreedError
 from mm.model.stage import Stage
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
-from mm.training.optimizer import Update, build_optimizer, update
+from mm.training.optimizer import build_optimizer
+from mm.training.update import StepResult, update
 
 
 @dataclass(frozen=True)
@@ -41,36 +40,19 @@ class Parts:
         return cls(mesh, stage, model, optimizer, communicator)
 
 
-@dataclass(frozen=True)
-class StepResult(Update):
-    """What one optimizer step did; the same on every rank."""
-
-    loss: float
-    """The loss of the global batch, before the update."""
-
-
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
     """Train one step with learning rate ``lr``.
 
-    Raises AgreedError on all ranks, before a weight has changed, when the loss or a gradient is not finite.
+    Raises AgreedError on all ranks, with no weight changed, when the loss or a gradient is not finite.
     """
-    loss = forward_backward(parts, plan)
-    if not math.isfinite(loss):
-        raise AgreedError(
-            f"the loss is {loss}, so no weight was changed by it; look at the samples of this step, the learning rate "
-            f"and the precision, and resume from the last checkpoint"
-        )
-    return StepResult(**asdict(update(parts.optimizer, lr)), loss=loss)
+    return update(parts.optimizer, forward_backward(parts, plan), lr, parts.mesh, parts.stage.device)
 
 
-def forward_backward(parts: Parts, plan: StepPlan) -> float:
-    """Leave the reduced gradients of the global batch in the parameters' buffers; returns its loss.
+def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
+    """Leave the reduced gradients of the global batch in the parameters' buffers; returns this rank's share of loss.
 
-    The loss is summed over replicas and stages, so that every rank sees the same number and decides the same.
+    ``update`` sums the shares, together with what else the host must know.
     """
     parts.model.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    loss = run_schedule(parts.model, plan, parts.communicator, parts.mesh)
-    dist.all_reduce(loss, group=parts.mesh.groups.dp)
-    dist.all_reduce(loss, group=parts.mesh.groups.pp)
-    return float(loss)
+    return run_schedule(parts.model, plan, parts.communicator, parts.mesh)

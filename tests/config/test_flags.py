@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, read_flags, split, usage_notes
-from mm.config.foreign import FLAGS, Fixed, Inert
+from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.schema import choices, fields_of
 from mm.errors import UserError
 
@@ -125,9 +125,21 @@ def test_every_inert_flag_is_accepted_with_its_reason(flag):
     assert any(flag in note and FLAGS[flag].why in note for note in notes(flag, "1"))
 
 
-@pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if row == Fixed((), row.why)])
+@pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if isinstance(row, Fixed) and not row.supported])
 def test_every_refused_flag_says_what_to_do_instead(flag):
     assert problems(flag, "1") == [f"{flag} is not available here: {FLAGS[flag].why}"]
+
+
+@pytest.mark.parametrize("flag", ["--deterministic-mode", "--use-deter-comp", "--npu-deterministic"])
+def test_every_word_for_deterministic_mode_turns_it_on(flag):
+    assert not parse(REQUIRED).deterministic_mode and parse([*REQUIRED, flag]).deterministic_mode
+    assert notes(flag) == ()
+    assert problems(flag, "1") == [f"{flag} takes no value, but has '1'; it is on when given, else off"]
+
+
+def test_a_word_of_others_stands_for_a_switch_of_ours():
+    assert all(fields_of(Arguments)[row.flag.removeprefix("--").replace("-", "_")].annotation is bool
+               for row in FLAGS.values() if isinstance(row, SameAs))
 
 
 PEER_FLAGS = """

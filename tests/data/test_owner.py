@@ -2,6 +2,7 @@
 
 import json
 import operator
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -41,6 +42,26 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
                 expected = [microbatch | {"pixels": None} for microbatch in expected]
             assert given["microbatches"] == expected, (rank, step)
             assert given["totals"] == expected_totals(layout, step), (rank, step)
+
+
+def test_pixels_come_in_the_dtype_of_the_model(received: list[dict]) -> None:
+    """Equal to the bit to what the patch embedding would make of them."""
+    layout = LAYOUTS[0]
+    for rank in RANKS:
+        mine = received[rank]["bfloat16"]
+        steps = [[replace(m, pixel_values=None if m.pixel_values is None else m.pixel_values.bfloat16()) for m in step]
+                 for step in batches(mine["place"]["dp"])]
+        holds_pixels = layout.config.placement()[mine["place"]["pp"]].has_patch_embedding
+        expected = [[fingerprint(m)["pixels"] if holds_pixels else None for m in step] for step in steps]
+        assert [[m["pixels"] for m in step["microbatches"]] for step in mine["steps"]] == expected
+
+
+@pytest.mark.parametrize("case", [*(layout.name for layout in LAYOUTS), "bfloat16"])
+def test_pixels_are_pinned_by_the_data_thread(received: list[dict], case: str) -> None:
+    for rank in RANKS:
+        has_pixels = any(m["pixels"] for step in received[rank][case]["steps"] for m in step["microbatches"])
+        assert received[rank][case]["pinned_in"] == ["data"] * has_pixels
+    assert any(received[rank][case]["pinned_in"] for rank in RANKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -98,8 +98,8 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
     from mm.model.load import set_weight
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
-    from mm.training.optimizer import update
     from mm.training.step import Parts, forward_backward
+    from mm.training.update import update
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
     args = arguments.parse([
@@ -120,8 +120,8 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
         loss = forward_backward(parts, plan)
         trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         gradients = {name: p.main_grad.clone() for name, p in trained.items()}
-        update(parts.optimizer, 1e-3)
-        return loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
+        result = update(parts.optimizer, loss, 1e-3, mesh, device)
+        return result.loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
     finally:
         parallel.stop_mesh()
 

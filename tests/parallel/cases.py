@@ -25,6 +25,8 @@ class Case:
     recompute: str | None = None
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
+    clip_grad: float = 0.0
+    """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
 
     @property
     def pp(self) -> int:
@@ -52,6 +54,7 @@ CASES = (
     Case("tp1-no-targets", batch="no targets"),
     Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),
     Case("tp1-language-frozen-logits-in-rounds", freeze=("language",), logit_rows=5),
+    Case("tp1-clipped", clip_grad=1e-6),
     Case("tp2", tp=2),
     Case("tp2-logits-in-rounds", tp=2, logit_rows=5),
     Case("tp2-tied-logits-in-rounds", tp=2, tied=True, logit_rows=5),
@@ -59,6 +62,7 @@ CASES = (
     Case("tp2-tied", tp=2, tied=True),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
+    Case("tp2-clipped", tp=2, clip_grad=1e-6),
     Case("pp2-vit-on-one", (4, 0), (2, 2)),
     Case("pp2-vit-on-both", (3, 1), (0, 4)),
     Case("pp2-vit-on-one-llm-on-other", (4, 0), (0, 4)),
@@ -80,6 +84,8 @@ CASES = (
     Case("dp2-tied-distributed-optimizer-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5,
          distributed_optimizer=True, overlap=True),
     Case("dp2-per-sample", dp=2, loss_unit="sample"),
+    Case("dp2-clipped", dp=2, clip_grad=1e-6),
+    Case("dp2-distributed-optimizer-clipped", dp=2, distributed_optimizer=True, clip_grad=1e-6),
     Case("dp2-per-microbatch", dp=2, loss_unit="microbatch"),
     Case("pp4-vit-stages", (2, 2, 0, 0), (0, 0, 2, 2)),
     Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
@@ -106,7 +112,8 @@ CASES = (
 )
 
 
-NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-distributed-optimizer", "tp2-dp2-distributed-optimizer")
+NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-optimizer",
+              "tp2-dp2-distributed-optimizer")  # fmt: skip
 """Cases that are also tried with a NaN in one gradient of one rank."""
 
 

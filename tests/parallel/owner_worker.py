@@ -8,9 +8,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from threading import current_thread
 
 from mm.batch import Microbatch
 from mm.config.model import ModelConfig
@@ -76,8 +77,11 @@ def torch_generator(seed: int) -> "torch.Generator":  # noqa: F821
 def fingerprint(one: Microbatch) -> dict:
     """Everything about a microbatch: dtypes, shapes and contents, light part and pixels apart."""
 
+    import torch
+
     def of(tensor) -> list:
-        return [str(tensor.dtype), list(tensor.shape), sha256(tensor.contiguous().numpy().tobytes()).hexdigest()]
+        contents = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return [str(tensor.dtype), list(tensor.shape), sha256(contents).hexdigest()]
 
     return {
         "token_ids": of(one.token_ids),
@@ -105,8 +109,22 @@ class Loader:
         return self.steps[self.num_asked - 1]
 
 
-def receive(layout: Layout, failure: Exception | None = None) -> dict:
+@dataclass(frozen=True)
+class PinsOnCpu(Device):
+    """The CPU, with a copy in place of pinned memory, and a note of each and the thread that made it."""
+
+    pinned: dict[int, str] = field(default_factory=dict)
+
+    def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":  # noqa: F821
+        copy = tensor.clone()
+        self.pinned[copy.data_ptr()] = current_thread().name
+        return copy
+
+
+def receive(layout: Layout, failure: Exception | None = None, dtype: str = "float32") -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
+    import torch
+
     from mm.data.owner import DataOwner
     from mm.parallel import mesh as parallel
 
@@ -115,10 +133,14 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60))
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
-    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config.vision)
-    steps, error = [], None
+    device = PinsOnCpu(**vars(Device.pick("cpu")))
+    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config.vision,
+                      getattr(torch, dtype), device)  # fmt: skip
+    steps, error, pinned_in = [], None, set()
     try:
         for plan in owner:
+            pixels = [m.pixel_values for m in plan.microbatches if m.pixel_values is not None]
+            pinned_in |= {device.pinned.get(one.data_ptr(), "not pinned") for one in pixels}
             steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
     except Exception as raised:
         if failure is None:
@@ -133,6 +155,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
         "num_asked": None if loader is None else loader.num_asked,
         "steps": steps,
         "error": error,
+        "pinned_in": sorted(pinned_in),
     }
 
 
@@ -142,6 +165,7 @@ def main(directory: str) -> None:
     dist.init_process_group("gloo")
     path = Path(directory) / f"{dist.get_rank()}.json"
     received = {layout.name: receive(layout) for layout in LAYOUTS}
+    received["bfloat16"] = receive(LAYOUTS[0], dtype="bfloat16")
     received["user's mistake"] = receive(LAYOUTS[2], failure=UserError("data.json: sample 17 has no answer"))
     received["broken picture"] = receive(LAYOUTS[2], failure=OSError("picture 17 cannot be read"))
     received["bug"] = receive(LAYOUTS[2], failure=IndexError("list index out of range"))

@@ -24,9 +24,9 @@ from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.training.optimizer import update  # noqa: E402
 from mm.training.optimizer_state import owned_states  # noqa: E402
 from mm.training.step import Parts, forward_backward  # noqa: E402
+from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
@@ -56,6 +56,8 @@ def reference(case: Case) -> dict:
             parameter.grad = torch.zeros_like(parameter)
     gradients = {name: tensor.clone() for name, tensor in hf_tensors(model, gradients=True).items()}
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trainable])) if trainable else torch.zeros(())
+    if case.clip_grad > 0.0:
+        torch.nn.utils.clip_grad_norm_(trainable, case.clip_grad)
     groups = [
         {"params": [p for p in trainable if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
@@ -100,6 +102,16 @@ class Engine:
         part = shard(weight, whole(weight, tensors), mesh.tp_size, mesh.tp_rank)
         return MemoryLayout.of(weight, mesh.tp_size).pad_whole(part)
 
+    def update(self, loss: Tensor) -> StepResult:
+        return update(self.parts.optimizer, loss, LR, self.parts.mesh, self.parts.stage.device)
+
+    def loss(self) -> float:
+        """Of the global batch, by a forward and backward pass: each rank's share, every one of a head's ranks once."""
+        loss = forward_backward(self.parts, self.plan)
+        dist.all_reduce(loss, group=self.parts.mesh.groups.dp)
+        dist.all_reduce(loss, group=self.parts.mesh.groups.pp)
+        return float(loss)
+
 
 def config_of(case: Case) -> ModelConfig:
     config = our_config((case.vision,), (case.language,), case.tied, case.freeze)
@@ -115,7 +127,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     config = config_of(case)
     placement = config.placement()
     args = arguments.parse(
-        ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", "0.0", "--train-iters", "1"]
+        ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(case.clip_grad), "--train-iters", "1"]
         + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]
         + ["--use-distributed-optimizer"] * case.distributed_optimizer
         + ["--overlap-grad-reduce"] * case.overlap
@@ -155,14 +167,14 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
 def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
     engine = build(case, hf_tensors(hf_model(case.tied)))
-    forward_backward(engine.parts, engine.plan)
+    loss = forward_backward(engine.parts, engine.plan)
     before = [parameter.detach().clone() for parameter in engine.parts.model.parameters()]
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.model)}
     name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
     if engine.parts.mesh.rank == engine.parts.mesh.world_size - 1:
         engine.parts.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
     try:
-        update(engine.parts.optimizer, LR)
+        engine.update(loss)
         refused = False
     except AgreedError:
         refused = all(torch.equal(a, b) for a, b in zip(before, engine.parts.model.parameters(), strict=True))
@@ -179,9 +191,9 @@ def run_case(case: Case) -> dict:
     forward_backward(engine.parts, engine.plan)
     loss = forward_backward(engine.parts, engine.plan)
     by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
-    result = update(engine.parts.optimizer, LR)
+    result = engine.update(loss)
     # With overlapped gathering the updated weights arrive in this pass.
-    loss_after = forward_backward(engine.parts, engine.plan)
+    loss_after = engine.loss()
     by_weight = {
         name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
         for name, parameter in engine.parts.stage.named_parameters()
@@ -195,8 +207,8 @@ def run_case(case: Case) -> dict:
         return abs(ours - theirs) / max(abs(theirs), 1e-30)
 
     return {
-        "loss": loss,
-        "loss_error": error(loss, expected["loss"]),
+        "loss": result.loss,
+        "loss_error": error(result.loss, expected["loss"]),
         "loss_after_error": error(loss_after, expected["loss_after"]),
         "gradient_error": worst[0][0],
         "gradient_worst": worst[0][1],

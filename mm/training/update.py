@@ -1,0 +1,173 @@
+"""One update of the weights: gradient norm, clipping, the guard against values that are not finite, Adam.
+
+The host reads the device once a step, when all of this is on its way: two numbers, summed over all ranks by one
+collective.  Clipping and guard are part of Adam's kernel where that obeys ``grad_scale`` and ``found_inf``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from torch import Tensor
+
+from mm.device.device import Device
+from mm.errors import AgreedError
+from mm.parallel.mesh import Mesh
+
+_NORM_EPSILON = 1e-6
+"""Added to the norm before it divides the largest norm: Megatron's and torch's constant."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank."""
+
+    loss: float
+    """The loss of the global batch, before the update."""
+    lr: float
+    grad_norm: float
+    """Before clipping; 0 when a gradient overflowed."""
+    loss_scale: float
+    updated: bool
+    """False when a gradient overflowed under loss scaling, so that the optimizer skipped the step."""
+
+
+@torch.no_grad()
+def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device) -> StepResult:
+    """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, as ``run_schedule`` gives.
+
+    A gradient that overflowed under loss scaling makes the optimizer skip the step.  A loss or any other gradient that
+    is not finite raises AgreedError on all ranks, with all weights and moments as they were.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+    inner = _trained(optimizer)
+    has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
+    scale = [optimizer.get_loss_scale()] if has_scaler else []  # the tensor of before the scaler's own update
+    overflowed = optimizer.prepare_grads()
+    sums = _sums(loss, () if overflowed else inner, mesh)
+    numbers = torch.cat([sums, *scale])
+    is_folded = not overflowed and clips_in_adam(optimizer, device)
+    reading = device.start_reading(numbers) if is_folded else numbers.tolist
+    if is_folded:
+        _step_folded(inner, sums)
+    loss_sum, squares, *scales = reading()
+    _refuse_not_finite(loss_sum, squares)
+    if not overflowed:
+        if not is_folded:
+            _step_clipped(inner, math.sqrt(squares))
+        _publish(optimizer)
+    return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, not overflowed)
+
+
+def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
+    """Whether Adam's own kernel clips and guards: torch's fused one, where the device's form of it obeys.
+
+    apex's and TransformerEngine's Adam, which megatron takes when they are installed, know nothing of it.
+    """
+    return device.adam_obeys_scale and all(
+        isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
+        for one in _trained(optimizer)
+    )
+
+
+def _trained(optimizer: ChainedOptimizer) -> list[Any]:
+    """megatron's optimizers of weights that are trained here; their base class lacks what all of them have."""
+    chained: list[Any] = optimizer.chained_optimizers
+    return [one for one in chained if not one.is_stub_optimizer]
+
+
+def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
+    """fp32 [loss, squared norm of the gradients], summed over all ranks; each is there once.
+
+    The squared norm is kept in fp32, as megatron does (NPUs have no fp64): a norm above 1.8e19 counts as not finite.
+    Tensor-parallel ranks of the last stage hold the same loss.  Data-parallel ranks hold the same gradients without the
+    distributed optimizer, and different cuts of them with it; what tensor-parallel ranks or tied stages hold twice is
+    left out by megatron.
+    """
+    squares = torch.zeros_like(loss)
+    for one in inner:
+        gradients = one.get_main_grads_for_grad_norm()
+        if gradients:
+            norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (no public name)
+            square = torch.linalg.vector_norm(torch.stack(norms)).square()
+            squares += _counted(square, _is_split(one) or mesh.dp_rank == 0)
+    sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
+    dist.all_reduce(sums)
+    return sums
+
+
+def _counted(value: Tensor, counts: bool) -> Tensor:
+    """The value, or 0 for one that another rank counts; a value that is not finite is told by every rank."""
+    return value if counts else torch.where(value.isfinite(), 0.0, value)
+
+
+def _refuse_not_finite(loss: float, squares: float) -> None:
+    if not math.isfinite(loss):
+        raise AgreedError(
+            f"the loss is {loss}, so no weight was changed by it; look at the samples of this step, the learning rate "
+            f"and the precision, and resume from the last checkpoint"
+        )
+    if not math.isfinite(squares):
+        raise AgreedError(f"the gradient norm is {squares}: a gradient is not finite, so no weight was changed")
+
+
+def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
+    """Adam, with clipping and guard in its kernel and nothing read by the host.
+
+    ``found_inf`` of exactly 1 leaves weights, moments and step count as they are.
+    """
+    found_inf = (~sums.isfinite().all()).float()
+    for one in inner:
+        max_norm, adam = one.config.clip_grad, one.optimizer
+        adam.found_inf = found_inf
+        if max_norm > 0.0:  # the kernel divides by it
+            adam.grad_scale = ((sums[1].sqrt() + _NORM_EPSILON) / max_norm).clamp(min=1.0)
+        adam.step()
+        del adam.found_inf
+        if max_norm > 0.0:
+            del adam.grad_scale
+
+
+def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
+    """Adam after one multiplication of all gradients, where they are to be clipped."""
+    for one in inner:
+        max_norm = one.config.clip_grad
+        coefficient = max_norm / (grad_norm + _NORM_EPSILON)
+        gradients = [parameter.grad for parameter in one.get_parameters() if parameter.grad is not None]
+        if max_norm > 0.0 and coefficient < 1.0 and gradients:
+            torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
+        one.optimizer.step()
+
+
+def _publish(optimizer: ChainedOptimizer) -> None:
+    """From the fp32 copies to the model's weights, and from there to the other data-parallel ranks.
+
+    megatron's ``step_with_ready_grads`` does the same after its Adam, with one copy per tensor.  In fp32 the optimizer
+    works on the model's own memory.  Overlapped gathers are started by the next step's schedule.
+    """
+    for one in _trained(optimizer):
+        if _has_copies(one):
+            weights, copies = one._get_model_and_main_params_data_float16()
+            if weights:
+                torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]
+    one: Any
+    for one in optimizer.chained_optimizers:
+        if _is_split(one) and not one.ddp_config.overlap_param_gather:
+            for model in one.model_chunks:
+                model.start_param_sync()
+
+
+def _is_split(chained: object) -> bool:
+    """Whether data-parallel ranks own different parts of the weights."""
+    return isinstance(chained, DistributedOptimizer)
+
+
+def _has_copies(chained: object) -> bool:
+    """Whether it may hold fp32 copies of weights in 16 bits."""
+    return isinstance(chained, MixedPrecisionOptimizer)

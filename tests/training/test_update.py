@@ -1,0 +1,220 @@
+"""Clipping, guard and Adam in a process group of one, in both forms: folded into Adam's kernel, and before it.
+
+That they are right in every layout: tests/test_parity.py.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mm.batch import BatchTotals, StepPlan
+from mm.device.device import Device
+from mm.errors import AgreedError
+from tests.parallel.pipeline_worker import Trace, counting
+from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+
+pytestmark = [
+    # megatron looks at the gradients of the slices that the distributed optimizer works on, as its comment there says
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.distributed.* is deprecated:FutureWarning"),  # names that megatron uses
+]
+
+LR = 1e-3
+NORM_TOLERANCE = 1e-6  # measured 0: both are the root of the same sum
+# Adam's kernel divides by what megatron multiplies with; measured 1.5e-6 after two steps, by norm of each tensor
+CLIPPED_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class AsOnNpu(Device):
+    """The CPU, taken for a device whose Adam looks at neither ``grad_scale`` nor ``found_inf``."""
+
+    adam_obeys_scale = False
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    Device.pick("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+FORMS = pytest.mark.parametrize("device_type", [Device, AsOnNpu], ids=["folded", "before"])
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+SPLITS = pytest.mark.parametrize("split", [(), ("--use-distributed-optimizer",)], ids=["plain", "distributed"])
+
+
+@dataclass
+class Engine:
+    """The small model with transformers' random weights, one step's data, and megatron's own step to compare with."""
+
+    parts: "Parts"  # noqa: F821
+    plan: StepPlan
+
+    def step(self, lr: float = LR) -> "StepResult":  # noqa: F821
+        from mm.training.step import step
+
+        return step(self.parts, self.plan, lr)
+
+    def megatrons_step(self) -> float:
+        """The gradient norm."""
+        from mm.training.step import forward_backward
+
+        forward_backward(self.parts, self.plan)
+        for one in self.parts.optimizer.param_groups:
+            one["lr"] = LR
+        return self.parts.optimizer.step()[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a step changes: the model's weights, their fp32 copies, moments and counts of steps."""
+        from mm.training.optimizer_state import owned_states
+
+        found = {name: parameter.detach().clone() for name, parameter in self.parts.stage.named_parameters()}
+        for state in owned_states(self.parts.optimizer, self.parts.model):
+            found |= {f"{state.name}.{part}": tensor.clone() for part, tensor in state.tensors().items()}
+            found[f"{state.name}.step"] = torch.tensor(state.step)
+        return found
+
+    def spoil(self, value: float) -> None:
+        """Make the coming steps' gradient of one weight not finite."""
+        weight = self.parts.stage.get_parameter("text_decoder.decoder.layers.1.mlp.linear_fc2.weight")
+        reduce = self.parts.model.finish_grad_sync
+
+        def then_spoil(*args, **options):
+            reduce(*args, **options)
+            weight.main_grad.view(-1)[7] = value
+
+        self.parts.model.finish_grad_sync = then_spoil
+
+
+@pytest.fixture
+def build(group: None) -> Iterator:
+    from mm.config import flags as arguments
+    from mm.model.stage import Stage
+    from mm.parallel import mesh as parallel
+    from mm.training.step import Parts
+
+    config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
+    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
+
+    def engine(device_type: type[Device], precision: str, *flags: str) -> Engine:
+        stage = Stage(config, mesh, precision, device_type(**vars(Device.pick("cpu"))))
+        with torch.no_grad():
+            for weight in stage.weights:
+                stage.get_parameter(weight.name).copy_(whole(weight, tensors))
+        args = arguments.parse([
+            "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
+            "--mm-data", "d", *flags, *([] if precision == "fp32" else [f"--{precision}"]),
+        ])  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
+        return Engine(Parts.build(stage, mesh, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
+
+    yield engine
+    parallel.stop_mesh()
+
+
+@FORMS
+@SPLITS
+@pytest.mark.parametrize(("precision", "num_reads"), [("fp32", 1), ("bf16", 1), ("fp16", 2)])
+def test_the_host_reads_the_device_once_a_step(build, device_type: type, precision: str, num_reads: int, split) -> None:
+    """In fp16 megatron reads once more, whether a gradient overflowed."""
+    engine = build(device_type, precision, "--initial-loss-scale", "1024", *split)
+    for _ in range(2):
+        trace = Trace([])
+        with counting(trace, engine.parts.stage):
+            assert engine.step().updated
+        assert trace.num_read_back == num_reads
+        reduced = [one["bytes"] for one in trace.operations if one["bytes"] <= 16]
+        assert reduced == [8] + [4] * (precision == "fp16") or reduced == [4] * (precision == "fp16") + [8]
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the difference over the expected, by norm."""
+    difference = float((ours.double() - expected.double()).norm())
+    return difference / float(expected.double().norm()) if difference else 0.0
+
+
+@FORMS
+@PRECISIONS
+@SPLITS
+@pytest.mark.parametrize("clip_grad", [0.0, 1e6, 0.01], ids=["no clipping", "clipping nothing", "clipping"])
+def test_the_update_is_megatrons(build, device_type: type, precision: str, split, clip_grad: float) -> None:
+    """To the bit, but for clipping inside of Adam's kernel."""
+    flags = ("--clip-grad", str(clip_grad), *split)
+    ours, theirs = build(device_type, precision, *flags), build(device_type, precision, *flags)
+    for _ in range(2):
+        norm, expected_norm = ours.step().grad_norm, theirs.megatrons_step()
+        assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE) and (clip_grad != 0.01 or norm > 1)
+    found, expected = ours.tensors(), theirs.tensors()
+    is_exact = clip_grad != 0.01 or device_type is AsOnNpu
+    worst = max(error(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys()
+    assert worst <= (0.0 if is_exact else CLIPPED_TOLERANCE)
+
+
+@FORMS
+@PRECISIONS
+@SPLITS
+def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: type, precision: str, split) -> None:
+    """Neither weights nor their fp32 copies, moments or counts of steps, to the bit."""
+    value = math.inf if split else math.nan
+    engine = build(device_type, precision, *split)
+    engine.step()
+    before = engine.tensors()
+    engine.spoil(value)
+    with pytest.raises(AgreedError, match=f"the gradient norm is {value}: a gradient is not finite, so no weight"):
+        engine.step()
+    after = engine.tensors()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@FORMS
+def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> None:
+    from mm.training.step import forward_backward
+    from mm.training.update import update
+
+    engine = build(device_type, "bf16")
+    engine.step()
+    before, parts = engine.tensors(), engine.parts
+    loss = forward_backward(parts, engine.plan) + math.inf
+    with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed by it"):
+        update(parts.optimizer, loss, LR, parts.mesh, parts.stage.device)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
+
+
+@FORMS
+@SPLITS
+def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, device_type: type, split) -> None:
+    engine = build(device_type, "fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *split)
+    assert engine.step().updated
+    before = engine.tensors()
+    engine.spoil(math.inf)
+    skipped = engine.step()
+    assert (skipped.updated, skipped.loss_scale, skipped.grad_norm) == (False, 1024.0, 0.0) and skipped.loss > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
+    assert float(engine.parts.optimizer.get_loss_scale()) == 512.0
+
+
+def test_only_torchs_fused_adam_is_trusted_with_the_clip() -> None:
+    """apex's and TransformerEngine's take both words and look at neither."""
+    from mm.training.update import clips_in_adam
+
+    def chained(*optimizers: torch.optim.Optimizer | None) -> SimpleNamespace:
+        return SimpleNamespace(chained_optimizers=[
+            SimpleNamespace(optimizer=one, param_groups=one and one.param_groups, is_stub_optimizer=one is None)
+            for one in optimizers
+        ])  # fmt: skip
+
+    weights, device = [torch.nn.Parameter(torch.zeros(2))], Device.pick("cpu")
+    fused = torch.optim.AdamW(weights, fused=True)
+    assert clips_in_adam(chained(fused, None), device) and clips_in_adam(chained(None), device)
+    assert not clips_in_adam(chained(fused, torch.optim.SGD(weights)), device)
+    assert not clips_in_adam(chained(fused, torch.optim.AdamW(weights)), device)
+    assert not clips_in_adam(chained(fused), AsOnNpu(**vars(device)))
