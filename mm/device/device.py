@@ -40,6 +40,20 @@ PEAK_FLOPS = {
     "Ascend910B4": 280e12,
 }
 """Dense bf16 FLOP/s as the makers publish them; the first name found in the device's own name counts."""
+MEMORY_BYTES = {
+    "H200": 143771 * 2**20,
+    "H100": 81559 * 2**20,
+    "H800": 81559 * 2**20,
+    "A100": 81920 * 2**20,
+    "A800": 81920 * 2**20,
+    "L40S": 46068 * 2**20,
+    "Ascend910_93": 65536 * 2**20,
+    "Ascend910B1": 65536 * 2**20,
+    "Ascend910B2": 65536 * 2**20,
+    "Ascend910B3": 65536 * 2**20,
+    "Ascend910B4": 32768 * 2**20,
+}
+"""The whole memory of a device as nvidia-smi and npu-smi show it, in MiB; an A100 or A800 has 80 GB or half of it."""
 
 
 @dataclass(frozen=True)

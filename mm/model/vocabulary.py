@@ -16,15 +16,7 @@ from mm.config.model import LanguageConfig
 from mm.device.accumulate import Accumulate
 from mm.model.layers import LayerContext, never_initialize
 from mm.model.linear import gradient_buffer, gradient_from
-from mm.model.loss import LossInputs
-
-MAX_LOGIT_ROWS = 1024
-"""Target tokens whose logits exist at a time, with forward and backward.
-
-Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and 311 MB beside them while they come from or go to
-16 bits: 933 MB are all that the loss holds, less under tensor parallelism.  Every round of the backward reads and
-writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations; an H200 does 206 in the time of a byte
-(989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
+from mm.model.loss import MAX_LOGIT_ROWS, LossInputs
 
 
 def rows_here(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The text of a dry run: what every pipeline stage would hold, how many bytes that is, and what crosses each boundary.
 
-Sizes come from the weight table and the placement; nothing is measured, and activations are not counted.
+Sizes come from the weight table, the placement and the formulas of ``mm.plan.memory``; nothing is measured.
 """
 
 import math
@@ -8,18 +8,21 @@ from dataclasses import dataclass
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.device.device import MEMORY_BYTES
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights, stage_weights
 
-_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a weight.  Its gradient, its two Adam moments and, beside a weight in bf16 or fp16, its copy are fp32."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """What one rank of a stage holds; frozen weights have neither gradients nor optimizer state."""
+    """The states that one rank of a stage holds; frozen weights have neither gradients nor optimizer state.
+
+    Gradients, the two Adam moments and, beside weights in bf16 or fp16, their copy are fp32.
+    """
 
     num_params: int
     num_trainable_params: int
@@ -38,13 +41,13 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
              for weight in stage_weights(run.model, spec, placement)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
-    state_bytes = _WIDTHS["fp32"] * (2 if run.args.precision == "fp32" else 3)
+    state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
     num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
-        weight_bytes=num_params * _WIDTHS[run.args.precision],
-        gradient_bytes=num_trainable * _WIDTHS["fp32"],
+        weight_bytes=num_params * WIDTHS[run.args.precision],
+        gradient_bytes=num_trainable * FP32,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
     )
 
@@ -63,6 +66,8 @@ def stage_report(run: Run) -> str:
         _stage_table(run, placement, sizes),
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
+        _memory_table(run, placement, sizes),
+        _device_lines(run, placement, sizes),
         ["Notes:", *(f"  - {note}" for note in run.notes)] if run.notes else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -89,13 +94,18 @@ def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list
             str(spec.stage), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
             _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
         ))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """A table whose first two columns are text, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) if column < 2 else cell.rjust(width)
                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return ["Stages (one rank each; GiB without activations and buffers):", *lines]
+    return lines
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
@@ -144,6 +154,79 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
     return [
         f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",
         f"In all    {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {run.world_size} ranks",
+    ]
+
+
+TEXT, VISUAL = "text", "visual"
+
+
+def longest_microbatches(run: Run) -> dict[str, Rows]:
+    """The two longest microbatches between which all others lie: all text, every token a target, and all visual
+    tokens, which are never targets.  What memory a mixture needs lies between theirs too."""
+    num_tokens = run.args.seq_length * run.args.micro_batch_size
+    return {
+        TEXT: Rows(num_tokens, num_patches=0, num_targets=num_tokens),
+        VISUAL: Rows(num_tokens, num_tokens * run.model.vision.spatial_merge_size**2, num_targets=0),
+    }
+
+
+def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
+    """Peak bytes of the stage that needs most, by kind of microbatch."""
+    return {
+        kind: max(
+            _memory(run, placement, spec).peak_bytes(rows, run.num_microbatches, size.total_bytes)
+            for spec, size in zip(placement.slots, sizes, strict=True)
+        )
+        for kind, rows in longest_microbatches(run).items()
+    }
+
+
+def _memory(run: Run, placement: Placement, spec: StageSpec) -> StageMemory:
+    return StageMemory(run.model, placement, spec, run.tp_size, run.args.precision)
+
+
+def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
+    """Peak memory of each stage, and what it is made of."""
+    header = ("stage", "tokens", "in flight", "states", "activations", "logits", "a layer's work", "peak")
+    rows: list[tuple[str, ...]] = [header]
+    kinds = longest_microbatches(run)
+    for spec, size in zip(placement.slots, sizes, strict=True):
+        memory = _memory(run, placement, spec)
+        num_in_flight = memory.num_in_flight(run.num_microbatches)
+        for kind, held in kinds.items():
+            parts = (size.total_bytes, num_in_flight * memory.kept_bytes(held), memory.logit_bytes(held),
+                     memory.working_bytes(held), memory.peak_bytes(held, run.num_microbatches, size.total_bytes))
+            rows.append((str(spec.stage), kind, str(num_in_flight), *map(_gib, parts)))
+    num_tokens, num_patches = kinds[VISUAL].num_tokens, kinds[VISUAL].num_patches
+    return [
+        "Memory at the worst moment (one rank each; GiB; by formula, not measured):",
+        *_aligned(rows),
+        f"Each microbatch in flight is taken to have {num_tokens:,} tokens (--seq-length x --micro-batch-size): all",
+        f"text, every token a target, or all visual ({num_patches:,} patches); a mixture needs something between.  The",
+        "peak has the logits or a layer's work, whichever is more.  Not counted: the driver, communication buffers and",
+        "gaps between allocations.",
+    ]
+
+
+def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
+    """Which of the devices that we know are large enough."""
+    found = peaks(run, placement, sizes)
+    (least_kind, least), (worst_kind, worst) = sorted(found.items(), key=lambda item: item[1])
+    names: dict[int, list[str]] = {}
+    for name, size in MEMORY_BYTES.items():
+        names.setdefault(size, []).append(name)
+    fits, partly, small = [], [], []
+    for size, alike in sorted(names.items(), reverse=True):
+        device = f"{', '.join(alike)} ({_gib(size)} GiB"
+        if size >= worst:
+            fits.append(f"{device}, {_gib(size - worst)} left)")
+        else:
+            (partly if size >= least else small).append(f"{device})")
+    return [
+        f"Peak      {_gib(worst)} GiB a rank when microbatches are all {worst_kind}, {_gib(least)} when {least_kind}",
+        *(f"Fits      {device}" for device in fits),
+        *(f"In part   {device}: enough for all {least_kind}, not for all {worst_kind}" for device in partly),
+        *([f"Too small {', '.join(small)}"] if small else []),
     ]
 
 

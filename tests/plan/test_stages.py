@@ -7,27 +7,34 @@ import pytest
 
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments
-from mm.config.model import read_model
+from mm.config.model import RecomputeConfig, read_model
 from mm.config.run import Run
-from mm.plan.stages import num_model_params, stage_report, stage_size
+from mm.device.device import MEMORY_BYTES
+from mm.plan.memory import StageMemory
+from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_size
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
 """In memory the ViT's ffn is 3424 wide instead of 3420, in all layers: gate and up with their biases, and down."""
 
 
+NO_RECOMPUTE = RecomputeConfig()
+
+
 def run_of(size: str, vision: list[int], language: list[int], world_size: int, *, freeze: str = "",
-           **flags) -> Run:
+           seq_length: int = 1024, recompute: RecomputeConfig = NO_RECOMPUTE, **flags) -> Run:
     """A run on the given lists; ``freeze`` has v, p, l for the frozen parts."""
     model = read_model(EXAMPLES / f"model_{size}.json").value
     model = dataclasses.replace(
         model,
-        vision=dataclasses.replace(model.vision, pipeline_num_layers=(tuple(vision),), freeze="v" in freeze),
+        vision=dataclasses.replace(
+            model.vision, pipeline_num_layers=(tuple(vision),), freeze="v" in freeze, recompute=recompute),
         projector=dataclasses.replace(model.projector, freeze="p" in freeze),
-        language=dataclasses.replace(model.language, pipeline_num_layers=(tuple(language),), freeze="l" in freeze),
+        language=dataclasses.replace(
+            model.language, pipeline_num_layers=(tuple(language),), freeze="l" in freeze, recompute=recompute),
     )
     args = Arguments(
-        mm_model="m.json", mm_data="d.json", micro_batch_size=1, seq_length=1024, train_iters=1, lr=0.0, **flags)
+        mm_model="m.json", mm_data="d.json", micro_batch_size=1, seq_length=seq_length, train_iters=1, lr=0.0, **flags)
     return Run(args, model, DataConfig("hf", ("d.json",)), world_size, ("a note",))
 
 
@@ -109,3 +116,51 @@ def test_largest_stage_and_total():
 
 def test_single_stage_has_no_boundaries():
     assert "Boundaries" not in stage_report(run_of("3b", [32], [36], 1))
+
+
+def test_longest_microbatches():
+    args = run_of("3b", [32], [36], 1).args
+    run = dataclasses.replace(run_of("3b", [32], [36], 1), args=dataclasses.replace(args, micro_batch_size=3))
+    text, visual = (longest_microbatches(run)[kind] for kind in (TEXT, VISUAL))
+    assert (text.num_tokens, text.num_patches, text.num_targets) == (3072, 0, 3072)
+    assert (visual.num_tokens, visual.num_patches, visual.num_targets) == (3072, 4 * 3072, 0)
+
+
+def test_memory_of_each_stage():
+    run = run_of("7b", [32, 0], [12, 16], 2, bf16=True, global_batch_size=8)
+    placement = run.model.placement()
+    text = stage_report(run)
+    for spec, size in zip(placement.slots, sizes(run), strict=True):
+        memory = StageMemory(run.model, placement, spec, 1, "bf16")
+        num_in_flight = 2 - spec.stage
+        for kind, rows in longest_microbatches(run).items():
+            numbers = (size.total_bytes, num_in_flight * memory.kept_bytes(rows), memory.logit_bytes(rows),
+                       memory.working_bytes(rows), memory.peak_bytes(rows, 8, size.total_bytes))
+            (line,) = [line for line in text.splitlines() if line.split()[:2] == [str(spec.stage), kind]]
+            assert line.split()[2:] == [str(num_in_flight), *(f"{number / 2**30:.2f}" for number in numbers)]
+    assert "have 1,024 tokens (--seq-length x --micro-batch-size): all\n" in text
+    assert "or all visual (4,096 patches)" in text
+
+
+def test_whether_7b_with_a_frozen_vit_fits_an_h200():
+    """8192 tokens and full recompute: 138.4 GB of states leave some 12 GB, which is where the logits count."""
+    run = run_of("7b", [32], [28], 1, freeze="vp", bf16=True, seq_length=8192,
+                 recompute=RecomputeConfig("full", "uniform", 1))
+    found, size = peaks(run, run.model.placement(), sizes(run)), MEMORY_BYTES["H200"]
+    (states,) = sizes(run)
+    assert found[VISUAL] < size and states.total_bytes < min(found.values())
+    text = stage_report(run)
+    left = (size - max(found.values())) / 2**30
+    expected = (f"Fits      H200 (140.40 GiB, {left:.2f} left)" if left >= 0
+                else "In part   H200 (140.40 GiB): enough for all visual, not for all text")
+    assert expected in text.splitlines()
+    assert "Too small A100, A800 (80.00 GiB), H100, H800 (79.65 GiB)" in text
+
+
+@pytest.mark.parametrize(("world_size", "verdict"), [(8, "Fits      L40S (44.99 GiB, "), (1, "Too small L40S")])
+def test_every_known_device_has_one_verdict(world_size, verdict):
+    run = run_of("3b", [32], [36], world_size, freeze="vp", bf16=True, use_distributed_optimizer=True)
+    lines = stage_report(run).splitlines()
+    verdicts = [line for line in lines if line.startswith(("Fits ", "In part ", "Too small "))]
+    assert sum(line.count(name) for line in verdicts for name in MEMORY_BYTES) == len(MEMORY_BYTES)
+    assert any(line.startswith(verdict) for line in verdicts)

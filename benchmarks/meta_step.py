@@ -1,0 +1,214 @@
+"""What one training step of a real size would do on a CUDA device, counted on the meta device in seconds.
+
+    python -m benchmarks.meta_step --size 3b --tokens 8268 [--freeze vision projector] [--recompute full] [--output F]
+
+The real stage, megatron's DDP, the schedule and the optimizer's step run on tensors without values.  Counted are
+kernels, bytes read and written, FLOPs and host reads by phase and operator, and the memory that lives.  Nothing is
+timed: kernels are what the host must launch, bytes and FLOPs are what these kernels cannot go below.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+from benchmarks.device_step import SAMPLE, SAMPLE_TOKENS
+from benchmarks.meta_device import PHASES, MetaDevice, Recorder, Tally, prepare
+from mm.config.model import ModelConfig, RecomputeConfig, read_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+RECOMPUTE = {
+    "none": RecomputeConfig(),
+    "selective": RecomputeConfig("selective"),
+    "full": RecomputeConfig("full", "uniform", 1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of one rank."""
+
+    size: str = "3b"
+    num_samples: int = 12
+    """Of a microbatch, 689 tokens each."""
+    num_microbatches: int = 1
+    freeze: tuple[str, ...] = ()
+    recompute: str = "none"
+    """"none", "selective" or "full", of both towers."""
+    tp_size: int = 1
+    layers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Layers of the ViT and of the LLM on each pipeline stage; None: all of the model on one."""
+    full_attention: tuple[int, ...] | None = None
+    """ViT layers that attend over whole images; None: the model's."""
+    stage: int = 0
+    """The pipeline stage that is traced."""
+
+    def model(self) -> ModelConfig:
+        model = read_model(EXAMPLES / f"model_{self.size}.json").value
+        vision, language = self.layers or ((model.vision.num_layers,), (model.language.num_layers,))
+        recompute = RECOMPUTE[self.recompute]
+        full = model.vision.fullatt_block_indexes if self.full_attention is None else self.full_attention
+        parts = {
+            "vision": dataclasses.replace(
+                model.vision, num_layers=sum(vision), pipeline_num_layers=(vision,), recompute=recompute,
+                fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
+                freeze="vision" in self.freeze,
+            ),
+            "language": dataclasses.replace(
+                model.language, num_layers=sum(language), pipeline_num_layers=(language,), recompute=recompute,
+                freeze="language" in self.freeze,
+            ),
+            "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
+        }  # fmt: skip
+        return dataclasses.replace(model, **parts)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step did."""
+
+    num_tokens: int
+    """Of one microbatch; so are the two below."""
+    num_patches: int
+    num_targets: int
+    model_flops: float
+    """Of all microbatches, as ``mm.model.flops`` counts for MFU."""
+    operators: dict[str, dict[str, Tally]]
+    """By phase and operator."""
+    host_reads: dict[str, int]
+    """By phase: how often the host waited for a value."""
+    collectives: dict[str, int]
+    num_copies: int
+    """Tensors copied to the device."""
+    state_bytes: int
+    """Weights, gradients and optimizer state, as they are after the step."""
+    in_flight_bytes: int
+    """Kept when the first backward pass begins, by as many microbatches as this stage then has in flight."""
+    peak_bytes: int
+
+    def total(self, *phases: str) -> Tally:
+        return sum((tally for phase in phases for tally in self.operators.get(phase, {}).values()), Tally())
+
+
+@cache
+def _prepare_once() -> None:
+    prepare()
+
+
+def trace(case: Case) -> Trace:
+    """Run one step of ``case`` on the meta device.  It patches this process for good."""
+    _prepare_once()
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mm.parallel import mesh as parallel
+
+    model, recorder = case.model(), Recorder()
+    world_size = case.tp_size * model.num_stages
+    dist.init_process_group("fake", store=FakeStore(), rank=case.stage * case.tp_size, world_size=world_size)
+    try:
+        mesh = parallel.build_mesh(model, case.tp_size, timedelta(minutes=1))
+        return _step(case, model, mesh, recorder)
+    finally:
+        parallel.stop()
+
+
+def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
+    from benchmarks.one_device import random_microbatch
+    from mm.batch import BatchTotals, StepPlan
+    from mm.config import flags
+    from mm.model.flops import training_flops
+    from mm.model.stage import Stage, StageInputs
+    from mm.training.step import Parts, step
+
+    class TracedStage(Stage):
+        """Tells the recorder where it is."""
+
+        def prepare(self, *args: object) -> StageInputs:
+            with recorder.doing("prepare"):
+                return super().prepare(*args)
+
+        def forward(self, *args: object) -> object:
+            with recorder.doing("forward"):
+                return super().forward(*args)
+
+    args = flags.parse([
+        "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
+        "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
+    ])  # fmt: skip
+    batch = [random_microbatch(model, [SAMPLE] * case.num_samples, seed) for seed in range(case.num_microbatches)]
+    totals = BatchTotals.of(batch, model.vision)
+    with recorder:
+        parts = Parts.build(TracedStage(model, mesh, "bf16", MetaDevice.of(recorder)), mesh, args)
+        parts.optimizer.prepare_grads()
+        parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
+        recorder.start()
+        step(parts, StepPlan(tuple(batch), totals), lr=1e-5)
+    operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}
+    for (phase, name), tally in recorder.tallies.items():
+        operators[phase][name] = tally
+    return Trace(
+        num_tokens=batch[0].num_tokens,
+        num_patches=batch[0].num_patches,
+        num_targets=batch[0].num_target_tokens,
+        model_flops=training_flops(model, totals),
+        operators=operators,
+        host_reads=dict(recorder.host_reads),
+        collectives=dict(recorder.collectives),
+        num_copies=recorder.num_copies,
+        state_bytes=recorder.live_bytes,
+        in_flight_bytes=recorder.in_flight_bytes or 0,
+        peak_bytes=recorder.peak_bytes,
+    )
+
+
+def report(traced: Trace, num_operators: int = 12) -> str:
+    """Tables by phase and, for each, of the operators that move the most bytes."""
+    lines = [
+        f"{traced.num_tokens} tokens, {traced.num_patches} patches, {traced.num_targets} targets in a microbatch, "
+        f"{traced.model_flops / 1e12:.2f} TFLOP of the model in a step",
+        f"states {traced.state_bytes / 1e9:.2f} GB, kept for the backward pass {traced.in_flight_bytes / 1e9:.2f} GB, "
+        f"peak {traced.peak_bytes / 1e9:.2f} GB",
+        f"host reads {sum(traced.host_reads.values())} {traced.host_reads}, copies to the device {traced.num_copies}, "
+        f"collectives {traced.collectives}",
+    ]
+    for phase, operators in traced.operators.items():
+        lines += ["", _row(phase, traced.total(phase))]
+        heaviest = sorted(operators.items(), key=lambda item: -item[1].num_bytes)
+        lines += [_row(f"  {name}", tally) for name, tally in heaviest[:num_operators]]
+    return "\n".join(lines)
+
+
+def _row(name: str, tally: Tally) -> str:
+    return f"{name:34} {tally.kernels:6} kernels {tally.num_bytes / 1e9:9.3f} GB {tally.flops / 1e12:9.3f} TFLOP"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b", "32b", "72b"))
+    parser.add_argument("--tokens", type=int, default=8268, help="tokens of a microbatch, rounded to whole samples")
+    parser.add_argument("--num-microbatches", type=int, default=1)
+    parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
+    parser.add_argument("--recompute", default="none", choices=tuple(RECOMPUTE))
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="JSON file to write beside standard output")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(argv)
+    num_samples = max(1, round(flags.tokens / SAMPLE_TOKENS))
+    case = Case(flags.size, num_samples, flags.num_microbatches, tuple(flags.freeze), flags.recompute, flags.tp_size)
+    traced = trace(case)
+    print(report(traced), flush=True)
+    if flags.output:
+        flags.output.write_text(json.dumps(dataclasses.asdict(traced), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

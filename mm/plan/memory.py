@@ -1,0 +1,217 @@
+"""The memory that one rank of a stage needs beside its states, as formulas: activations, logits, and a layer at work.
+
+Pure arithmetic over the model's settings; ``tests/test_budgets.py`` holds it to what a traced step really keeps.  Not
+counted: what the driver and the communication library take for themselves, and the allocator's gaps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
+from mm.model.loss import MAX_LOGIT_ROWS
+from mm.placement import Message, Placement, StageSpec
+from mm.weights.memory import memory_shape
+from mm.weights.table import Fusion, Place, Weight, stage_weights
+
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a weight and of an activation, by precision."""
+FP32, INT64 = 4, 8
+
+V_IS_A_VIEW = True
+"""Whether v is a view of what linear_qkv writes (mm.model.layers), all of which attention then keeps."""
+WINDOW_OUTPUTS_ARE_JOINED = True
+"""Whether windows of several sizes are attended to one size after another (mm.device.attention), so that both their
+outputs and the joined output are kept."""
+SELECTIVE_RECOMPUTES = False
+"""Whether "selective" recomputes the outputs of norms and SwiGLU (mm.model.layers); without that it does nothing."""
+@dataclass(frozen=True)
+class Rows:
+    """What one microbatch holds."""
+
+    num_tokens: int
+    num_patches: int
+    num_targets: int
+
+
+class Keeps(Enum):
+    """What a layer keeps of its forward pass."""
+
+    NOTHING = "no gradient comes back"
+    INPUT = "full recompute"
+    NO_OUTPUTS = "all but the outputs of norms and SwiGLU: selective recompute, or frozen on a gradient's way"
+    ALL = "everything its gradients need"
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per row of what a layer makes in its forward pass and its backward pass reads."""
+
+    input: int
+    residuals: int
+    """Inputs of both norms, and the norms' factors."""
+    norm_outputs: int
+    attention: int
+    """q, k, v, the output and the log-sum-exp."""
+    swiglu_input: int
+    swiglu_output: int
+
+    def kept(self, keeps: Keeps) -> int:
+        without_outputs = self.residuals + self.attention + self.swiglu_input
+        return {
+            Keeps.NOTHING: 0,
+            Keeps.INPUT: self.input,
+            Keeps.NO_OUTPUTS: without_outputs,
+            Keeps.ALL: without_outputs + self.norm_outputs + self.swiglu_output,
+        }[keeps]
+
+    def working(self, keeps: Keeps) -> int:
+        """What lives beside the kept while the layer runs: the rest of its own, and in a backward pass the gradients
+        of a row, of SwiGLU's output and input, and what SwiGLU's backward makes on the way."""
+        own = self.kept(Keeps.ALL) - self.kept(keeps)
+        return own + (0 if keeps is Keeps.NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output)
+
+
+def layer_bytes(
+    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, *, windows: bool = False
+) -> LayerBytes:
+    """``local_ffn``: columns of one rank's SwiGLU output.  ``windows``: whether the layer attends within windows."""
+    hidden = tower.hidden_size * width
+    q = tower.num_attention_heads * tower.head_dim // tp_size * width
+    k = tower.num_query_groups * tower.head_dim // tp_size * width
+    attention = q + k + (q + 2 * k if V_IS_A_VIEW else k)
+    attention += q * (2 if windows and WINDOW_OUTPUTS_ARE_JOINED else 1) + FP32 * tower.num_attention_heads // tp_size
+    return LayerBytes(
+        input=hidden,
+        residuals=2 * (hidden + FP32),
+        norm_outputs=2 * hidden,
+        attention=attention,
+        swiglu_input=2 * local_ffn * width,
+        swiglu_output=local_ffn * width,
+    )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one rank of ``spec`` holds beside its states.  ``rows`` are those of every microbatch."""
+
+    model: ModelConfig
+    placement: Placement
+    spec: StageSpec
+    tp_size: int
+    precision: str
+
+    @property
+    def width(self) -> int:
+        return WIDTHS[self.precision]
+
+    def num_in_flight(self, num_microbatches: int) -> int:
+        """Microbatches whose activations the stage keeps at once, in the 1F1B schedule."""
+        return min(self.placement.num_stages - self.spec.stage, num_microbatches)
+
+    def kept_bytes(self, rows: Rows) -> int:
+        """What one microbatch keeps from its forward to its backward pass, without logits."""
+        vision = self._vision_per_patch() * rows.num_patches
+        return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
+
+    def kept_logit_bytes(self, rows: Rows) -> int:
+        """The logits that one microbatch keeps as well: those of its last chunk."""
+        return self._logits((rows.num_targets - 1) % MAX_LOGIT_ROWS + 1 if rows.num_targets else 0) * FP32
+
+    def logit_bytes(self, rows: Rows) -> int:
+        """The logits that exist at a time, at their worst moment: in fp32, and beside them in 16 bits."""
+        width = FP32 + (self.width if self.width < FP32 else 0)
+        return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * width
+
+    def working_bytes(self, rows: Rows) -> int:
+        """What the layer that needs most holds while it runs, beside the kept."""
+        vision = [layer.working(keeps) for layer, keeps in self._vision_layers()]
+        language = [layer.working(keeps) for layer, keeps in self._language_layers()]
+        return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
+
+    def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
+        """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
+        kept = self.num_in_flight(num_microbatches) * self.kept_bytes(rows)
+        return state_bytes + kept + max(self.logit_bytes(rows), self.working_bytes(rows))
+
+    def _logits(self, num_rows: int) -> int:
+        return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
+
+    @cached_property
+    def _weights(self) -> tuple[Weight, ...]:
+        return stage_weights(self.model, self.spec, self.placement)
+
+    def _vision_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
+        vision, layers = self.model.vision, self.spec.vision_layers
+        for layer, keeps in _keeps(layers, vision.recompute, vision.freeze, gradient_passes=False):
+            windows = layer not in vision.fullatt_block_indexes
+            yield layer_bytes(vision, self._local_ffn("vision"), self.tp_size, self.width, windows=windows), keeps
+
+    def _language_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
+        language, layers = self.model.language, self.spec.language_layers
+        for _, keeps in _keeps(layers, language.recompute, language.freeze, self._language_passes):
+            yield layer_bytes(language, self._local_ffn("language"), self.tp_size, self.width), keeps
+
+    @property
+    def _language_passes(self) -> bool:
+        """Whether a gradient passes through the LLM's layers though they are frozen."""
+        return self.placement.gradient_flows(Message.VISUAL_TOKENS, has_images=True)
+
+    def _local_ffn(self, part: str) -> int:
+        """Columns of SwiGLU's output on one rank, from the shape of its fused weight [gate; up]."""
+        fused = next(w for w in self._weights if w.part == part and w.fusion is Fusion.GATE_UP)
+        return _held_shape(fused, self.tp_size)[0] // 2
+
+    def _vision_per_patch(self) -> int:
+        model, spec, vision = self.model, self.spec, self.model.vision
+        merged, kept = vision.spatial_merge_size**2, sum(layer.kept(keeps) for layer, keeps in self._vision_layers())
+        if kept:  # tables of cos and sin, in both orders of rows; the indices of both orders and back
+            kept += 2 * 2 * vision.head_dim * FP32 + 2 * INT64
+        if spec.has_patch_embedding and not vision.freeze:
+            kept += vision.patch_elements * self.width + INT64
+        if spec.has_projector and not (vision.freeze and model.projector.freeze):
+            hidden, trained = vision.hidden_size * self.width, not model.projector.freeze
+            first = next(w for w in self._weights if w.place is Place.PROJECTOR and w.tp_dim == 0 and len(w.shape) == 2)
+            gelu = _held_shape(first, self.tp_size)[0] * self.width
+            kept += hidden + FP32 + trained * hidden + ((1 + trained) * gelu + INT64) // merged
+        if spec.has_embedding and self._language_passes:
+            kept += INT64 // merged
+        return kept
+
+    def _language_per_token(self) -> int:
+        language = self.model.language
+        kept = sum(layer.kept(keeps) for layer, keeps in self._language_layers())
+        if kept:
+            kept += 2 * language.head_dim * self.width
+        return kept + (INT64 if self.spec.has_embedding and not language.freeze else 0)
+
+    def _head_per_target(self) -> int:
+        """The final norm, and the index of the rows; a trained output layer keeps what the norm writes."""
+        language = self.model.language
+        if not self.spec.has_head or (language.freeze and not self._language_passes):
+            return 0
+        hidden = language.hidden_size * self.width
+        return hidden + FP32 + INT64 + (0 if language.freeze else hidden)
+
+
+def _keeps(
+    layers: range, recompute: RecomputeConfig, is_frozen: bool, gradient_passes: bool
+) -> Iterator[tuple[int, Keeps]]:
+    """Each layer with what it keeps.  "block" recomputes the first layers of a stage, "uniform" all of them."""
+    num_recomputed = recompute.num_layers if recompute.method == "block" else None
+    recomputed = layers[:num_recomputed] if recompute.granularity == "full" else ()
+    for layer in layers:
+        if is_frozen and not gradient_passes:
+            yield layer, Keeps.NOTHING
+        elif layer in recomputed:
+            yield layer, Keeps.INPUT
+        elif is_frozen or (recompute.granularity == "selective" and SELECTIVE_RECOMPUTES):
+            yield layer, Keeps.NO_OUTPUTS
+        else:
+            yield layer, Keeps.ALL
+
+
+def _held_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
+    """Shape of one rank's shard in memory: the only place that asks."""
+    return memory_shape(weight, tp_size)

@@ -1,0 +1,112 @@
+"""The memory formulas by hand, for one layer of 3B and for what settings change.  What a step really keeps is held
+against them in ``tests/test_budgets.py``."""
+
+import dataclasses
+
+import pytest
+
+from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.plan import memory
+from mm.plan.memory import Keeps, Rows, StageMemory, layer_bytes
+from tests.plan.test_stages import EXAMPLES, run_of
+
+TOKENS = Rows(num_tokens=100, num_patches=0, num_targets=0)
+PATCHES = Rows(num_tokens=0, num_patches=100, num_targets=0)
+FULL = RecomputeConfig("full", "uniform", 1)
+
+
+def model_3b() -> ModelConfig:
+    return read_model(EXAMPLES / "model_3b.json").value
+
+
+def stages(vision: list[int], language: list[int], freeze: str = "", recompute: RecomputeConfig | None = None,
+           tp_size: int = 1) -> list[StageMemory]:  # fmt: skip
+    model = run_of("3b", vision, language, len(vision), freeze=freeze).model
+    if recompute is not None:
+        model = dataclasses.replace(model, **{part: dataclasses.replace(getattr(model, part), recompute=recompute)
+                                              for part in ("vision", "language")})  # fmt: skip
+    placement = model.placement()
+    return [StageMemory(model, placement, spec, tp_size, "bf16") for spec in placement.slots]
+
+
+def test_a_layer_of_the_llm() -> None:
+    """hidden 2048, 16 heads and 2 groups of 128, ffn 11008, in bf16; the log-sum-exp and the norms' factors in fp32."""
+    layer = layer_bytes(model_3b().language, 11008, tp_size=1, width=2)
+    assert layer.residuals == 2 * (2048 * 2 + 4)
+    assert layer.norm_outputs == 2 * 2048 * 2
+    v = (2048 + 512) * 2 if memory.V_IS_A_VIEW else 256 * 2
+    assert layer.attention == (2048 + 256) * 2 + v + 2048 * 2 + 16 * 4
+    assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
+    assert layer.kept(Keeps.ALL) == sum(vars(layer).values()) - layer.input
+    assert layer.kept(Keeps.ALL) - layer.kept(Keeps.NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
+    assert (layer.kept(Keeps.INPUT), layer.kept(Keeps.NOTHING)) == (2048 * 2, 0)
+
+
+def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
+    whole, half = (layer_bytes(model_3b().vision, 3420 // tp, tp, width=2) for tp in (1, 2))
+    assert (half.residuals, half.norm_outputs, half.input) == (whole.residuals, whole.norm_outputs, whole.input)
+    assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
+
+
+def test_windows_of_several_sizes_keep_their_outputs_twice() -> None:
+    vision = model_3b().vision
+    windows, image = (layer_bytes(vision, 3420, 1, 2, windows=windows) for windows in (True, False))
+    assert windows.attention - image.attention == 1280 * 2 * memory.WINDOW_OUTPUTS_ARE_JOINED
+
+
+@pytest.mark.parametrize(
+    ("freeze", "recompute", "layers_kept"),
+    [
+        ("", None, Keeps.ALL),
+        ("v", None, Keeps.ALL),
+        ("l", None, Keeps.NO_OUTPUTS),  # the gradient of the visual tokens passes through
+        ("", FULL, Keeps.INPUT),
+        ("l", FULL, Keeps.INPUT),
+        ("", RecomputeConfig("selective"), Keeps.NO_OUTPUTS if memory.SELECTIVE_RECOMPUTES else Keeps.ALL),
+    ],
+)
+def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, layers_kept: Keeps) -> None:
+    _, stage = stages([32, 0], [18, 18], freeze, recompute)
+    layer = layer_bytes(stage.model.language, 11008, 1, 2)
+    tables = 2 * 128 * 2
+    assert stage.kept_bytes(TOKENS) == 100 * (18 * layer.kept(layers_kept) + tables)
+
+
+def test_block_recompute_is_of_the_first_layers_of_a_stage() -> None:
+    _, stage = stages([32, 0], [18, 18], recompute=RecomputeConfig("full", "block", 5))
+    layer = layer_bytes(stage.model.language, 11008, 1, 2)
+    kept = 5 * layer.kept(Keeps.INPUT) + 13 * layer.kept(Keeps.ALL) + 2 * 128 * 2
+    assert stage.kept_bytes(TOKENS) == 100 * kept
+    assert stage.working_bytes(TOKENS) == 100 * layer.working(Keeps.INPUT)
+
+
+def test_a_frozen_prefix_keeps_nothing_and_works_all_the_same() -> None:
+    stage, _ = stages([32, 0], [0, 36], "vp")
+    assert stage.kept_bytes(PATCHES) == 0
+    layer = layer_bytes(stage.model.vision, 3420, 1, 2, windows=True)
+    assert stage.working_bytes(PATCHES) == 100 * layer.kept(Keeps.ALL)
+
+
+def test_microbatches_in_flight_of_1f1b() -> None:
+    found = [stage.num_in_flight(3) for stage in stages([32, 0, 0, 0], [0, 12, 12, 12])]
+    assert found == [3, 3, 2, 1]
+
+
+def test_logits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = stages([32, 0], [18, 18], tp_size=2)
+    rows, logits = Rows(4000, 0, 2100), 151936 // 2
+    monkeypatch.setattr(memory, "LOSS_CHUNK_TARGETS", None)
+    assert last.logit_bytes(rows) == 2100 * logits * memory.LOGIT_BYTES
+    assert last.kept_logit_bytes(rows) == 2100 * logits * memory.KEPT_LOGIT_BYTES
+    monkeypatch.setattr(memory, "LOSS_CHUNK_TARGETS", 1024)
+    assert last.logit_bytes(rows) == 1024 * logits * memory.LOGIT_BYTES
+    assert last.kept_logit_bytes(rows) == 52 * logits * memory.KEPT_LOGIT_BYTES
+    assert first.logit_bytes(rows) == first.kept_logit_bytes(rows) == last.kept_logit_bytes(TOKENS) == 0
+
+
+def test_the_peak_has_logits_or_a_layer_at_work() -> None:
+    (stage,) = stages([32], [36])
+    few, many = Rows(1000, 0, 1), Rows(1000, 0, 1000)
+    assert stage.working_bytes(few) > stage.logit_bytes(few) and stage.working_bytes(many) < stage.logit_bytes(many)
+    assert stage.peak_bytes(few, 1, 7) == 7 + stage.kept_bytes(few) + stage.working_bytes(few)
+    assert stage.peak_bytes(many, 1, 7) == 7 + stage.kept_bytes(many) + stage.logit_bytes(many)

@@ -1,0 +1,166 @@
+"""What one training step may cost on a CUDA device: kernels, bytes, host reads and memory, counted on the meta device.
+
+The budgets hold the present code: whoever makes a step leaner lowers them, and nobody raises one without a reason
+beside it.  All steps are traced in one process of their own, because tracing patches it.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.meta_device import PHASES
+from benchmarks.meta_step import Case, Trace, main, trace
+from mm.plan.memory import Rows, StageMemory
+
+
+class Budget(NamedTuple):
+    """Most kernels, and most bytes read and written, in GB."""
+
+    kernels: int
+    gigabytes: float
+
+
+WHOLE = Case("3b")
+"""12 samples of 689 tokens in one microbatch, everything trained."""
+
+STEP_BUDGET = Budget(kernels=5272, gigabytes=606.2)
+"""Both passes of ``WHOLE``.  The goal is 2800 kernels and 430 GB."""
+UPDATE_BUDGET = Budget(kernels=1754, gigabytes=202.8)
+"""What follows: norm, clipping, Adam, copies to the weights.  One operator over all tensors counts as one kernel."""
+SCHEDULE_HOST_READS = 0
+"""In both passes and what prepares them: one would empty the queue of the device."""
+STEP_HOST_READS = 3
+"""In the whole step.  The goal is 1."""
+
+LAYER_BUDGETS = {
+    # size, layer: forward and backward of one more layer over 8268 tokens or 15120 patches
+    ("3b", "ViT, windows"): (Budget(27, 2.98), Budget(60, 5.65)),
+    ("3b", "ViT, whole images"): (Budget(25, 3.06), Budget(58, 6.04)),
+    ("3b", "LLM"): (Budget(22, 2.59), Budget(46, 5.79)),
+    ("7b", "LLM"): (Budget(22, 4.68), Budget(46, 11.43)),  # its ViT is that of 3B
+}
+
+FROZEN_VIT = ("vision", "projector")
+FEW_LAYERS = ((4,), (4,))
+FULL = (1, 3)
+MEMORY_CASES = {
+    "3B": WHOLE,
+    "7B, frozen ViT, full recompute": Case("7b", freeze=FROZEN_VIT, recompute="full"),
+    "3B, few layers, selective": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
+    "3B, few layers, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="full"),
+    "3B, few layers, frozen ViT": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT),
+    "3B, few layers, frozen LLM": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=("language",)),
+    "7B, few layers": Case("7b", layers=FEW_LAYERS, full_attention=FULL),
+    "7B, few layers, selective": Case("7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
+    "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),
+    "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, stage=1),
+    "3B, few layers, TP 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def traced(process: ProcessPoolExecutor) -> Callable[[Case], Trace]:
+    """Traces a case, each once, in the one process."""
+    return cache(lambda case: process.submit(trace, case).result())
+
+
+def assert_within(found: Budget, budget: Budget) -> None:
+    assert found.kernels <= budget.kernels and found.gigabytes <= budget.gigabytes, (found, budget)
+
+
+def cost(traced_step: Trace, *phases: str) -> Budget:
+    total = traced_step.total(*phases)
+    return Budget(total.kernels, total.num_bytes / 1e9)
+
+
+def test_kernels_and_bytes_of_a_step(traced) -> None:
+    step = traced(WHOLE)
+    assert (step.num_tokens, step.num_patches, step.num_targets) == (8268, 15120, 2220)
+    assert_within(cost(step, "forward", "backward"), STEP_BUDGET)
+    assert_within(cost(step, "update"), UPDATE_BUDGET)
+
+
+def test_host_reads_of_a_step(traced) -> None:
+    reads = traced(WHOLE).host_reads
+    assert sum(reads.get(phase, 0) for phase in ("prepare", "forward", "backward")) <= SCHEDULE_HOST_READS, reads
+    assert sum(reads.values()) <= STEP_HOST_READS, reads
+
+
+def test_flops_are_those_of_the_model(traced) -> None:
+    """Measured 0.31 % more: attention's backward takes five products where the model's count has four."""
+    step = traced(WHOLE)
+    assert step.total("forward", "backward").flops == pytest.approx(step.model_flops, rel=0.005)
+
+
+LAYERS = {
+    # name: layers of both towers and ViT layers over whole images, without and with one more layer of this kind
+    "ViT, windows": (((2,), (2,)), (0,), ((3,), (2,)), (0,)),
+    "ViT, whole images": (((2,), (2,)), (0,), ((3,), (2,)), (0, 2)),
+    "LLM": (((2,), (2,)), (0,), ((2,), (3,)), (0,)),
+}
+
+
+@pytest.mark.parametrize(("size", "layer"), LAYER_BUDGETS)
+def test_kernels_and_bytes_of_a_layer(traced, size: str, layer: str) -> None:
+    before_layers, before_full, after_layers, after_full = LAYERS[layer]
+    before = traced(Case(size, layers=before_layers, full_attention=before_full))
+    after = traced(Case(size, layers=after_layers, full_attention=after_full))
+    for phase, budget in zip(("forward", "backward"), LAYER_BUDGETS[size, layer], strict=True):
+        one, two = cost(before, phase), cost(after, phase)
+        assert_within(Budget(two.kernels - one.kernels, two.gigabytes - one.gigabytes), budget)
+
+
+def formulas(case: Case) -> StageMemory:
+    model = case.model()
+    placement = model.placement()
+    return StageMemory(model, placement, placement[case.stage], case.tp_size, "bf16")
+
+
+def rows_of(step: Trace) -> Rows:
+    return Rows(step.num_tokens, step.num_patches, step.num_targets)
+
+
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
+    """Measured at most 1.0 % off (messages that are on their way), else 0.4 %."""
+    case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
+    kept = memory.kept_bytes(rows_of(step)) + memory.kept_logit_bytes(rows_of(step))
+    assert memory.num_in_flight(case.num_microbatches) * kept == pytest.approx(step.in_flight_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_peak_is_that_of_the_formula(traced, name: str) -> None:
+    """Measured at most 0.7 % off; with TP 2 the formula has 8 % more, because megatron's loss works in place there."""
+    case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
+    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
+    assert peak == pytest.approx(step.peak_bytes, rel=0.10 if case.tp_size > 1 else 0.02)
+
+
+def test_states_are_those_of_the_dry_run(traced) -> None:
+    """18 bytes a trained parameter in bf16; 3 kB are step counts and other scalars."""
+    from tests.plan.test_stages import run_of, sizes
+
+    (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True))
+    assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
+
+
+def test_the_command(process: ProcessPoolExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = "--size tiny --tokens 1400 --num-microbatches 2 --freeze vision projector --recompute full --tp-size 2"
+    process.submit(main, [*command.split(), "--output", str(tmp_path / "out.json")]).result()
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["num_tokens"], found["num_patches"], list(found["operators"])) == (1378, 2520, list(PHASES))
+    text = capfd.readouterr().out
+    assert text.startswith("1378 tokens, 2520 patches, 370 targets in a microbatch")
+    assert all(f"\n{phase} " in text for phase in PHASES)
