@@ -8,8 +8,9 @@ import importlib.util
 import math
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
+from benchmarks.workload import Sample
 from checkpoint.formats.hf import published_name
-from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, StepPlan
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
@@ -97,12 +99,8 @@ def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
     )
 
 
-Sample = tuple[tuple[Grid, ...], int]
-"""Grids of the images, and how many text tokens follow them; the second half of the text is the answer."""
-
-
 def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> Microbatch:
-    """Packed samples of random text and random pixels."""
+    """Packed samples of random text and random pixels; the second half of each text is the answer."""
     generator = torch.Generator().manual_seed(seed)
     merge = model.vision.spatial_merge_size**2
     ids, labels, positions = [], [], []
@@ -156,6 +154,13 @@ class Ours:
             set_weight(stage, weight, fuse(weight, [tensors[name] for name in weight.hf_names]), mesh)
         self.parts = Parts.build(stage, mesh, args)
 
+    def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """As the trainer's data thread would hand them on: in memory that the device can copy from by itself."""
+        if self.parts.stage.device.kind == "cpu":
+            return microbatches
+        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=m.pixel_values.pin_memory())
+                for m in microbatches]  # fmt: skip
+
     def pass_over(self, microbatches: list[Microbatch]) -> float:
         """Forward and backward; the loss."""
         return float(forward_backward(self.parts, self._plan(microbatches)))
@@ -164,6 +169,22 @@ class Ours:
         """One optimizer step; loss and gradient norm."""
         result = step(self.parts, self._plan(microbatches), LR)
         return result.loss, result.grad_norm
+
+    def report_phases(self, begin: Callable[[str], None]) -> None:
+        """From now on tell ``begin`` when a step comes to "forward", "backward" and "optimizer".
+
+        Two hooks of torch and megatron's own setting for what ends a backward pass; the step itself stays as it is.
+        """
+        self.parts.model.register_forward_pre_hook(lambda *_: begin("forward"))
+        self.parts.model.register_forward_hook(lambda *_: begin("backward"))
+        settings: Any = self.parts.stage.config
+        reduce_gradients = settings.finalize_model_grads_func
+
+        def finalize(*args: Any, **options: Any) -> None:
+            reduce_gradients(*args, **options)
+            begin("optimizer")
+
+        settings.finalize_model_grads_func = finalize
 
     def _plan(self, microbatches: list[Microbatch]) -> StepPlan:
         return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.parts.stage.model.vision))
@@ -213,6 +234,13 @@ class Peer:
             {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, fused=True)
+        self._begin: Callable[[str], None] = lambda _: None
+
+    def report_phases(self, begin: Callable[[str], None]) -> None:
+        """As ``Ours.report_phases``."""
+        self.model.register_forward_pre_hook(lambda *_: begin("forward"))
+        self.model.register_forward_hook(lambda *_: begin("backward"))
+        self._begin = begin
 
     def batches(self, microbatches: list[Microbatch]) -> list[dict]:
         """As transformers takes them, on the device; no mask where nothing is padded."""
@@ -234,10 +262,11 @@ class Peer:
 
     def step(self, batches: list[dict], num_target_tokens: int) -> tuple[float, float]:
         """One optimizer step; loss and gradient norm."""
-        loss = float(self.pass_over(batches, num_target_tokens))
+        loss = self.pass_over(batches, num_target_tokens)
+        self._begin("optimizer")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
-        return loss, float(norm)
+        return float(loss), float(norm)
 
     def gradients(self) -> dict[str, Tensor]:
         """By Hugging Face names, in fp32 on the CPU."""

@@ -9,11 +9,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import workload
+from benchmarks.device_hour import STEPS, Step, chosen, run
+from benchmarks.floors import ExpectedMemory, Params
+from benchmarks.goals import goals
+from benchmarks.measure import read_records
+from benchmarks.render import BEGIN, END, block, put
+from benchmarks.results import OURS, PEER, Results
+from mm.batch import BatchTotals
+from mm.config.model import read_model
 
 ROOT = Path(__file__).parents[1]
 
-
+HOUR = ("parity", "ceilings", "kernels", "step", "mixed", "frozen", "towers", "loader")
 COMMANDS = {
+    # parity is a command of its own above: here its limit ends it, as a command that fails
+    "hour": ("benchmarks.device_hour", "--rehearse", "--steps", *HOUR, "--limit", "parity=1"),
     "parity": ("benchmarks.device_step", "parity", "--device", "cpu"),
     "speed": ("benchmarks.device_step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "1400",
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
@@ -27,22 +41,26 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     """Every benchmark, two at a time: most of their time is Python's imports, and no speed is judged."""
     folder = tmp_path_factory.mktemp("benchmarks")
     (folder / "files").mkdir()
+    further = {
+        "convert": ("--folder", str(folder / "files")),
+        "speed": ("--output", str(folder / "speed"), "--profile", str(folder / "profile.txt")),
+    }
 
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        where = ("--folder", str(folder / "files")) if name == "convert" else ("--output", str(folder / name))
-        return subprocess.run(
-            [sys.executable, "-m", *COMMANDS[name], *where], cwd=ROOT, capture_output=True, text=True,
+    def result(name: str) -> dict | list | Path:
+        words = [*COMMANDS[name], *further.get(name, ("--output", str(folder / name)))]
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600, check=False,
         )  # fmt: skip
-
-    def result(name: str) -> dict | list:
-        done = run(name)
         if name == "convert":
             assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
             assert list((folder / "files").iterdir()) == []
             return json.loads(done.stdout[done.stdout.index("{") :])
+        if name == "hour":
+            assert done.returncode == 1 and done.stdout.endswith("failed: parity\n"), f"{done.stdout}\n{done.stderr}"
+            return folder / name
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return json.loads((folder / name).read_text())
+        return json.loads((folder / name).read_text()) | ({"folder": folder} if name == "speed" else {})
 
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(result, name) for name in COMMANDS}
@@ -65,6 +83,9 @@ def test_device_step_speed(started: dict[str, Future]) -> None:
         assert side["tokens"] == 4 * 689 and side["patches"] == 4 * 1260
         assert side["tokens_per_second"] * side["step_seconds"]["median"] == pytest.approx(side["tokens"])
         assert side["last_loss"] < side["first_loss"]
+        assert side["hardware_flops"] > side["model_flops"]  # the LLM is recomputed
+    for name in ("profile.txt", "profile_transformers.txt"):
+        assert "aten::addmm" in (result["folder"] / name).read_text()
 
 
 def test_cpu_step(started: dict[str, Future]) -> None:
@@ -80,3 +101,125 @@ def test_convert(started: dict[str, Future]) -> None:
         commands = {name: one for name, one in result[kind].items() if name != "copy"}
         assert {name.split()[0] for name in commands} == {"hf_to_mm", "mm_to_hf", "resplit"} and len(commands) == 6
         assert all(one["ratio"] > 0 and 10 < one["memory_mib"] < 512 for one in commands.values())
+
+
+def test_hour_goes_on_after_a_command_that_fails(started: dict[str, Future]) -> None:
+    folder = started["hour"].result()
+    ended = {one["label"]: one["status"] for one in read_records(folder / "records.jsonl") if one["kind"] == "command"}
+    assert ended == dict.fromkeys(HOUR, 0) | {"parity": "ended at its limit of 1 s"}
+    assert [step.name for step in chosen(None, folder)] == [
+        step.name for step in STEPS if step.name == "parity" or step.name not in HOUR
+    ]
+
+
+def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> None:
+    results = Results.read(started["hour"].result() / "records.jsonl")
+    kernels = results.of("kernel")
+    assert {one["group"] for one in kernels} == {
+        "ceilings", "gemm", "weight gradient", "patch embedding", "attention", "pointwise", "optimizer",
+    }  # fmt: skip
+    # of all forms only the product with another output dtype is missing on a CPU
+    assert {one["name"] for one in kernels if "error" in one} == {"addmm into fp32"}
+    timed = [one for one in kernels if "error" not in one]
+    assert all(0 < one["ms_min"] <= one["ms"] <= one["ms_max"] and one["repeats"] >= 3 for one in timed)
+    assert max(one["difference"] for one in timed) < 1e-5  # measured: 7e-7, the convolution of patches
+    assert max(one["difference"] for one in timed if one["name"] != "product, then add_") > 0
+    for tower in ("ViT", "LLM"):
+        assert [one["name"] for one in results.of("tower", tower=tower)] == [OURS, PEER]
+    assert all(one["difference"] < 1e-5 for one in results.of("tower"))  # measured: 0 and 8e-8
+
+
+def test_mixed_samples_reach_attention_of_different_lengths(started: dict[str, Future]) -> None:
+    results = Results.read(started["hour"].result() / "records.jsonl")
+    (mixed,) = [one for one in results.of("kernel", case="LLM, mixed lengths", name=OURS) if one["part"] == "forward"]
+    assert mixed["num_stretches"] == mixed["num_segments"] > 2
+    for side in (OURS, PEER):
+        step = results.step("mixed", side)
+        assert step["phases_ms"].keys() == {"start", "forward", "backward", "optimizer"}
+        assert all(value > 0 for value in step["phases_ms"].values())
+        assert sum(step["phases_ms"].values()) == pytest.approx(1000 * step["step_seconds"]["median"])
+    losses = [results.step("mixed", side)["first_loss"] for side in (OURS, PEER)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_goals_follow_from_the_records(started: dict[str, Future]) -> None:
+    """Real lines, then the same with our times a hundredth or a hundredfold."""
+    records = read_records(started["hour"].result() / "records.jsonl")
+    measured = {goal.what: goal for goal in goals(Results.latest(records))}
+    unmeasured = {what for what, goal in measured.items() if goal.value is None}
+    assert {measured[what].name for what in unmeasured} == {"G9", "G10", "G12", "G13"}  # equal, large, 8 workers
+    results = Results.latest(records)
+    speed = results.step("mixed", OURS)["tokens_per_second"] / results.step("mixed", PEER)["tokens_per_second"]
+    assert measured["tokens/s over transformers', mixed samples, where transformers pads"].value == speed
+
+    def scaled(factor: float) -> dict[str, bool | None]:
+        changed = json.loads(json.dumps(records))
+        for one in changed:
+            if one.get("side") == OURS and one["kind"] == "side" and one["label"] in ("step", "mixed"):
+                one["steps_seconds"] = [factor * second for second in one["steps_seconds"]]
+                one["phases_ms"]["optimizer"] *= factor**2
+            elif one.get("name") == OURS and "ms" in one:
+                one["ms"] *= factor
+        return {f"{goal.name} {goal.what[:12]}": goal.is_reached for goal in goals(Results.latest(changed))}
+
+    fast, slow = scaled(1e-2), scaled(1e2)
+    for goal in ("G9 tokens/s o", "G9 the LLM al", "G9 the ViT al", "G10 3B: model", "G11 optimizer", "G14 window att"):
+        key = next(name for name in fast if name.startswith(goal))
+        assert fast[key] is True and slow[key] is False, goal
+
+
+def test_a_rehearsal_judges_no_goal(started: dict[str, Future]) -> None:
+    folder = started["hour"].result()
+    text = (folder / "tables.md").read_text()
+    assert text == block(read_records(folder / "records.jsonl"))
+    assert "A rehearsal" in text and "**reached**" not in text and "| not reached |" not in text
+    for line in ("| step | ours | 400 |", "| ViT | transformers |", "| parity | **ended at its limit of 1 s** |"):
+        assert line in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    page = (ROOT / "docs/performance.md").read_text()
+    again = put(put(page, text), text)
+    assert again.count(text) == 1 and put(again, block([])) == put(page, block([])) and len(lines) > 60
+
+
+def test_the_document_shows_the_records_that_are_kept() -> None:
+    """No figure without its record: the block is what the kept records render to, or says that there are none."""
+    kept = ROOT / "benchmarks" / "device_records.jsonl"
+    page = (ROOT / "docs/performance.md").read_text()
+    text = block(read_records(kept) if kept.exists() else [])
+    assert f"{BEGIN}\n\n{text}\n{END}" in page
+    if not kept.exists():
+        assert "Nothing was measured yet" in text and text.count("| not measured |") == len(list(goals(Results(()))))
+
+
+def test_records_of_two_devices_are_refused() -> None:
+    machine = {"kind": "machine", "label": "kernels", "size": "3b", "date": "2026-01-01", "versions": {}}
+    records = [machine | {"device": "one"}, machine | {"device": "another"}, {"kind": "tower", "label": "kernels"}]
+    with pytest.raises(SystemExit, match="another and one; expected one device"):
+        block(records)
+
+
+def test_a_command_that_ends_in_an_error_is_recorded(tmp_path: Path) -> None:
+    assert not run(Step("fails", 60, "", ("json.tool", "no such file")), tmp_path)
+    (tmp_path / "records.jsonl").open("a").write('{"kind": "cut off')
+    *_, ended = read_records(tmp_path / "records.jsonl")
+    assert ended["status"] != 0 and "usage" in ended["tail"] and ended["tail"] in (tmp_path / "log.txt").read_text()
+
+
+@given(tokens=st.integers(16, 20_000), seed=st.integers(0, 99))
+def test_mixed_samples_hold_the_tokens_asked_for(tokens: int, seed: int) -> None:
+    samples = workload.mixed_samples(tokens, seed)
+    lengths = [workload.num_tokens(sample) for sample in samples]
+    assert sum(lengths) == tokens and lengths == sorted(lengths) and samples == workload.mixed_samples(tokens, seed)
+    assert all(num_text >= workload.MIN_TEXT_TOKENS for _, num_text in samples)
+    grids = [grid for grids, _ in samples for grid in grids]
+    assert all(h % 2 == w % 2 == 0 and h * w // 4 <= workload.MAX_PICTURE_TOKENS for _, h, w in grids)
+
+
+def test_expected_memory_of_3b() -> None:
+    """The review of this code on paper: 3,754,622,976 weights, 67.6 GB of states, 91,648 bytes a token and layer."""
+    model = read_model(ROOT / "examples/qwen2.5vl/model_3b.json").value
+    assert Params.of(model).trained + Params.of(model).frozen == 3_754_622_976
+    counts = dict.fromkeys(BatchTotals.__dataclass_fields__, 0)
+    one_token = ExpectedMemory.of(model, BatchTotals(**(counts | {"num_tokens": 1, "num_patches": 99})))
+    assert one_token.activations == 36 * 91_648 and model.vision.freeze  # a frozen ViT keeps nothing
+    assert one_token.logits == 0

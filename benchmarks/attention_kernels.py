@@ -1,0 +1,160 @@
+"""Attention of both towers in every form that could compute it; see benchmarks.device_kernels."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.bench import OURS, Bench, relative_difference, with_backward
+from benchmarks.workload import mixed_samples, num_tokens
+from mm.device.attention import Segments
+from mm.model.positions import plan_vision
+
+LOOP, MASK = "SDPA, segment by segment", "SDPA, one masked call"
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "cuDNN": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
+
+MIN_MIXED_TOKENS = 2000
+"""Enough for more than one picture."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Packed q, k, v, [rows, heads, head_dim], to the output of q's shape."""
+
+
+def attention(bench: Bench) -> None:
+    """Segments of equal and of mixed lengths: the LLM's samples, the ViT's windows and its whole pictures."""
+    num_samples, tokens = bench.num_samples[-1], num_tokens(bench.sample)
+    mixed = mixed_samples(max(num_samples * tokens, MIN_MIXED_TOKENS), seed=0)
+    mixed_grids = [grid for grids, _ in mixed for grid in grids]
+    equal_grids = list(bench.sample[0]) * num_samples
+    language, vision = bench.model.language, bench.model.vision
+    causal = {"tower": language, "causal": True}
+    compare(bench, "LLM, equal lengths", [tokens] * num_samples, **causal)
+    compare(bench, "LLM, mixed lengths", [num_tokens(sample) for sample in mixed], **causal)
+    for name, grids in (("one size", equal_grids), ("mixed sizes", mixed_grids)):
+        plan = plan_vision(grids, vision.patch_size, vision.spatial_merge_size, vision.window_attn_size)
+        full = {"tower": vision, "causal": False}
+        compare(bench, f"ViT windows, {name}", plan.window_lengths, has_mask=True, **full)
+        compare(bench, f"ViT pictures, {name}", plan.image_lengths, **full)
+    windows = plan_vision(equal_grids[:1], vision.patch_size, vision.spatial_merge_size, vision.window_attn_size)
+    window_error(bench, windows.window_lengths)
+
+
+def compare(
+    bench: Bench, case: str, lengths: Iterable[int], *, tower: Any, causal: bool, has_mask: bool = False
+) -> None:
+    """Time every form, forward alone and with the backward pass; TFLOP/s count the pairs that are looked at."""
+    segments = Segments.build(lengths, bench.device.copy)
+    rows, heads, dim = sum(segments.lengths), tower.num_attention_heads, tower.head_dim
+    q, k, v = (bench.random(rows, count, dim).requires_grad_()
+               for count in (heads, tower.num_query_groups, tower.num_query_groups))  # fmt: skip
+    gradient = bench.random(rows, heads, dim)
+    found = forms(bench, segments, causal, is_grouped=heads != tower.num_query_groups, has_mask=has_mask)
+    pairs = sum(n * (n + 1) // 2 if causal else n * n for n in segments.lengths)
+    facts = {"shapes": [rows, heads, tower.num_query_groups, dim], "num_segments": len(segments.lengths),
+             "num_stretches": len(segments.stretches)}  # fmt: skip
+    forward = {name: functools.partial(form, q, k, v) for name, form in found.items()}
+    ran = {name: operators(form) for name, form in forward.items()}
+    parts = {
+        "forward": {name: torch.no_grad()(form) for name, form in forward.items()},
+        "forward and backward": {name: with_backward(form, [q, k, v], gradient) for name, form in forward.items()},
+    }
+    for number, (part, works) in enumerate(parts.items()):
+        bench.compare("attention", case, works, flops=4 * heads * dim * pairs * (1 + 2 * number), ran=ran,
+                      part=part, **facts)  # fmt: skip
+
+
+def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_mask: bool) -> dict[str, Attend]:
+    """By name.  Those that repeat heads give each query head its own copy of keys and values."""
+    stretch = functools.partial(by_stretch, segments=segments, causal=causal)
+    varlen = functools.partial(variable_length, segments=segments, causal=causal)
+    found: dict[str, Attend] = {
+        LOOP: functools.partial(by_segment, segments=segments, causal=causal),
+        "SDPA by stretch": stretch,
+        OURS: lambda q, k, v: bench.device.kernels.attention(q, k, v, segments, causal),
+    }
+    if has_mask:
+        number = torch.repeat_interleave(torch.arange(len(segments.lengths)), torch.tensor(segments.lengths))
+        number = number.to(bench.device.torch_device)
+        mask = number[:, None] == number
+        found[MASK] = lambda q, k, v: _sdpa(q, k, v, False, mask).squeeze(0)
+    if bench.device.kind != "cpu":
+        found["variable length"] = varlen
+        found |= {f"SDPA by stretch, {name}": functools.partial(_through, backend, stretch)
+                  for name, backend in BACKENDS.items()}  # fmt: skip
+    if is_grouped:
+        repeated = {f"{name}, repeated heads": functools.partial(_repeated, form)
+                    for name, form in found.items() if "by stretch" in name or "variable" in name}  # fmt: skip
+        found |= repeated
+    return found
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+    """[..., rows, heads, head_dim]."""
+    grouped = q.shape[-2] != k.shape[-2]
+    q, k, v = (x.transpose(-2, -3).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) if x.dim() == 3
+               else x.transpose(-2, -3) for x in (q, k, v))  # fmt: skip
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(-2, -3)
+
+
+def by_stretch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Equal segments that lie together as one batch."""
+    sizes = [length * count for length, count in segments.stretches]
+    outputs = []
+    for (length, count), *parts in zip(segments.stretches, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        outputs.append(_sdpa(*(part.unflatten(0, (count, length)) for part in parts), causal).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def by_segment(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """One call a segment, as transformers' ViT does without FlashAttention."""
+    parts = zip(*(x.split(segments.lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([_sdpa(*part, causal).squeeze(0) for part in parts])
+
+
+def variable_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """torch's ``varlen_attn``; fewer key heads are handed on as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True  # torch 2.11 has no such argument; whether it takes fewer heads is to be seen
+    starts, longest = segments.cu_seqlens, segments.max_length
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+
+
+def _repeated(form: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    return form(q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+
+
+def _through(backend: SDPBackend, form: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return form(q, k, v)
+
+
+def operators(work: Callable[[], object]) -> list[str]:
+    """Which of torch's attention operators ``work`` calls; empty where it cannot run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        try:
+            work()
+        except Exception:  # the comparison runs it again and records why
+            return []
+    names = {row.key for row in profile.key_averages()}
+    return sorted(name for name in names if "attention" in name.lower() and "::_" in name)
+
+
+def window_error(bench: Bench, lengths: Iterable[int]) -> None:
+    """The largest difference in fp32 between our window attention and one masked call."""
+    vision, segments = bench.model.vision, Segments.build(lengths, bench.device.copy)
+    q, k, v = (bench.random(sum(segments.lengths), vision.num_attention_heads, vision.head_dim, dtype=torch.float32)
+               for _ in range(3))  # fmt: skip
+    found = forms(bench, segments, False, is_grouped=False, has_mask=True)
+    error = relative_difference(found[OURS](q, k, v), found[MASK](q, k, v))
+    bench.records.write("window error", difference=error, dtype="float32", shapes=list(q.shape))

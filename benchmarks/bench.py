@@ -1,0 +1,99 @@
+"""What every group of benchmarks.device_kernels needs: the device, a clock, the shapes, and where results go."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Clock, Records
+from benchmarks.workload import SAMPLE, TINY_SAMPLE, Sample
+from mm.config.model import ModelConfig, read_model
+from mm.device.device import Device
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+OURS = "ours"
+NUM_SAMPLES = 12
+"""Of the large case; the small one is a single sample."""
+
+Form = Callable[[], Any]
+"""Computes a tensor, a tuple of tensors, or works in place and returns None."""
+
+
+class Bench:
+    """What every group needs: the device, a clock, the shapes, and where results go."""
+
+    def __init__(self, device: Device, size: str, records: Records, compiles: bool) -> None:
+        self.device, self.size, self.records, self.compiles = device, size, records, compiles
+        self.is_tiny = size == "tiny"
+        self.model: ModelConfig = read_model(EXAMPLES / f"model_{size}.json").value
+        self.sample: Sample = TINY_SAMPLE if self.is_tiny else SAMPLE
+        self.num_samples = (2,) if self.is_tiny else (1, NUM_SAMPLES)
+        self.clock = Clock(device, num_warmup=1, seconds=0.0) if self.is_tiny else Clock(device)
+        self.dtype = torch.float32 if device.kind == "cpu" else torch.bfloat16
+        self.failed: list[str] = []
+        """Cases in which our own form ended in an error."""
+        self._generator = torch.Generator(device.torch_device).manual_seed(0)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers; never zeros, on which a device may be faster."""
+        where = {"generator": self._generator, "device": self.device.torch_device}
+        return torch.randn(shape, dtype=dtype or self.dtype, **where)
+
+    def compare(
+        self, group: str, case: str, forms: dict[str, Form], *, flops: float = 0, num_bytes: float = 0,
+        reset: Callable[[], object] | None = None, ran: dict[str, list[str]] | None = None, **facts: Any,
+    ) -> None:  # fmt: skip
+        """Time each form and record it.
+
+        ``reset`` goes before a form whose result depends on what was before; ``ran`` names the operators of each form.
+        """
+        reference = None
+        facts |= {"group": group, "case": case, "dtype": str(self.dtype).removeprefix("torch.")}
+        for name, form in forms.items():
+            found = {"name": name, **facts, **({"ran": ran[name]} if ran else {})}
+            try:
+                if reset is not None:
+                    reset()
+                result = _tensors(form())
+                if reference is None:
+                    reference = [tensor.detach().clone() for tensor in result]
+                pairs = zip(result, reference, strict=True)
+                found["difference"] = max((relative_difference(*pair) for pair in pairs), default=0.0)
+                del result
+                timing = self.clock.time(form)
+            except Exception as error:  # recorded, and the forms after it are measured all the same
+                found["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
+                if name == OURS:
+                    self.failed.append(f"{group}, {case}")
+            else:
+                found |= asdict(timing)
+                if flops:
+                    found["tflops"] = flops / timing.ms / 1e9
+                if num_bytes:
+                    found["gbps"] = num_bytes / timing.ms / 1e6
+            self.records.write("kernel", **found)
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm, in fp32."""
+    expected = expected.float()
+    return float((found.detach().float() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def with_backward(forward: Form, inputs: list[Tensor], gradient: Tensor) -> Form:
+    """The output of ``forward`` and the gradients of ``inputs``."""
+
+    def both() -> tuple[Tensor, ...]:
+        output = forward()
+        return (output, *torch.autograd.grad(output, inputs, gradient))
+
+    return both

@@ -1,0 +1,199 @@
+"""An hour on a device: everything that docs/performance.md says of accelerators, measured in one go.
+
+    python -m benchmarks.device_hour --list
+    python -m benchmarks.device_hour --output runs/device [--steps parity ceilings ...] [--within 580]
+
+Runs a list of commands, correctness first, each in a process of its own with a limit of its own, and goes on after one
+that fails.  Under ``--output``: ``records.jsonl`` (each result, written as it is found, and how each command ended),
+``log.txt`` (all that was printed), ``profile.txt`` (the operators of one step) and ``tables.md`` (the results as
+docs/performance.md shows them; ``python -m benchmarks.render`` puts them there).  Commands that are recorded as done
+are not run again unless ``--steps`` names them, so the same line goes on after an interruption.  On a machine that is
+lent by the minute ``--within SECONDS`` ends by then: a command for which less than half of its limit is left is not
+begun, and others end at what is left.
+
+What a machine needs: this repository, torch for its device, transformers, megatron-core and the few packages that
+setup.py lists.  Where nothing can be installed, put wheels of what is missing beside the repository and unpack them
+into a folder:
+
+    python -m pip install --no-index --no-deps --target .site WHEELS/*.whl
+    export PYTHONPATH=.site
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.measure import append, read_records
+from benchmarks.render import block
+
+ROOT = Path(__file__).parents[1]
+TAIL_CHARACTERS = 1500
+FROZEN = ("--freeze", "vision", "projector")
+HALVES = ("--tokens", "4096", "--num-microbatches", "2")
+"""transformers, which makes logits of all tokens, padding included, has no room for 8192 in 141 GB."""
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # shapes differ from step to step; without this the allocator's gaps grow
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+}
+"""Of every command, unless the caller's environment says otherwise."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the hour."""
+
+    name: str
+    limit_seconds: int
+    fills: str
+    """Which figures it is for."""
+    words: tuple[str, ...]
+    """What follows ``python -m``; {records} and {output} stand for the paths."""
+
+
+def _kernels(*groups: str) -> tuple[str, ...]:
+    return ("benchmarks.device_kernels", *groups)
+
+
+def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]:
+    alone = () if peer else ("--no-peer",)
+    return ("benchmarks.device_step", "speed", "--size", size, "--phases", "--ceilings", "{records}", *words, *alone)
+
+
+STEPS = (
+    Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "tests/model", "-k", "cuda")),
+    Step("parity", 180, "correctness", ("benchmarks.device_step", "parity")),
+    Step("ceilings", 200, "G10, G11: what is divided by; products, weight gradients, ffn widths, forms of Adam",
+         _kernels("ceilings", "gemm", "optimizer")),
+    Step("kernels", 240, "G14; which form of attention, SwiGLU, rope, RMSNorm", _kernels("attention", "pointwise")),
+    Step("step", 150, "G10, G11, G12", _speed("--mix")),
+    Step("mixed", 360, "G9, where transformers pads",
+         _speed("--mix", *HALVES, "--rounds", "2", "--warmup", "2", "--steps", "5", peer=True)),
+    Step("equal", 240, "G9 without padding", _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
+    Step("profile", 120, "where the time of a step goes", _speed("--steps", "3", "--profile", "{output}/profile.txt")),
+    Step("one_sample", 120, "one sample a microbatch", _speed("--tokens", "689", "--num-microbatches", "8")),
+    Step("frozen", 120, "G15", _speed("--mix", *FROZEN)),
+    Step("recompute", 120, "G12 with recomputation", _speed("--mix", "--recompute")),
+    Step("large", 240, "G10 and G12 of 7B", _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
+    Step("towers", 180, "G9: the ViT and the LLM alone", _kernels("towers")),
+    Step("loader", 150, "G13", ("benchmarks.device_loader",)),
+)  # fmt: skip
+
+REHEARSAL = {
+    "tests": ("-k", "cuda_float32_path"),
+    "parity": ("--device", "cpu", "--precision", "fp32"),
+    "loader": ("--size", "tiny", "--samples", "6", "--samples-per-step", "2", "--steps", "2", "--workers", "1"),
+}
+REHEARSED_KERNELS = ("--device", "cpu", "--size", "tiny")
+REHEARSED_STEP = (*REHEARSED_KERNELS, "--tokens", "400", "--rounds", "1", "--warmup", "1", "--steps", "1")
+"""Words added by ``--rehearse``; of two that differ the last counts."""
+
+
+def rehearsed(step: Step) -> Step:
+    """The same command at a tiny size on the CPU."""
+    default = REHEARSED_STEP if "speed" in step.words else REHEARSED_KERNELS
+    return replace(step, words=(*step.words, *REHEARSAL.get(step.name, default)))
+
+
+def command(step: Step, output: Path) -> list[str]:
+    """With the records' path and the step's name, where the program takes them."""
+    words = [word.format(records=output / "records.jsonl", output=output) for word in step.words]
+    ours = [] if step.words[0] == "pytest" else ["--records", str(output / "records.jsonl"), "--label", step.name]
+    return [sys.executable, "-m", *words, *ours]
+
+
+def run(step: Step, output: Path) -> bool:
+    """Run one command to its end or its limit and record how it ended; whether it succeeded."""
+    records, log = output / "records.jsonl", output / "log.txt"
+    append(records, {"kind": "begin", "label": step.name})
+    words, start = command(step, output), time.monotonic()
+    with log.open("ab") as file:
+        file.write(f"\n== {step.name}: {' '.join(words)}\n".encode())
+        file.flush()
+        offset = file.tell()
+        # a session of its own, so that at the limit its children end with it
+        child = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                                 env={**ENVIRONMENT, **os.environ})  # fmt: skip
+        try:
+            status: int | str = child.wait(step.limit_seconds)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            status = f"ended at its limit of {step.limit_seconds} s"
+    seconds = time.monotonic() - start
+    tail = log.read_bytes()[offset:].decode(errors="replace")[-TAIL_CHARACTERS:]
+    append(records, {"kind": "command", "label": step.name, "status": status, "seconds": round(seconds, 1),
+                     "words": step.words, **({} if status == 0 else {"tail": tail})})  # fmt: skip
+    print(f"{step.name}: {'done' if status == 0 else status} in {seconds:.0f} s", flush=True)
+    if status != 0:
+        print(tail, flush=True)
+    return status == 0
+
+
+def chosen(names: list[str] | None, output: Path) -> list[Step]:
+    """The named steps, else all that are not recorded as done."""
+    if names is not None:
+        return [step for step in STEPS if step.name in names]
+    records = output / "records.jsonl"
+    ended = read_records(records) if records.exists() else []
+    done = {one["label"] for one in ended if one["kind"] == "command" and one["status"] == 0}
+    return [step for step in STEPS if step.name not in done]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [step.name for step in STEPS]
+    parser.add_argument("--output", type=Path, default=Path("runs/device"), help="folder of everything that is written")
+    parser.add_argument("--list", action="store_true", help="print what would be run, and run nothing")
+    parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--within", type=int, metavar="SECONDS", help="end by then; see above")
+    parser.add_argument("--limit", nargs="+", default=[], metavar="NAME=SECONDS", help="other limits of steps")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny size on the CPU: shows that it runs")
+    flags = parser.parse_args(argv)
+    try:
+        pairs = [pair.split("=") for pair in flags.limit]
+        flags.limit = {name: int(seconds) for name, seconds in pairs}
+    except ValueError:
+        parser.error(f"--limit is {' '.join(flags.limit)}; expected NAME=SECONDS")
+    if unknown := flags.limit.keys() - set(names):
+        parser.error(f"--limit names {', '.join(sorted(unknown))}; the steps are {', '.join(names)}")
+    return flags
+
+
+def main(argv: list[str]) -> int:
+    flags, start = parse(argv), time.monotonic()
+    output = flags.output.resolve()
+    steps = [rehearsed(step) if flags.rehearse else step for step in chosen(flags.steps, output)]
+    steps = [replace(step, limit_seconds=flags.limit.get(step.name, step.limit_seconds)) for step in steps]
+    if flags.list:
+        for step in steps:
+            print(f"{step.name} (at most {step.limit_seconds} s; {step.fills}):")
+            print(f"  python {' '.join(command(step, output)[1:])}")
+        return 0
+    output.mkdir(parents=True, exist_ok=True)
+    failed, left = [], []
+    for step in steps:
+        remaining = flags.within - (time.monotonic() - start) if flags.within else float(step.limit_seconds)
+        if remaining < step.limit_seconds / 2:
+            left.append(step.name)
+        elif not run(replace(step, limit_seconds=min(step.limit_seconds, int(remaining))), output):
+            failed.append(step.name)
+    tables = block(read_records(output / "records.jsonl")) if (output / "records.jsonl").exists() else block([])
+    (output / "tables.md").write_text(tables, encoding="utf-8")
+    print(tables)
+    for what, names in (("failed", failed), ("no time left for", left)):
+        if names:
+            print(f"{what}: {' '.join(names)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

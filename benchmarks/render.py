@@ -1,0 +1,206 @@
+"""Puts what was measured on an accelerator into docs/performance.md, between two marks.
+
+    python -m benchmarks.render [--records runs/device/records.jsonl] [--document docs/performance.md]
+
+Without ``--records`` the records are those kept in benchmarks/device_records.jsonl, if there are any: a figure stands
+in the document only together with the record it comes from.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks.goals import goals
+from benchmarks.measure import read_records
+from benchmarks.results import OURS, PEER, Results
+
+ROOT = Path(__file__).parents[1]
+KEPT = Path(__file__).with_name("device_records.jsonl")
+BEGIN = "<!-- measured on a device: written by python -m benchmarks.render -->"
+END = "<!-- end of what was measured on a device -->"
+NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within the hour:
+
+```
+python -m benchmarks.device_hour --output runs/device
+```
+"""
+VERDICTS = {True: "**reached**", False: "not reached", None: "not measured"}
+
+
+def block(records: list[dict]) -> str:
+    """The text between the marks."""
+    results = Results.latest(records)
+    machines = results.of("machine")
+    if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity") for one in results.records):
+        return "\n".join([NOTHING, *_table(("goal", "what", "target", "measured", ""), _goal_rows(results, False)), ""])
+    devices = sorted({one["device"] for one in machines} - {"no device", None})
+    if len(devices) > 1:
+        raise SystemExit(f"the records are of {' and '.join(devices)}; expected one device: keep a file for each")
+    sizes = {one["size"] for one in machines}
+    is_rehearsal = devices == ["cpu"] or "tiny" in sizes
+    parts = [[_origin(machines, devices)]]
+    if is_rehearsal:
+        parts.append(["A rehearsal: a tiny size or the CPU. It shows that the commands run; its figures say nothing of "
+                      "a device, and no goal is judged by them."])  # fmt: skip
+    parts += [
+        _table(("goal", "what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
+        _titled("Steps", STEP_HEAD, _step_rows(results)),
+        _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
+        _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
+        _titled("Parity with transformers in fp32 on the CPU", PARITY_HEAD, _parity_rows(results)),
+        _titled("Loader", LOADER_HEAD, _loader_rows(results)),
+        *_kernel_tables(results),
+        _titled("Commands", ("command", "ended", "s"), _command_rows(results)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _origin(machines: list[dict], devices: list[str]) -> str:
+    versions: dict[str, str] = {}
+    for machine in machines:
+        versions |= machine["versions"]
+    dates = sorted({one["date"][:10] for one in machines})
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {', '.join(devices) or 'no device'}, {named}."
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    lines = [[str(cell) for cell in row] for row in rows]
+    head = list(head)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)] if lines else []
+
+
+def _titled(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    table = _table(head, rows)
+    return [f"{title}:", "", *table] if table else []
+
+
+def _number(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _goal_rows(results: Results, is_rehearsal: bool) -> Iterator[tuple[str, ...]]:
+    for goal in goals(results):
+        unit = goal.unit if goal.unit == "x" else f" {goal.unit}"
+        measured = "" if goal.value is None else f"{_number(goal.value)}{unit}"
+        target = f"{'at least' if goal.is_least else 'at most'} {_number(goal.bound)}{unit}"
+        yield goal.name, goal.what, target, measured, VERDICTS[None if is_rehearsal else goal.is_reached]
+
+
+STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "tokens/s", "of published peak",
+             "of measured ceiling", "GiB allocated", "reserved", "by formula")  # fmt: skip
+
+
+def _steps(results: Results) -> Iterator[tuple[str, str, dict]]:
+    for label in dict.fromkeys(one["label"] for one in results.of("side")):
+        for side in (OURS, PEER):
+            if step := results.step(label, side):
+                yield label, side, step
+
+
+def _step_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Every side that was timed, then those that ended in an error."""
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.1f} %"
+
+    for label, side, step in _steps(results):
+        seconds = step["step_seconds"]
+        yield (label, side, f"{step['tokens']:,}",
+               f"{seconds['median']:.3f} ({seconds['min']:.3f} .. {seconds['max']:.3f})",
+               _number(step["tokens_per_second"]), percent(step["mfu"]), percent(step["share_of_measured_ceiling"]),
+               _number(step["max_memory_gib"]), _number(step["max_reserved_gib"]),
+               _number(sum(step["expected_memory_gib"].values())) if side == OURS else "")  # fmt: skip
+
+
+    for one in results.of("comparison"):
+        for side in (OURS, PEER):
+            if error := one.get(side, {}).get("error"):
+                yield one["label"], side, "", error[:120].replace("|", "/"), *[""] * 6
+
+
+PHASES = ("start", "forward", "backward", "optimizer")
+
+
+def _phase_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for label, side, step in _steps(results):
+        if step["phases_ms"]:
+            yield label, side, *(_number(step["phases_ms"].get(name)) for name in PHASES)
+
+
+def _tower_rows(results: Results) -> Iterator[tuple[object, ...]]:
+    for one in results.of("tower"):
+        yield one["tower"], one["name"], f"{one['rows']:,}", _number(one["ms"]), _number(one["tflops"])
+
+
+PARITY_HEAD = ("model, precision", "loss", "gradient norm", "worst gradient", "transformers' worst", "")
+
+
+def _parity_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for one in results.of("parity"):
+        for name, case in one["cases"].items():
+            ours = [case["ours"][key] for key in ("loss_error", "grad_norm_error", "gradient_error_max")]
+            yield (name, *map(_number, ours), _number(case["transformers"]["gradient_error_max"]),
+                   "passed" if case["passed"] else "**missed**")  # fmt: skip
+
+
+LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", "share of the step")
+
+
+def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
+    for one in results.of("loader"):
+        waits = [f"{_number(one['wait_seconds'])} ({_number(one['wait_seconds_max'])})",
+                 f"{100 * one['wait_share']:.2f} %"] if "wait_share" in one else ["", ""]  # fmt: skip
+        yield (one["num_workers"], one["num_cores"], _number(one["samples_per_second"]),
+               _number(one.get("step_seconds")), *waits)  # fmt: skip
+
+
+def _kernel_tables(results: Results) -> Iterator[list[str]]:
+    """Of every group of kernels; attention's forward alone stays in the records."""
+    products = results.of("kernel", group="gemm")
+    passes = list(dict.fromkeys(one["name"] for one in products))
+    cases = {case: {one["name"]: one for one in products if one["case"] == case}
+             for case in dict.fromkeys(one["case"] for one in products)}  # fmt: skip
+    rows = [(case, *(_number(found.get(name, {}).get("tflops")) for name in passes)) for case, found in cases.items()]
+    yield _titled("Matrix products of a linear layer, TFLOP/s", ("layer", *passes), rows)
+    for group in dict.fromkeys(one["group"] for one in results.of("kernel") if one["group"] != "gemm"):
+        kernels = [one for one in results.of("kernel", group=group) if one.get("part") != "forward"]
+        rows = [(one["case"], one["name"], _number(one.get("ms")), _number(one.get("tflops")), _number(one.get("gbps")),
+                 _number(one.get("difference")), one.get("error", "").replace("|", "/")[:80] or _operators(one))
+                for one in kernels]  # fmt: skip
+        yield _titled(f"Kernels, {group}", ("case", "form", "ms", "TFLOP/s", "GB/s", "difference", ""), rows)
+
+
+def _operators(kernel: dict) -> str:
+    return " ".join(name.partition("::_")[2] for name in kernel.get("ran", ()))
+
+
+def _command_rows(results: Results) -> Iterator[tuple[object, ...]]:
+    for one in results.of("command"):
+        yield one["label"], {0: "well"}.get(one["status"], f"**{one['status']}**"), one["seconds"]
+
+
+def put(document: str, text: str) -> str:
+    """``document`` with ``text`` between the marks.  Raises ValueError without them."""
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"expected one line {BEGIN!r} and one line {END!r}")
+    before, _, rest = document.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=Path)
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
+    flags = parser.parse_args(argv)
+    path = flags.records or (KEPT if KEPT.exists() else None)
+    text = put(flags.document.read_text(encoding="utf-8"), block(read_records(path) if path else []))
+    flags.document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""What the records of the benchmarks say, by command: of each only its latest run counts."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import read_records
+from mm.device.device import peak_flops
+
+OURS, PEER = "ours", "transformers"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Records in the order in which they were written, without those of runs that were repeated."""
+
+    records: tuple[dict, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Results":
+        return cls.latest(read_records(path))
+
+    @classmethod
+    def latest(cls, records: list[dict]) -> "Results":
+        """A "begin" drops what its command recorded before, under the same label."""
+        kept: list[dict] = []
+        for record in records:
+            if record["kind"] == "begin":
+                kept = [one for one in kept if one["label"] != record["label"]]
+            kept.append(record)
+        return cls(tuple(kept))
+
+    def of(self, kind: str, **values: Any) -> list[dict]:
+        """Records of ``kind`` in which all of ``values`` hold."""
+        wanted = {"kind": kind, **values}
+        return [one for one in self.records if all(one.get(key) == value for key, value in wanted.items())]
+
+    def kernel(self, group: str, case: str, name: str, **values: Any) -> dict | None:
+        """The latest timing of one form; None when there is none."""
+        found = [one for one in self.of("kernel", group=group, case=case, name=name, **values) if "ms" in one]
+        return found[-1] if found else None
+
+    @property
+    def gemm_tflops(self) -> float | None:
+        """TFLOP/s of the large matrix product."""
+        found = self.kernel("ceilings", "matrix product", "matrix product")
+        return found and found["tflops"]
+
+    @property
+    def copy_gbps(self) -> float | None:
+        """GB/s of the large copy, read and written."""
+        found = self.kernel("ceilings", "copy", "copy")
+        return found and found["gbps"]
+
+    def step(self, label: str, side: str) -> dict | None:
+        """One side's step of the command ``label``, over all its rounds, with its rates; None when there is none."""
+        runs = self.of("side", label=label, side=side)
+        return together(runs, self.gemm_tflops) if runs else None
+
+
+def together(runs: list[dict], ceiling_tflops: float | None) -> dict:
+    """Rounds of one side as one: the median of all steps, and its rates against published peak and measured ceiling."""
+    timed = [second for run in runs for second in run["steps_seconds"]]
+    median, peak = statistics.median(timed), peak_flops(runs[0]["device"])
+    rate = runs[0]["model_flops"] / median
+    return runs[0] | {
+        "steps_seconds": timed,
+        "step_seconds": {"median": median, "min": min(timed), "max": max(timed)},
+        "tokens_per_second": runs[0]["tokens"] / median,
+        "model_flops_per_second": rate,
+        "mfu": rate / peak if peak else None,
+        "share_of_measured_ceiling": rate / ceiling_tflops / 1e12 if ceiling_tflops else None,
+    }

@@ -1,0 +1,57 @@
+"""The samples that steps and kernels are timed on: pictures by their patch grids, and texts by their lengths."""
+
+import random
+
+Sample = tuple[tuple[tuple[int, int, int], ...], int]
+"""Grids of the images, and how many text tokens follow them."""
+
+SAMPLE: Sample = (((1, 30, 42),), 372)
+"""A picture of 420 x 588 pixels (1260 patches, 315 visual tokens with two marks) and its text: COCO's usual size, and
+with 689 tokens the mean sample of the data set that MindSpeed-MM publishes figures of."""
+SAMPLE_TOKENS = 315 + 2 + 372
+
+TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
+
+NUM_PICTURES = (0, 1, 1, 1, 2)
+"""Of a mixed sample, drawn with equal chances."""
+SIDE_TOKENS = (8, 22)
+"""Visual tokens along one side of a picture, least and most: 224 to 616 pixels."""
+MAX_PICTURE_TOKENS = 334
+"""As the example's ``image_max_pixels`` of 262144 allows."""
+TEXT_TOKENS = (40, 700)
+MIN_TEXT_TOKENS = 16
+"""Of the text-only sample that fills what is left."""
+
+
+def num_tokens(sample: Sample) -> int:
+    grids, num_text = sample
+    return num_text + sum(t * h * w // 4 + 2 for t, h, w in grids)
+
+
+def num_patches(sample: Sample) -> int:
+    return sum(t * h * w for t, h, w in sample[0])
+
+
+def equal_samples(tokens: int) -> list[Sample]:
+    """So many of ``SAMPLE`` that they come nearest to ``tokens``."""
+    return [SAMPLE] * max(1, round(tokens / SAMPLE_TOKENS))
+
+
+def mixed_samples(tokens: int, seed: int) -> list[Sample]:
+    """Samples of different lengths with pictures of different sizes, ``tokens`` together, shortest first.
+
+    The last drawn sample is text only and fills what is left.
+    """
+    rng, samples, left = random.Random(seed), [], tokens
+    while True:
+        sample = (tuple(_grid(rng) for _ in range(rng.choice(NUM_PICTURES))), rng.randint(*TEXT_TOKENS))
+        if num_tokens(sample) + MIN_TEXT_TOKENS > left:
+            return sorted([*samples, ((), left)], key=num_tokens)
+        samples.append(sample)
+        left -= num_tokens(sample)
+
+
+def _grid(rng: random.Random) -> tuple[int, int, int]:
+    height = rng.randint(*SIDE_TOKENS)
+    width = min(rng.randint(*SIDE_TOKENS), MAX_PICTURE_TOKENS // height)
+    return 1, 2 * height, 2 * width
