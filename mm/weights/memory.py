@@ -14,8 +14,8 @@ from torch import Tensor
 from mm.weights.table import Weight, local_shape, num_stacked_blocks
 
 FFN_MULTIPLE = 16
-"""A rank's ffn columns in memory are a multiple of this.  TMA and 16-byte loads on CUDA need rows of 8 numbers of 16
-bits or 16 of 8 bits, tensor cores are at their best with both, and Ascend's cube unit multiplies blocks of 16 x 16."""
+"""A rank's ffn columns in memory are a multiple of this: TMA and 16-byte loads on CUDA need rows of 8 numbers of 16
+bits or 16 of 8 bits, and Ascend's cube unit multiplies blocks of 16 x 16."""
 
 
 def memory_ffn(ffn: int, tp_size: int) -> int:
