@@ -80,12 +80,13 @@ class Device:
     def copy(self, tensor: Tensor) -> Tensor:
         """A host tensor on this device, by way of pinned memory (torch keeps it until it is copied).
 
-        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.
+        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  What is
+        pinned already is not pinned again.
         """
-        return tensor if self.kind == "cpu" else self.pin(tensor).to(self.torch_device, non_blocking=True)
+        return tensor if self.kind == "cpu" else tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A host tensor in pinned memory, itself if it is there already or the device is the CPU; in any thread."""
+        """A host tensor in pinned memory, or the tensor itself on the CPU; for other threads than the main one."""
         if self.kind == "cpu":
             return tensor
         getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
