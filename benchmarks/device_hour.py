@@ -91,7 +91,8 @@ REHEARSAL = {
     "loader": ("--size", "tiny", "--samples", "6", "--samples-per-step", "2", "--steps", "2", "--workers", "1"),
 }
 REHEARSED_KERNELS = ("--device", "cpu", "--size", "tiny")
-REHEARSED_STEP = (*REHEARSED_KERNELS, "--tokens", "400", "--rounds", "1", "--warmup", "1", "--steps", "1")
+REHEARSED_STEP = (*REHEARSED_KERNELS, "--tokens", "400", "--num-microbatches", "2", "--rounds", "1", "--warmup", "1",
+                  "--steps", "1")  # fmt: skip
 """Words added by ``--rehearse``; of two that differ the last counts."""
 
 

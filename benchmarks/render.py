@@ -85,7 +85,7 @@ def _number(value: float | None) -> str:
 
 def _goal_rows(results: Results, is_rehearsal: bool) -> Iterator[tuple[str, ...]]:
     for goal in goals(results):
-        unit = goal.unit if goal.unit == "x" else f" {goal.unit}"
+        unit = goal.unit if goal.unit in ("x", "") else f" {goal.unit}"
         measured = "" if goal.value is None else f"{_number(goal.value)}{unit}"
         target = f"{'at least' if goal.is_least else 'at most'} {_number(goal.bound)}{unit}"
         yield goal.name, goal.what, target, measured, VERDICTS[None if is_rehearsal else goal.is_reached]
