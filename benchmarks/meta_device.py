@@ -114,7 +114,7 @@ _NO_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_unsafe_view",
     "_reshape_alias", "detach", "alias", "lift_fresh", "set_", "resize_",
 })  # fmt: skip
-_WRITE_ONLY = frozenset({"copy_", "zero_", "fill_"})
+_WRITE_ONLY = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
 """Of the operators in place, those that do not read what they overwrite."""
 _UNSCALED = "grads"
 """The gradients of a fused optimizer, which it writes only when it also takes a loss scale."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.meta_device import PHASES
-from benchmarks.meta_step import Case, Trace, main, trace
+from benchmarks.meta_step import Case, Trace, main, report, trace
 from mm.plan.memory import Rows, StageMemory
 
 
@@ -156,11 +156,15 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
     assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
 
 
-def test_the_command(process: ProcessPoolExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command(process: ProcessPoolExecutor, tmp_path: Path) -> None:
     command = "--size tiny --tokens 1400 --num-microbatches 2 --freeze vision projector --recompute full --tp-size 2"
     process.submit(main, [*command.split(), "--output", str(tmp_path / "out.json")]).result()
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["num_tokens"], found["num_patches"], list(found["operators"])) == (1378, 2520, list(PHASES))
-    text = capfd.readouterr().out
-    assert text.startswith("1378 tokens, 2520 patches, 370 targets in a microbatch")
+
+
+def test_the_tables_of_the_command(traced) -> None:
+    text = report(traced(WHOLE))
+    assert text.startswith("8268 tokens, 15120 patches, 2220 targets in a microbatch, 203.98 TFLOP of the model")
     assert all(f"\n{phase} " in text for phase in PHASES)
+    assert "\n  flash_attention_backward " in text

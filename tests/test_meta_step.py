@@ -31,6 +31,7 @@ def recorded(work: Callable[[Tensor], object]) -> dict[str, Tally]:
         (lambda x: x[torch.zeros(2, dtype=torch.int64, device=META)], "index", 2 * 8 + 2 * 2 * WIDTH * 4),
         (lambda x: x.bfloat16(), "_to_copy", 1.5 * X_BYTES),
         (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), "mul", 2 * X_BYTES),
+        (lambda x: torch._foreach_copy_([x[:4]], [x[4:]]), "_foreach_copy_", X_BYTES),
     ],
 )
 def test_bytes_of_a_kernel(work: Callable[[Tensor], object], operator: str, num_bytes: float) -> None:
