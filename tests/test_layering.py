@@ -13,17 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 14_000
+MAX_HOUSE_LINES = 13_900
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
-<<<<<<< HEAD
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; XXX for
 accelerators."""
-=======
-and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 320 for weight
-gradients that the product adds in fp32, and for a word embedding and a loss that make no tensor of the vocabulary's
-size."""
->>>>>>> wip-linear
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,

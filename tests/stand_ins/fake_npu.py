@@ -76,6 +76,9 @@ class NpuTensor(Tensor):
         torch.Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
         self.raw = value.raw
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     def __reduce_ex__(self, _: object) -> object:
         raise AssertionError("a tensor on the device is never pickled")
 
