@@ -93,7 +93,7 @@ class Stage(nn.Module):
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
-            logits = self.text_decoder.logits(x[inputs.loss.target_index])
+            logits = self.text_decoder.logits(x.index_select(0, inputs.loss.target_index))
             return weighted_cross_entropy(logits, inputs.loss, self.config.tensor_model_parallel_size)
         # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x

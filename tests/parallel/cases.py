@@ -23,6 +23,7 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
+    """A method of "full", or "selective"."""
 
     @property
     def pp(self) -> int:
@@ -46,10 +47,12 @@ CASES = (
     Case("tp1-per-microbatch-of-1", loss_unit="microbatch", micro_batch_size=1),
     Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
     Case("tp1-recompute", recompute="uniform"),
+    Case("tp1-selective-recompute", recompute="selective"),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
     Case("tp2", tp=2),
     Case("tp2-tied", tp=2, tied=True),
+    Case("tp2-selective-recompute", tp=2, recompute="selective"),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
     Case("pp2-vit-on-one", (4, 0), (2, 2)),
