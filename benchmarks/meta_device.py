@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
 from mm.device.device import Device
-from mm.device.kernels import KERNELS, Kernels
+from mm.device.kernels import Kernels, kernels_of
 from mm.device.shims import CPU_SHIMS, Shim, apply_shims
 
 META = torch.device("meta")
@@ -252,9 +252,9 @@ class MetaDevice(Device):
         return self.recorder.read(tensor).tolist
 
 
-def kernels(_: Recorder) -> Kernels:
+def kernels(recorder: Recorder) -> Kernels:
     """CUDA's operators, the one place that says how they are built here; compiled leaves go through ``fuse``."""
-    return replace(KERNELS["cuda"], rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
+    return replace(kernels_of("cuda", recorder.fuse), rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -54,21 +54,6 @@ def plain_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, T
     return rotated(q.flatten(1, 2)), rotated(k.flatten(1, 2)), v.flatten(1, 2)
 
 
-def our_rope(bench: Bench) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The device's own form where it has one, else what the attention layer does in its place."""
-    fused = getattr(bench.device.kernels, "rope", None)
-    if fused is not None:
-        return fused
-    from mm.model.rope import apply_rope
-
-    def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv.split((qkv.shape[2] - 2, 1, 1), dim=2)
-        q = q.reshape(qkv.shape[0], -1, qkv.shape[3])
-        return apply_rope(q, cos, sin), apply_rope(k.squeeze(2), cos, sin), v.squeeze(2)
-
-    return split_and_rotate
-
-
 def plain_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
@@ -96,7 +81,7 @@ def rope(bench: Bench, case: str, rows: int, tower: VisionConfig | LanguageConfi
         heads = form(qkv, cos, sin)
         return (*heads, *torch.autograd.grad(heads, [qkv], gradients))
 
-    found = {name: partial(work, form) for name, form in forms(bench, plain_rope, our_rope(bench)).items()}
+    found = {name: partial(work, form) for name, form in forms(bench, plain_rope, bench.device.kernels.rope).items()}
     # the least: all of qkv read and written both ways
     bench.compare("pointwise", f"split and rope, {case}", found, shapes=list(qkv.shape),
                   num_bytes=4 * qkv.nbytes + 4 * cos.nbytes)  # fmt: skip

@@ -96,7 +96,8 @@ class Arguments:
     hysteresis: Count = Field(2, description="overflows before the scale is halved")
 
     # Memory
-    recompute_granularity: Granularity | None = Field(None, description="recompute in towers without it in the JSON")
+    recompute_granularity: Granularity | None = Field(None, description=(
+        "recompute in towers without it in the JSON: whole layers (full), or norms and SwiGLU (selective)"))
     recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(
         None, description="layers per recomputed group (uniform) or in all (block)")

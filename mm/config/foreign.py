@@ -67,12 +67,14 @@ FLAGS: Mapping[str, FlagRow] = {
     **_all(Inert("there is no validation data"), "--eval-interval --eval-iters"),
     **_all(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
-           "--adaptive-recompute-device-size --recompute-activation-function --recompute-norm --recompute-in-advance "
+           "--adaptive-recompute-device-size --recompute-in-advance "
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
            "--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication --no-align-grad-reduce"),
     **dict.fromkeys(("--use-deter-comp", "--npu-deterministic"), SameAs("--deterministic-mode")),
     **_all(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
+    **_all(Inert("--recompute-granularity selective recomputes norms and activation functions"),
+           "--recompute-norm --recompute-activation-function"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--context-parallel-size": Fixed(("1",), "this version supports 1"),

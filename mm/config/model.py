@@ -41,7 +41,7 @@ Method = Literal["uniform", "block"]
 
 @dataclass(frozen=True, config=STRICT)
 class RecomputeConfig:
-    """Activation recompute of one tower: whole layers ("full") or core attention ("selective"); None is off."""
+    """Activation recompute of one tower: whole layers ("full"), or norms and SwiGLU ("selective"); None is off."""
 
     granularity: Granularity | None = None
     method: Method | None = None

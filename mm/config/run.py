@@ -99,7 +99,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*usage_notes(words), *_notes(args, model.value), *model.notes, *data.notes)
+    notes = (*usage_notes(words), *_notes(args), *model.notes, *data.notes)
     run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *_model_problems(run, model.document)))
@@ -222,21 +222,13 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
         yield f"{flag}, which means {args.precision}, but {', '.join(contrary)}; change the flag or the file"
 
 
-def _notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+def _notes(args: Arguments) -> Iterator[str]:
     """What is given and has no effect, or is absent and could be missed."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
     if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
         yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: each layer is "
                "recomputed alone, which keeps one hidden state per layer")
-    for where, recompute in (
-        ("command line: --recompute-granularity", args.recompute),
-        (f"{args.mm_model}: image_encoder.vision_encoder.recompute_granularity", model.vision.recompute),
-        (f"{args.mm_model}: text_decoder.recompute_granularity", model.language.recompute),
-    ):
-        if recompute.granularity == "selective":
-            yield (f"{where} selective has no effect: attention never keeps its score matrix here, so nothing is left "
-                   f"to recompute; full recomputes whole layers")
     if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
         yield ("command line: every target token of the global batch counts the same in the loss.  MindSpeed-MM takes "
                "the mean of each microbatch, then the mean of these: add --calculate-per-microbatch-loss for that, or "

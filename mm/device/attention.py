@@ -26,9 +26,6 @@ NPU_MAX_SEGMENTS = 1024
 NPU_CAUSAL_MASK_SIDE = 2048
 """Side of the compressed mask that its ``sparse_mode`` 3 wants, whatever the lengths (its documentation)."""
 
-MIN_SEGMENTS_PER_STRETCH = 4
-"""Segments per stretch, on average, from which a call per stretch is preferred to one variable-length call."""
-
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -58,11 +55,15 @@ class Segments:
             max_length=max(kept, default=0),
         )
 
-    @property
-    def prefers_stretches(self) -> bool:
-        """Whether a call per stretch beats one variable-length call: a single stretch (one sequence, or equal lengths),
-        or many segments in few stretches (the ViT's windows, which ``mm.model.positions`` sorts for this)."""
-        return len(self.stretches) == 1 or len(self.lengths) >= MIN_SEGMENTS_PER_STRETCH * len(self.stretches)
+    def prefers_stretches(self, max_segments: int | None = None) -> bool:
+        """Whether to call by stretch where a variable-length call takes up to ``max_segments`` (None: any number).
+
+        The way with fewer calls wins.  A single stretch (one sequence, equal lengths) is one call either way: then the
+        batch wins, which needs no lengths.  Windows of mixed sizes have up to nine stretches, hence nine launches a
+        layer, so they take one variable-length call.  This reasons by launches; a measurement may change the rule here.
+        """
+        num_calls = 1 if max_segments is None else -(-len(self.lengths) // max_segments)
+        return len(self.stretches) <= num_calls
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
@@ -76,20 +77,20 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: b
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``.  float16 and bfloat16: SDPA by stretch where the segments prefer it, else torch's ``varlen_attn``.
-    Other dtypes, which ``varlen_attn`` does not take: SDPA by stretch, keys and values repeated for grouped queries
-    (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
+    """A ``Kernel``.  float16 and bfloat16: SDPA by stretch where the segments prefer it, else one call of torch's
+    ``varlen_attn``.  Other dtypes, which ``varlen_attn`` does not take: SDPA by stretch, keys and values repeated for
+    grouped queries (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return _by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(_sdpa, causal=causal))
-    if not segments.lengths or segments.prefers_stretches:
+    if segments.prefers_stretches():
         return _by_stretch(q, k, v, segments, functools.partial(_sdpa, causal=causal))
     return _cuda_varlen(q, k, v, segments, causal)
 
 
 def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by stretch for the ViT's windows (as a batch they
-    escape the limit on lists of lengths, and need no transposition), TND otherwise."""
-    if not segments.lengths or (segments.prefers_stretches and not causal):
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by stretch where full attention's segments prefer
+    it (a batch escapes the limit on lists of lengths), TND otherwise."""
+    if not segments.lengths or (segments.prefers_stretches(NPU_MAX_SEGMENTS) and not causal):
         return _by_stretch(q, k, v, segments, _npu_full)
     return _npu_varlen(q, k, v, segments, causal)
 

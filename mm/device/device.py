@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mm.device.attention import torch_npu
 from mm.device.deterministic import make_deterministic
-from mm.device.kernels import KERNELS, Kernels
+from mm.device.kernels import Kernels, kernels_of
 from mm.device.shims import apply_shims
 from mm.errors import UserError
 
@@ -90,7 +90,7 @@ class Device:
         if kind != "cpu":
             getattr(torch, kind).set_device(index)
         apply_shims(kind)
-        return cls(kind, index, _BACKENDS[kind], KERNELS[kind])
+        return cls(kind, index, _BACKENDS[kind], kernels_of(kind))
 
     @property
     def torch_device(self) -> torch.device:

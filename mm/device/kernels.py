@@ -1,15 +1,15 @@
-"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, weight gradients."""
+"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mm.device import pointwise
 from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
 from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
+from mm.device.pointwise import Heads, Leaf
 
 
 @dataclass(frozen=True)
@@ -21,34 +21,13 @@ class Kernels:
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     swiglu: Callable[[Tensor], Tensor]
     """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n]."""
+    rope: Callable[[Tensor, Tensor, Tensor], Heads]
+    """(qkv, cos, sin) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``."""
     accumulate: Accumulate
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
-
-
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of x = [gate; up], keeping x alone and writing both gradients into one buffer.
-
-    Autograd's own form keeps silu(gate) too and joins the two gradients by a copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        x_gradient = torch.empty_like(x)
-        gate_gradient, up_gradient = x_gradient.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), gradient, out=up_gradient)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
-        return x_gradient
 
 
 def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -59,9 +38,47 @@ def npu_swiglu(x: Tensor) -> Tensor:
     return torch_npu().npu_swiglu(x, dim=-1)
 
 
-KERNELS = {
-    "cpu": Kernels(cpu_attention, rms_norm, SwiGLU.apply, cpu_accumulate),
-    "cuda": Kernels(cuda_attention, rms_norm, SwiGLU.apply, cuda_accumulate),
-    "npu": Kernels(npu_attention, npu_rms_norm, npu_swiglu, npu_accumulate),
-}
-"""By kind of device."""
+def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A ``Rotation`` by ``npu_rotary_mul``: layout BSND with tables 1S1D, all three in the dtype of the tables.
+
+    Its own gradient would keep x for the backward pass (its documentation), so it is only called without autograd.
+    """
+    tables = (cos[None, :, None], sin[None, :, None])
+    return torch_npu().npu_rotary_mul(x[None].to(cos.dtype), *tables)[0].to(x.dtype)
+
+
+def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+    """A leaf like ``mm.device.pointwise.rope``, with values of their own, so that ``qkv`` need not live on."""
+    q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
+    return q, k, v.clone()
+
+
+def npu_rope_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate)
+
+
+def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> Kernels:
+    """The kernels of a kind of device: "cpu", "cuda" or "npu".
+
+    ``fuse`` makes one kernel of a leaf, for CUDA; a count of kernels gives its own.
+    """
+    if kind == "npu":
+        rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
+        return Kernels(npu_attention, npu_rms_norm, npu_swiglu, rope, npu_accumulate)
+    if kind == "cuda":
+        return Kernels(
+            cuda_attention,
+            rms_norm,
+            pointwise.swiglu_of(fuse(pointwise.swiglu), fuse(pointwise.swiglu_gradient_fusable)),
+            pointwise.rope_of(
+                pointwise.split_heads(fuse(pointwise.rope_fusable)), fuse(pointwise.rope_gradient_fusable)
+            ),
+            cuda_accumulate,
+        )
+    return Kernels(
+        cpu_attention,
+        rms_norm,
+        pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
+        pointwise.rope_of(pointwise.rope, pointwise.rope_gradient),
+        cpu_accumulate,
+    )

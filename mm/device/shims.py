@@ -74,7 +74,8 @@ def _foreach_l2_norm(_chunk: int, _noop: Tensor, tensor_lists: list[list[Tensor]
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
-def _nothing(*_: object, **__: object) -> None: ...
+def _nothing(*_: object, **__: object) -> None:
+    """Each name gets a ``partial`` of its own: torch.compile keeps rules by function and refuses one with two names."""
 
 
 _FACTORIES = "asks for device='cuda' in a tensor factory"
@@ -82,9 +83,9 @@ _STREAMS = "megatron orders work on CUDA streams; the CPU has none"
 
 CPU_SHIMS: tuple[Shim, ...] = (
     Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "used as the device of buffers and weights"),
-    Shim("torch.cuda:set_device", _nothing, _STREAMS),
-    Shim("torch.cuda:synchronize", _nothing, _STREAMS),
-    Shim("torch.cuda:empty_cache", _nothing, "the CPU allocator has no cache to empty"),
+    Shim("torch.cuda:set_device", partial(_nothing), _STREAMS),
+    Shim("torch.cuda:synchronize", partial(_nothing), _STREAMS),
+    Shim("torch.cuda:empty_cache", partial(_nothing), "the CPU allocator has no cache to empty"),
     Shim("torch.cuda:current_stream", _NoStream, _STREAMS),
     Shim("torch.cuda:default_stream", _NoStream, _STREAMS),
     Shim("torch.cuda:Stream", _NoStream, _STREAMS),

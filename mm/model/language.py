@@ -14,6 +14,7 @@ from mm.device.device import Device
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.loss import LossInputs
 from mm.model.rope import mrope_cos_sin
+from mm.model.rows import replace_rows
 from mm.model.vocabulary import OutputLayer, VocabularyEmbedding
 from mm.placement import StageSpec
 
@@ -60,7 +61,7 @@ class WordEmbedding(nn.Module):
         if inputs.visual_index is None:
             return x
         assert visual_tokens is not None and visual_tokens.shape[0] == inputs.visual_index.shape[0]
-        return x.index_copy(0, inputs.visual_index, visual_tokens.to(x.dtype))
+        return replace_rows(x, inputs.visual_index, visual_tokens.to(x.dtype))
 
 
 class LanguageModel(nn.Module):

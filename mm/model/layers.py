@@ -3,7 +3,9 @@
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
-from mm.model.rope import apply_rope
 from mm.weights.memory import memory_ffn
 
 Tower = VisionConfig | LanguageConfig
@@ -83,6 +84,26 @@ class RMSNorm(nn.Module):
         return self.kernel(x, self.weight, self.epsilon)
 
 
+LinearInput = Tensor | Callable[[], Tensor]
+"""The input of a linear layer: a tensor, which it keeps for its weight's gradient, or the function that makes the
+tensor, which it calls again in the backward pass instead."""
+
+
+def apply_linear(linear: nn.Module, x: LinearInput) -> Tensor:
+    """``linear`` of ``x``, keeping ``x`` or forgetting it as ``LinearInput`` says."""
+    if isinstance(x, Tensor):
+        return linear(x)
+    made = x()
+    shape = made.shape
+
+    def forget(kept: Tensor) -> Callable[[], Tensor]:
+        assert kept.shape == shape, "a linear layer keeps its input and nothing else"
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(forget, lambda make: make()):
+        return linear(made)
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """What an attention layer needs beside its rows."""
@@ -95,26 +116,23 @@ class AttentionInputs:
 
 
 class SelfAttention(nn.Module):
-    """Fused qkv per query group [q ... q, k, v], rope, variable-length attention, output projection."""
+    """Fused qkv per query group [q ... q, k, v], rope, attention within segments, output projection."""
 
     def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
         self.head_dim = tower.head_dim
         num_heads, num_groups = tower.num_attention_heads, tower.num_query_groups
         self.num_groups, self.heads_per_group = num_groups // context.tp_size, num_heads // num_groups
-        self.attention = context.device.kernels.attention
+        self.attention, self.rope = context.device.kernels.attention, context.device.kernels.rope
         qkv_size = (num_heads + 2 * num_groups) * self.head_dim
         self.linear_qkv = context.column(tower.hidden_size, qkv_size, bias=True)
         self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        num_rows = x.shape[0]
-        qkv = self.linear_qkv(x).view(num_rows, self.num_groups, self.heads_per_group + 2, self.head_dim)
-        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=2)
-        q = apply_rope(q.reshape(num_rows, -1, self.head_dim), inputs.cos, inputs.sin)
-        k = apply_rope(k.squeeze(2), inputs.cos, inputs.sin)
-        out = self.attention(q, k, v.squeeze(2), inputs.segments, inputs.causal)
-        return self.linear_proj(out.reshape(num_rows, -1))
+    def forward(self, x: LinearInput, inputs: AttentionInputs) -> Tensor:
+        qkv = apply_linear(self.linear_qkv, x).view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
+        q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
+        out = self.attention(q, k, v, inputs.segments, inputs.causal)
+        return self.linear_proj(out.reshape(len(out), -1))
 
 
 class GatedMLP(nn.Module):
@@ -124,11 +142,13 @@ class GatedMLP(nn.Module):
         super().__init__()
         ffn = memory_ffn(tower.ffn_hidden_size, context.tp_size)
         self.swiglu = context.device.kernels.swiglu
+        self.recomputes = tower.recompute.granularity == "selective"
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.swiglu(self.linear_fc1(x)))
+    def forward(self, x: LinearInput) -> Tensor:
+        x = apply_linear(self.linear_fc1, x)
+        return apply_linear(self.linear_fc2, partial(self.swiglu, x) if self.recomputes else self.swiglu(x))
 
 
 class TransformerLayer(nn.Module):
@@ -140,17 +160,22 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(tower, context, bias)
         self.pre_mlp_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
         self.mlp = GatedMLP(tower, context, bias)
+        self.recomputes = tower.recompute.granularity == "selective"
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        x = x + self.self_attention(self.input_layernorm(x), inputs)
-        return x + self.mlp(self.pre_mlp_layernorm(x))
+        x = x + self.self_attention(self._normed(self.input_layernorm, x), inputs)
+        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x))
+
+    def _normed(self, norm: RMSNorm, x: Tensor) -> LinearInput:
+        return partial(norm, x) if self.recomputes else norm(x)
 
 
 class LayerStack(nn.Module):
     """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass.
 
-    "selective" recomputes attention scores, which our kernels never keep.  "full" with method "uniform" recomputes all
-    of a stage's layers, with "block" the first ``num_layers`` of them, as in Megatron.
+    "selective" recomputes the outputs of each layer's two norms and of SwiGLU, which are cheap to make and large to
+    keep (Megatron's recomputes attention scores, which our kernels never keep).  "full" recomputes whole layers: with
+    method "uniform" all of a stage's, with "block" the first ``num_layers`` of them, as in Megatron.
     """
 
     final_layernorm: RMSNorm

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mm.batch import Grid
+from mm.model.rows import Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +95,17 @@ class VisionPlan:
     grids alone.
     """
 
-    patch_order: Tensor
-    """int64 [num_patches]: row i of the window order is patch ``patch_order[i]`` of the processor's order."""
-    token_restore: Tensor
-    """int64 [num_visual_tokens]: ``x[token_restore]`` puts the projector's output back in reading order."""
+    patch_order: Order
+    """[num_patches]: from the processor's order to window order."""
+    token_restore: Order
+    """[num_visual_tokens]: from the order of the projector's output back to reading order."""
     window_lengths: tuple[int, ...]
     """Patches of each window, in window order; never increasing."""
     image_lengths: tuple[int, ...]
     """Patches of each frame of each image, in reading order: the segments of full attention."""
-    image_order: Tensor | None
-    """int64 [num_patches]: ``x[image_order]`` gathers rows in window order frame by frame for the full-attention
-    layers (the order inside a frame is free); None when they already lie so."""
-    image_restore: Tensor | None
-    """The inverse of ``image_order``."""
+    image_order: Order | None
+    """[num_patches]: from window order to frame by frame, for the full-attention layers (the order inside a frame is
+    free); None when they already lie so."""
     positions: Tensor
     """int64 [num_patches, 2]: row and column of each patch, in window order."""
 
@@ -132,30 +131,23 @@ def plan_vision(grids: Sequence[Grid], patch_size: int, spatial_merge_size: int,
         + units.column // side
     )
     lengths, window_order = torch.bincount(window_of_unit).sort(descending=True, stable=True)
-    unit_order = _inverse(window_order)[window_of_unit].argsort(stable=True)
+    unit_order = Order.of(window_order).inverse[window_of_unit].argsort(stable=True)
     patch_order = _patches(unit_order, patches_per_unit)
 
     by_frame = frame_of_unit[unit_order].argsort(stable=True)
     is_identity = torch.equal(by_frame, torch.arange(by_frame.numel()))
     return VisionPlan(
-        patch_order=patch_order,
-        token_restore=_inverse(unit_order),
+        patch_order=Order.of(patch_order),
+        token_restore=Order.of(unit_order).reversed(),
         window_lengths=tuple((lengths * patches_per_unit).tolist()),
         image_lengths=tuple(height * width for time, height, width in grids for _ in range(time)),
-        image_order=None if is_identity else _patches(by_frame, patches_per_unit),
-        image_restore=None if is_identity else _patches(_inverse(by_frame), patches_per_unit),
+        image_order=None if is_identity else Order.of(_patches(by_frame, patches_per_unit)),
         positions=vision_positions(grids, spatial_merge_size)[patch_order],
     )
 
 
 def _starts(counts: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
-
-
-def _inverse(permutation: Tensor) -> Tensor:
-    inverse = torch.empty_like(permutation)
-    inverse[permutation] = torch.arange(permutation.numel())
-    return inverse
 
 
 def _patches(unit_order: Tensor, patches_per_unit: int) -> Tensor:

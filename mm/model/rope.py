@@ -1,4 +1,4 @@
-"""Rotary position embedding of both towers: cos/sin tables per token, and rotation."""
+"""Rotary position embedding of both towers: cos/sin tables per token.  ``mm.device.pointwise`` rotates by them."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -30,43 +30,6 @@ def vision_cos_sin(positions: Tensor, head_dim: int, theta: float = 10000.0) -> 
     """
     frequencies = _inverse_frequencies(head_dim // 2, theta, positions.device)
     return _cos_sin((positions.float()[..., None] * frequencies).flatten(1))
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads of ``x``, [num_tokens, num_heads, head_dim]: ``x * cos + rotate_half(x) * sin``.
-
-    It computes in the wider dtype of ``x`` and the tables and returns that of ``x``.  The tables' dtype thus chooses
-    the arithmetic of transformers: its ViT rotates in float32 and casts back (pass float32 tables), its language model
-    rotates in the dtype of the model (pass tables cast to it).  Forward and gradient are equal to the bit to both.  No
-    gradient flows into the tables.
-    """
-    return _Rotation.apply(x, cos[:, None], sin[:, None])
-
-
-class _Rotation(torch.autograd.Function):
-    """The rotation with its gradient, which is the rotation by the opposite angle.
-
-    Left to autograd, the halves would have to be negated and joined out of place (a quarter slower on the CPU).
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    sin = sin[..., :half]
-    rotated = x * cos
-    rotated[..., :half] -= x[..., half:] * sin
-    rotated[..., half:] += x[..., :half] * sin
-    return rotated.to(x.dtype)
 
 
 @cache

@@ -95,7 +95,7 @@ class Stage(nn.Module):
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
-            return self.text_decoder.loss(x[inputs.loss.target_index], inputs.loss)
+            return self.text_decoder.loss(x.index_select(0, inputs.loss.target_index), inputs.loss)
         # A stage that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 

@@ -17,6 +17,7 @@ from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.linear import linear
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
+from mm.model.rows import Order
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 
@@ -37,11 +38,11 @@ class VisionInputs:
 def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: Device) -> VisionInputs:
     """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
     plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
-    copies = {name: device.copy(value) for name, value in vars(plan).items() if isinstance(value, Tensor)}
-    plan = replace(plan, **copies)
+    orders = {name: value.to_device(device.copy) for name, value in vars(plan).items() if isinstance(value, Order)}
+    plan = replace(plan, positions=device.copy(plan.positions), **orders)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
     cos, sin = vision_cos_sin(plan.positions, config.head_dim)
-    image_cos, image_sin = (cos, sin) if plan.image_order is None else (cos[plan.image_order], sin[plan.image_order])
+    image_cos, image_sin = (cos, sin) if plan.image_order is None else map(plan.image_order, (cos, sin))
     pixels = microbatch.pixel_values
     return VisionInputs(
         pixel_values=None if pixels is None else device.copy(pixels),
@@ -84,14 +85,15 @@ class VisionEncoder(nn.Module):
         """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order."""
         plan = inputs.plan
         if self.has_patch_embedding:
-            x = self.patch_embed["proj"](x)[plan.patch_order]
+            x = plan.patch_order(self.patch_embed["proj"](x))
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 x = self.blocks.run(layer, x, inputs.window)
             elif plan.image_order is None:
                 x = self.blocks.run(layer, x, inputs.full)
             else:
-                x = self.blocks.run(layer, x[plan.image_order], inputs.full)[plan.image_restore]
+                x = self.blocks.run(layer, plan.image_order(x), inputs.full)
+                x = plan.image_order.reversed()(x)
         return x
 
 
@@ -112,4 +114,4 @@ class Projector(nn.Module):
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         x = self.layernorm(x).view(-1, self.merged_size)
         x = self.encoder["linear_fc2"](F.gelu(self.encoder["linear_fc1"](x)))
-        return x[inputs.plan.token_restore]
+        return inputs.plan.token_restore(x)

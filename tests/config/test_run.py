@@ -56,13 +56,6 @@ def test_a_run_that_names_no_loss_hears_of_the_peers(tmp_path):
         assert load(tmp_path, f"--calculate-per-{unit}-loss").args.loss_unit == unit
 
 
-def test_selective_recompute_says_what_it_does_wherever_it_is_given(tmp_path):
-    told = [note for note in load(tmp_path, "--recompute-granularity", "selective", model={
-        f"{LANGUAGE}.recompute_granularity": "selective"}).notes if "attention never keeps its score matrix" in note]
-    assert [note.split(": ")[1].split()[0] for note in told] == ["--recompute-granularity",
-                                                                 "text_decoder.recompute_granularity"]
-
-
 def test_an_interval_without_a_directory_is_a_note(tmp_path):
     notes = load(tmp_path, "--save-interval", "5").notes
     assert "command line: no --save, so no checkpoint will be written, and --save-interval 5 has no effect" in notes

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections import Counter
 
 import pytest
 import torch
@@ -75,22 +76,25 @@ def test_no_segments():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
+    ("lengths", "max_segments", "expected"),
     [
-        ([100], True),
-        ([50, 50], True),
-        ([64] * 8, True),
-        ([50, 60], False),
-        ([64] * 7 + [16], True),
-        ([64] * 6 + [16], False),
+        ([100], None, True),
+        ([50, 50], None, True),
+        ([50, 60], None, False),
+        ([64] * 1000 + [16], None, False),
+        ([64] * 1000 + [16], 1024, False),
+        ([64] * 1024 + [16], 1024, True),
+        ([64, 16] * 513, 1024, False),
+        ([64] * 2000, 1024, True),
+        ([], None, True),
     ],
 )
-def test_when_a_call_per_stretch_is_preferred(lengths, expected):
-    assert segments_of(lengths).prefers_stretches is expected
+def test_the_way_with_fewer_calls_is_preferred(lengths, max_segments, expected):
+    assert segments_of(lengths).prefers_stretches(max_segments) is expected
 
 
-def test_windows_of_images_prefer_stretches():
-    assert segments_of(window_lengths((1, 70, 70), (1, 30, 44))).prefers_stretches
+ONE_SIZE, MIXED = ((1, 32, 32), (1, 16, 48)), ((1, 30, 26), (1, 16, 16), (1, 22, 34))
+"""Grids whose windows are all of one size, and of several."""
 
 
 # CPU
@@ -175,6 +179,25 @@ def test_cuda_float32_path(lengths, heads, causal):
     assert_equals_reference(cuda_attention, lengths, *heads, causal=causal)
 
 
+@pytest.mark.parametrize(("grids", "expected"), [(ONE_SIZE, {"sdpa": 1}), (MIXED, {"varlen_attn": 1})])
+def test_cuda_windows_take_one_call(monkeypatch, grids, expected):
+    calls = Counter()
+
+    def varlen(*args, **kwargs):
+        calls["varlen_attn"] += 1
+        return varlen_attn_2_13(*args, **kwargs)
+
+    def sdpa(*args, **kwargs):
+        calls["sdpa"] += 1
+        return scaled_dot_product_attention(*args, **kwargs)
+
+    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", sdpa)
+    assert_equals_reference(cuda_attention, window_lengths(*grids), 2, 2, dtype=torch.bfloat16, atol=2e-2)
+    assert calls == expected
+
+
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 row_kinds = pytest.mark.parametrize(
     "lengths",
@@ -225,11 +248,20 @@ def test_npu_more_segments_than_one_call_takes(monkeypatch, torch_npu, causal):
     assert calls == [("TND", 1024), ("TND", 476)]
 
 
-def test_npu_windows_are_a_batch(monkeypatch, torch_npu):
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        (window_lengths(*ONE_SIZE), [("BSND", 28)]),
+        (window_lengths(*MIXED), [("TND", 35)]),
+        ([2] * 1000 + [1] * 24, [("TND", 1024)]),
+        ([2] * 1100 + [1] * 30, [("BSND", 1100), ("BSND", 30)]),
+        ([3, 2] * 2 + [1] * 1100, [("TND", 1024), ("TND", 80)]),
+    ],
+)
+def test_npu_windows_take_as_few_calls_as_possible(monkeypatch, torch_npu, lengths, expected):
     calls = record_calls(monkeypatch, torch_npu)
-    lengths = [2] * 1100 + [1] * 30
     assert_equals_reference(npu_attention, lengths, 2, 2)
-    assert calls == [("BSND", 1100), ("BSND", 30)]
+    assert calls == expected
 
 
 def test_npu_one_causal_sequence_longer_than_the_mask(torch_npu):

@@ -8,7 +8,7 @@ import torch
 
 from mm.device.device import Device
 from mm.device.facts import device_facts, sdpa_backend
-from mm.device.kernels import KERNELS
+from mm.device.kernels import kernels_of
 
 
 def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
@@ -17,7 +17,7 @@ def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
     assert facts["kernels"] | {"rms_norm": "mm.device.kernels.rms_norm", "swiglu": "mm.device.kernels.SwiGLU",
                                "attention": "mm.device.attention.cpu_attention"} == facts["kernels"]
     assert (facts["device"], facts["adam"], facts["deterministic"]) == ("cpu", "torch.optim.adamw.AdamW", False)
-    npu = device_facts(Device("cpu", 0, "gloo", KERNELS["npu"]), None)
+    npu = device_facts(Device("cpu", 0, "gloo", kernels_of("npu")), None)
     assert npu["kernels"]["attention"] == "mm.device.attention.npu_attention" and npu["adam"] is None
 
 
@@ -39,4 +39,4 @@ def test_sdpas_backend_is_what_torch_would_take() -> None:
     assert sdpa_backend(cpu, torch.float32, 4, 2, 64, causal=True) == "FLASH_ATTENTION"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert sdpa_backend(cpu, torch.float32, 4, 2, 64, causal=True) == "MATH"
-    assert sdpa_backend(Device("npu", 0, "hccl", KERNELS["npu"]), torch.float32, 4, 2, 64, causal=True) is None
+    assert sdpa_backend(Device("npu", 0, "hccl", kernels_of("npu")), torch.float32, 4, 2, 64, causal=True) is None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
-from mm.device.kernels import KERNELS, Kernels
+from mm.device.kernels import Kernels, kernels_of
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
@@ -77,7 +77,7 @@ def test_an_npu_that_is_not_there_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def npu_kernels(torch_npu: object) -> Kernels:
-    return KERNELS["npu"]
+    return kernels_of("npu")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_the_model_trains_the_same_on_the_npu_kernels(cpu: Device, npu_kernels: 
 def test_every_operator_of_the_npu_is_used(cpu: Device, npu_kernels: Kernels, torch_npu: object, monkeypatch) -> None:
     """So that the test above does not compare the CPU's kernels with themselves."""
     calls = Counter()
-    for name in ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu"):
+    for name in ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
         operator = getattr(torch_npu, name)
 
         @functools.wraps(operator)
@@ -157,6 +157,7 @@ def test_every_operator_of_the_npu_is_used(cpu: Device, npu_kernels: Kernels, to
     num_vision_calls, num_language_calls = 4 * 3, 4 * 3  # layers x microbatches; all three have images
     assert calls["npu_swiglu", None] == num_vision_calls + num_language_calls
     assert calls["npu_rms_norm", None] == 2 * (num_vision_calls + num_language_calls) + 3 + 3  # projector, final norm
+    assert calls["npu_rotary_mul", None] == 4 * (num_vision_calls + num_language_calls)  # q and k, forward and backward
     assert calls["npu_fusion_attention", "TND"] >= num_language_calls
     assert calls["npu_fusion_attention", "BSND"] > 0
 

@@ -5,8 +5,9 @@ import torch
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
+from mm.device.kernels import kernels_of
 from mm.model.positions import vision_positions
-from mm.model.rope import apply_rope, mrope_cos_sin, vision_cos_sin
+from mm.model.rope import mrope_cos_sin, vision_cos_sin
 
 MERGE = 2
 
@@ -45,36 +46,48 @@ def test_vision_tables_equal_transformers(hf_config):
     assert torch.equal(ours[0], cos) and torch.equal(ours[1], sin)
 
 
-def rotation_inputs(num_tokens, heads, head_dim, dtype):
-    """Heads that are a strided slice of a fused projection, as in the model; tables in float32."""
-    fused = torch.randn(num_tokens, 3 * heads, head_dim, dtype=dtype)
-    angles = torch.randn(num_tokens, head_dim // 2).repeat(1, 2)
-    return fused[:, heads : 2 * heads].requires_grad_(), angles.cos(), angles.sin()
+ROPE = kernels_of("cpu").rope
+
+
+def rotation_inputs(groups, heads_per_group, head_dim, dtype):
+    """A fused projection of 50 tokens; tables in float32."""
+    qkv = torch.randn(50, groups, heads_per_group + 2, head_dim, dtype=dtype, requires_grad=True)
+    angles = torch.randn(50, head_dim // 2).repeat(1, 2)
+    return qkv, angles.cos(), angles.sin()
+
+
+def parts(qkv):
+    """Queries, keys and values of a fused projection, one after another and not yet rotated."""
+    return qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_in_the_vit_equals_transformers(dtype):
-    x, cos, sin = rotation_inputs(50, 4, 80, dtype)
-    expected = hf.apply_rotary_pos_emb_vision(x, x, cos, sin)[0]
-    assert_same_value_and_gradient(apply_rope(x, cos, sin), expected, x)
+    qkv, cos, sin = rotation_inputs(4, 1, 80, dtype)
+    q, k, v = parts(qkv)
+    expected = (*hf.apply_rotary_pos_emb_vision(q, k, cos, sin), v)
+    assert_same_values_and_gradient(ROPE(qkv, cos, sin), expected, qkv)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_in_the_language_model_equals_transformers(dtype):
-    x, cos, sin = rotation_inputs(50, 4, 128, dtype)
+@pytest.mark.parametrize(("groups", "heads_per_group"), [(4, 1), (2, 3), (1, 6)])
+def test_rotation_in_the_language_model_equals_transformers(dtype, groups, heads_per_group):
+    qkv, cos, sin = rotation_inputs(groups, heads_per_group, 128, dtype)
     cos, sin = cos.to(dtype), sin.to(dtype)
-    expected = hf.apply_rotary_pos_emb(x[None], x[None], cos[None], sin[None], unsqueeze_dim=2)[0][0]
-    assert_same_value_and_gradient(apply_rope(x, cos, sin), expected, x)
+    q, k, v = parts(qkv)
+    rotated = hf.apply_rotary_pos_emb(q[None], k[None], cos[None], sin[None], unsqueeze_dim=2)
+    assert_same_values_and_gradient(ROPE(qkv, cos, sin), (rotated[0][0], rotated[1][0], v), qkv)
 
 
-def assert_same_value_and_gradient(ours, expected, x):
-    upstream = torch.randn_like(expected)
-    assert ours.dtype == expected.dtype and torch.equal(ours, expected)
-    gradients = [torch.autograd.grad(y, x, upstream)[0] for y in (ours, expected)]
+def assert_same_values_and_gradient(ours, expected, qkv):
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    upstream = [torch.randn_like(part) for part in expected]
+    gradients = [torch.autograd.grad(outputs, qkv, upstream)[0] for outputs in (ours, expected)]
     assert torch.equal(*gradients)
 
 
 def test_rotation_gradient_is_that_of_finite_differences():
     angles = torch.randn(5, 4, dtype=torch.float64).repeat(1, 2)
-    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: apply_rope(x, angles.cos(), angles.sin()), x)
+    qkv = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda qkv: ROPE(qkv, angles.cos(), angles.sin()), qkv)

@@ -23,6 +23,7 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
+    """A method of "full", or "selective"."""
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
     clip_grad: float = 0.0
@@ -50,6 +51,7 @@ CASES = (
     Case("tp1-per-microbatch-of-1", loss_unit="microbatch", micro_batch_size=1),
     Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
     Case("tp1-recompute", recompute="uniform"),
+    Case("tp1-selective-recompute", recompute="selective"),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
     Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),
@@ -60,6 +62,7 @@ CASES = (
     Case("tp2-tied-logits-in-rounds", tp=2, tied=True, logit_rows=5),
     Case("tp2-no-targets", tp=2, batch="no targets"),
     Case("tp2-tied", tp=2, tied=True),
+    Case("tp2-selective-recompute", tp=2, recompute="selective"),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
     Case("tp2-clipped", tp=2, clip_grad=1e-6),

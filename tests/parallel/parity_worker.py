@@ -117,7 +117,8 @@ def config_of(case: Case) -> ModelConfig:
     config = our_config((case.vision,), (case.language,), case.tied, case.freeze)
     if case.recompute is None:
         return config
-    recompute = RecomputeConfig("full", case.recompute, 1)
+    selective = case.recompute == "selective"
+    recompute = RecomputeConfig("selective") if selective else RecomputeConfig("full", case.recompute, 1)
     vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
     return replace(config, vision=vision, language=language)
 

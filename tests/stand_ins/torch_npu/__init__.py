@@ -165,7 +165,9 @@ def npu_rms_norm(input, gamma, epsilon=1e-06):
 
 
 def npu_swiglu(input, dim=-1):
-    """silu(first half) * second half."""
+    """silu(first half) * second half, of a tensor that is contiguous and not empty."""
+    if not input.is_contiguous() or not input.numel():
+        raise RuntimeError(f"must be contiguous and hold something: {tuple(input.shape)}, strides {input.stride()}")
     if input.shape[dim] % 2:
         raise RuntimeError(f"axis {dim} of {tuple(input.shape)} must be even")
     gate, up = input.chunk(2, dim)

@@ -1,0 +1,90 @@
+"""SwiGLU and rope: every set of leaves against the others.  What is compiled: test_compiled.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mm.device.kernels import kernels_of
+
+LANGUAGE, VISION = (2, 3, 32), (4, 1, 16)
+"""Groups, heads per group, size of a head: grouped queries, and a group for each head."""
+
+
+dtypes = pytest.mark.parametrize(
+    ("dtype", "table_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+"""Of the model and of the tables, which are never narrower."""
+
+
+def fused_projection(shape: tuple[int, int, int], rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    groups, heads_per_group, head_dim = shape
+    return torch.randn(rows, groups, heads_per_group + 2, head_dim, dtype=dtype)
+
+
+def tables(head_dim: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(rows, head_dim // 2).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def with_gradient(function, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """What ``function`` makes of x, and the gradient of x for a fixed upstream gradient."""
+    x = x.detach().requires_grad_()
+    out = function(x, *others)
+    outputs = out if isinstance(out, tuple) else (out,)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(part.shape, generator=generator).to(part.dtype) for part in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, x, upstream)]
+
+
+def unfused(leaf):
+    return leaf
+
+
+@pytest.mark.parametrize("shape", [LANGUAGE, VISION])
+@dtypes
+def test_both_sets_of_leaves_are_equal_to_the_bit_when_eager(shape, dtype, table_dtype) -> None:
+    eager, fusable = kernels_of("cpu"), kernels_of("cuda", unfused)
+    x = fused_projection(shape, 7, dtype), *(table.to(table_dtype) for table in tables(shape[2], 7))
+    for mine, theirs in zip(with_gradient(fusable.rope, *x), with_gradient(eager.rope, *x), strict=True):
+        assert mine.dtype == dtype and torch.equal(mine, theirs)
+    x = torch.randn(7, 24, dtype=dtype)
+    for mine, theirs in zip(with_gradient(fusable.swiglu, x), with_gradient(eager.swiglu, x), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+
+
+def test_swiglu_equals_autograds() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    x = torch.randn(5, 24)
+    for mine, theirs in zip(with_gradient(kernels_of("cpu").swiglu, x), with_gradient(plain, x), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("shape", [LANGUAGE, VISION])
+@pytest.mark.parametrize("kernels", ["cuda", "npu"])
+def test_heads_of_an_accelerator_keep_the_fused_projection_from_living_on(torch_npu, shape, kernels: str) -> None:
+    qkv = fused_projection(shape, 7)
+    heads = kernels_of(kernels, unfused).rope(qkv, *tables(shape[2], 7))
+    assert all(head.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr() for head in heads)
+    kept = {head.untyped_storage().data_ptr(): head.untyped_storage().nbytes() for head in heads}
+    assert sum(kept.values()) == qkv.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("shape", [LANGUAGE, VISION])
+@dtypes
+def test_rope_of_the_npu(torch_npu, shape, dtype, table_dtype) -> None:
+    x = fused_projection(shape, 7, dtype), *(table.to(table_dtype) for table in tables(shape[2], 7))
+    ours, expected = (with_gradient(kernels_of(kind).rope, *x) for kind in ("npu", "cpu"))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.dtype == dtype and torch.equal(mine, theirs)  # the stand-in rounds as transformers does
+
+
+def test_rope_keeps_its_tables_alone() -> None:
+    kept = []
+    qkv, (cos, sin) = fused_projection(LANGUAGE, 7).requires_grad_(), tables(32, 7)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        kernels_of("cpu").rope(qkv, cos, sin)
+    assert [tensor.data_ptr() for tensor in kept] == [cos.data_ptr(), sin.data_ptr()]
