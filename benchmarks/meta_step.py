@@ -17,8 +17,8 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from benchmarks.device_step import SAMPLE, SAMPLE_TOKENS
 from benchmarks.meta_device import PHASES, MetaDevice, Recorder, Tally, prepare
+from benchmarks.workload import SAMPLE, SAMPLE_TOKENS
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"

@@ -1,7 +1,10 @@
 """What one training step may cost on a CUDA device: kernels, bytes, host reads and memory, counted on the meta device.
 
 The budgets hold the present code: whoever makes a step leaner lowers them, and nobody raises one without a reason
-beside it.  All steps are traced in one process of their own, because tracing patches it.
+beside it.  Before gradients were added by the products, pointwise work was fused and Adam clipped, the whole step of
+``WHOLE`` took 7029 kernels, 824 GB and 3 host reads, both passes 5272 kernels and 606 GB.
+
+All steps are traced in one process of their own, because tracing patches it.
 """
 
 import json
@@ -29,21 +32,21 @@ class Budget(NamedTuple):
 WHOLE = Case("3b")
 """12 samples of 689 tokens in one microbatch, everything trained."""
 
-STEP_BUDGET = Budget(kernels=5272, gigabytes=606.2)
-"""Both passes of ``WHOLE``.  The goal is 2800 kernels and 430 GB."""
-UPDATE_BUDGET = Budget(kernels=1754, gigabytes=202.8)
+STEP_BUDGET = Budget(kernels=2694, gigabytes=424.5)
+"""Both passes of ``WHOLE``; the goal was 2800 kernels and 430 GB."""
+UPDATE_BUDGET = Budget(kernels=30, gigabytes=142.7)
 """What follows: norm, clipping, Adam, copies to the weights.  One operator over all tensors counts as one kernel."""
 SCHEDULE_HOST_READS = 0
 """In both passes and what prepares them: one would empty the queue of the device."""
-STEP_HOST_READS = 3
-"""In the whole step.  The goal is 1."""
+STEP_HOST_READS = 1
+"""In the whole step: the loss and the norm, in one."""
 
 LAYER_BUDGETS = {
     # size, layer: forward and backward of one more layer over 8268 tokens or 15120 patches
-    ("3b", "ViT, windows"): (Budget(27, 2.98), Budget(60, 5.65)),
-    ("3b", "ViT, whole images"): (Budget(25, 3.06), Budget(58, 6.04)),
-    ("3b", "LLM"): (Budget(22, 2.59), Budget(46, 5.79)),
-    ("7b", "LLM"): (Budget(22, 4.68), Budget(46, 11.43)),  # its ViT is that of 3B
+    ("3b", "ViT, windows"): (Budget(11, 1.756), Budget(30, 3.53)),
+    ("3b", "ViT, whole images"): (Budget(13, 1.911), Budget(32, 3.685)),
+    ("3b", "LLM"): (Budget(11, 1.963), Budget(24, 4.024)),
+    ("7b", "LLM"): (Budget(11, 3.605), Budget(24, 7.977)),  # its ViT is that of 3B
 }
 
 FROZEN_VIT = ("vision", "projector")
@@ -99,9 +102,10 @@ def test_host_reads_of_a_step(traced) -> None:
 
 
 def test_flops_are_those_of_the_model(traced) -> None:
-    """Measured 0.31 % more: attention's backward takes five products where the model's count has four."""
+    """Measured 0.96 % more: five products in attention's backward where the model's count has four, logits of 2,048
+    of the 2,220 targets a second time, and columns that pad the ViT's ffn."""
     step = traced(WHOLE)
-    assert step.total("forward", "backward").flops == pytest.approx(step.model_flops, rel=0.005)
+    assert step.total("forward", "backward").flops == pytest.approx(step.model_flops, rel=0.012)
 
 
 LAYERS = {
@@ -142,10 +146,11 @@ def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_peak_is_that_of_the_formula(traced, name: str) -> None:
-    """Measured at most 0.7 % off; with TP 2 the formula has 8 % more, because megatron's loss works in place there."""
+    """Measured at most 2.2 % off, and 3.8 % where a few recomputed layers work on little else: it counts all that such
+    a layer makes as alive at once."""
     case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
-    assert peak == pytest.approx(step.peak_bytes, rel=0.10 if case.tp_size > 1 else 0.02)
+    assert peak == pytest.approx(step.peak_bytes, rel=0.04)
 
 
 def test_states_are_those_of_the_dry_run(traced) -> None:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,11 +104,18 @@ def _by_stretch(
         return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
     sizes = [length * count for length, count in segments.stretches]
     outputs = []
-    # split, not slices: its backward joins the gradients once instead of padding each to the whole row
-    for stretch, *parts in zip(segments.stretches, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        length, count = stretch
+    for (length, count), parts in zip(segments.stretches, _pieces(sizes, q, k, v), strict=True):
         outputs.append(attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _pieces(sizes: list[int], *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
+    """The tensors' rows in pieces of ``sizes``.
+
+    By split, not slices: its backward joins the gradients once instead of padding each to the whole row.  One piece is
+    the tensors themselves: a split into one would copy the gradients.
+    """
+    return [tensors] if len(sizes) == 1 else zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -154,7 +161,7 @@ def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: boo
     chunks = [segments.lengths[start : start + NPU_MAX_SEGMENTS] for start in starts]
     sizes = [sum(chunk) for chunk in chunks]
     outputs = []
-    for chunk, *parts in zip(chunks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+    for chunk, parts in zip(chunks, _pieces(sizes, q, k, v), strict=True):
         ends = list(itertools.accumulate(chunk))
         outputs.append(
             torch_npu().npu_fusion_attention(

@@ -97,10 +97,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         exponentials = None
         for rows in _chunks(len(x), max_rows):
             del exponentials  # before the next are made
-            exponentials = F.linear(x[rows], weight).float()
-            target_logit[rows] = exponentials.gather(1, target[rows, None]).squeeze(1)
-            row_max[rows] = exponentials.amax(1)
-            exponentials.sub_(row_max[rows, None]).exp_()
+            logits = F.linear(x[rows], weight)
+            target_logit[rows] = logits.gather(1, target[rows, None]).squeeze(1).float()
+            row_max[rows] = logits.amax(1).float()
+            exponentials = _exponentials(logits, row_max[rows])
+            del logits
             total[rows] = exponentials.sum(1)
         if is_here is not None:
             target_logit *= is_here
@@ -123,7 +124,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         reductions = []
         for rows in reversed(_chunks(len(x), ctx.max_rows)):
             if exponentials is None:
-                exponentials = F.linear(x[rows], weight).float().sub_(row_max[rows, None]).exp_()
+                exponentials = _exponentials(F.linear(x[rows], weight), row_max[rows])
             gradient = exponentials.mul_(to_gradient[rows, None])
             exponentials = None
             gradient = gradient.scatter_add_(1, target[rows, None], -at_target[rows, None]).to(x.dtype)
@@ -142,6 +143,12 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 
 def _chunks(num_rows: int, max_rows: int) -> list[slice]:
     return [slice(start, start + max_rows) for start in range(0, num_rows, max_rows)]
+
+
+def _exponentials(logits: Tensor, row_max: Tensor) -> Tensor:
+    """e^(logit - largest of its row) in fp32; fp32 logits are overwritten, those in 16 bits are widened on the way."""
+    row_max = row_max.unsqueeze(1)
+    return (logits.sub_(row_max) if logits.dtype == row_max.dtype else logits - row_max).exp_()
 
 
 def _over_ranks(

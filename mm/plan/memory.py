@@ -19,13 +19,7 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of an activation, by precision."""
 FP32, INT64 = 4, 8
 
-V_IS_A_VIEW = True
-"""Whether v is a view of what linear_qkv writes (mm.model.layers), all of which attention then keeps."""
-WINDOW_OUTPUTS_ARE_JOINED = True
-"""Whether windows of several sizes are attended to one size after another (mm.device.attention), so that both their
-outputs and the joined output are kept."""
-SELECTIVE_RECOMPUTES = False
-"""Whether "selective" recomputes the outputs of norms and SwiGLU (mm.model.layers); without that it does nothing."""
+
 @dataclass(frozen=True)
 class Rows:
     """What one microbatch holds."""
@@ -74,19 +68,17 @@ class LayerBytes:
 
 
 def layer_bytes(
-    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, *, windows: bool = False
+    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int
 ) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output.  ``windows``: whether the layer attends within windows."""
+    """``local_ffn``: columns of one rank's SwiGLU output."""
     hidden = tower.hidden_size * width
     q = tower.num_attention_heads * tower.head_dim // tp_size * width
     k = tower.num_query_groups * tower.head_dim // tp_size * width
-    attention = q + k + (q + 2 * k if V_IS_A_VIEW else k)
-    attention += q * (2 if windows and WINDOW_OUTPUTS_ARE_JOINED else 1) + FP32 * tower.num_attention_heads // tp_size
     return LayerBytes(
         input=hidden,
         residuals=2 * (hidden + FP32),
         norm_outputs=2 * hidden,
-        attention=attention,
+        attention=2 * (q + k) + FP32 * tower.num_attention_heads // tp_size,
         swiglu_input=2 * local_ffn * width,
         swiglu_output=local_ffn * width,
     )
@@ -144,9 +136,8 @@ class StageMemory:
 
     def _vision_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
         vision, layers = self.model.vision, self.spec.vision_layers
-        for layer, keeps in _keeps(layers, vision.recompute, vision.freeze, gradient_passes=False):
-            windows = layer not in vision.fullatt_block_indexes
-            yield layer_bytes(vision, self._local_ffn("vision"), self.tp_size, self.width, windows=windows), keeps
+        for _, keeps in _keeps(layers, vision.recompute, vision.freeze, gradient_passes=False):
+            yield layer_bytes(vision, self._local_ffn("vision"), self.tp_size, self.width), keeps
 
     def _language_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
         language, layers = self.model.language, self.spec.language_layers
@@ -206,7 +197,7 @@ def _keeps(
             yield layer, Keeps.NOTHING
         elif layer in recomputed:
             yield layer, Keeps.INPUT
-        elif is_frozen or (recompute.granularity == "selective" and SELECTIVE_RECOMPUTES):
+        elif is_frozen or recompute.granularity == "selective":
             yield layer, Keeps.NO_OUTPUTS
         else:
             yield layer, Keeps.ALL

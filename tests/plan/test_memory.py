@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
-from mm.plan import memory
+from mm.model.loss import MAX_LOGIT_ROWS
 from mm.plan.memory import Keeps, Rows, StageMemory, layer_bytes
 from tests.plan.test_stages import EXAMPLES, run_of
 
@@ -34,8 +34,7 @@ def test_a_layer_of_the_llm() -> None:
     layer = layer_bytes(model_3b().language, 11008, tp_size=1, width=2)
     assert layer.residuals == 2 * (2048 * 2 + 4)
     assert layer.norm_outputs == 2 * 2048 * 2
-    v = (2048 + 512) * 2 if memory.V_IS_A_VIEW else 256 * 2
-    assert layer.attention == (2048 + 256) * 2 + v + 2048 * 2 + 16 * 4
+    assert layer.attention == (2048 + 256 + 256) * 2 + 2048 * 2 + 16 * 4
     assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
     assert layer.kept(Keeps.ALL) == sum(vars(layer).values()) - layer.input
     assert layer.kept(Keeps.ALL) - layer.kept(Keeps.NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
@@ -48,12 +47,6 @@ def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
     assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
 
 
-def test_windows_of_several_sizes_keep_their_outputs_twice() -> None:
-    vision = model_3b().vision
-    windows, image = (layer_bytes(vision, 3420, 1, 2, windows=windows) for windows in (True, False))
-    assert windows.attention - image.attention == 1280 * 2 * memory.WINDOW_OUTPUTS_ARE_JOINED
-
-
 @pytest.mark.parametrize(
     ("freeze", "recompute", "layers_kept"),
     [
@@ -62,7 +55,7 @@ def test_windows_of_several_sizes_keep_their_outputs_twice() -> None:
         ("l", None, Keeps.NO_OUTPUTS),  # the gradient of the visual tokens passes through
         ("", FULL, Keeps.INPUT),
         ("l", FULL, Keeps.INPUT),
-        ("", RecomputeConfig("selective"), Keeps.NO_OUTPUTS if memory.SELECTIVE_RECOMPUTES else Keeps.ALL),
+        ("", RecomputeConfig("selective"), Keeps.NO_OUTPUTS),
     ],
 )
 def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, layers_kept: Keeps) -> None:
@@ -83,7 +76,7 @@ def test_block_recompute_is_of_the_first_layers_of_a_stage() -> None:
 def test_a_frozen_prefix_keeps_nothing_and_works_all_the_same() -> None:
     stage, _ = stages([32, 0], [0, 36], "vp")
     assert stage.kept_bytes(PATCHES) == 0
-    layer = layer_bytes(stage.model.vision, 3420, 1, 2, windows=True)
+    layer = layer_bytes(stage.model.vision, 3424, 1, 2)
     assert stage.working_bytes(PATCHES) == 100 * layer.kept(Keeps.ALL)
 
 
@@ -92,15 +85,11 @@ def test_microbatches_in_flight_of_1f1b() -> None:
     assert found == [3, 3, 2, 1]
 
 
-def test_logits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_one_chunk() -> None:
     first, last = stages([32, 0], [18, 18], tp_size=2)
-    rows, logits = Rows(4000, 0, 2100), 151936 // 2
-    monkeypatch.setattr(memory, "LOSS_CHUNK_TARGETS", None)
-    assert last.logit_bytes(rows) == 2100 * logits * memory.LOGIT_BYTES
-    assert last.kept_logit_bytes(rows) == 2100 * logits * memory.KEPT_LOGIT_BYTES
-    monkeypatch.setattr(memory, "LOSS_CHUNK_TARGETS", 1024)
-    assert last.logit_bytes(rows) == 1024 * logits * memory.LOGIT_BYTES
-    assert last.kept_logit_bytes(rows) == 52 * logits * memory.KEPT_LOGIT_BYTES
+    rows, logits = Rows(4000, 0, 2 * MAX_LOGIT_ROWS + 52), 151936 // 2
+    assert last.logit_bytes(rows) == MAX_LOGIT_ROWS * logits * (4 + 2)
+    assert last.kept_logit_bytes(rows) == 52 * logits * 4
     assert first.logit_bytes(rows) == first.kept_logit_bytes(rows) == last.kept_logit_bytes(TOKENS) == 0
 
 
