@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.launch import ROOT, free_port
 from tests.tiny_inputs import write_inputs
 
-NUM_ITERATIONS = 3
+NUM_ITERATIONS = 2
 LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is called, more flags)
     "fp32": (1, "model_1", "fp32", ()),
     "bf16": (1, "model_1", "bf16", ("--bf16",)),
@@ -26,14 +26,21 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
 REFERENCES = ("fp32", "bf16", "frozen")
-TOLERANCES = {"fp32": 2e-5, "bf16": 2e-2}
+TOLERANCES = {
+    # of loss, gradient norm and exported weights, relative
+    "fp32": (1e-5, 1e-5, 1e-5),  # measured 1.5e-7, 2.9e-7, 1.6e-6
+    "bf16": (1e-2, 1e-2, 1e-2),  # measured 1.2e-3, 3.8e-3, 1.2e-3
+}
+AT_THE_START = ("all_gather_object", "accumulate.py")
+"""megatron compares its parameter groups, and one operator is tried on a small product."""
+AT_A_SAVE = ("checkpoint.py", "optimizer_state.py")
 
 
 def flags(inputs: Path, device: str, name: str, model: str, *more: str) -> list[str]:
     folder = inputs / device / name
     return [
         "--device", device, "--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / "data.json"),
-        "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters",
+        "--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "512", "--train-iters",
         str(NUM_ITERATIONS), "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "1",
         "--clip-grad", "1.0", "--calculate-per-token-loss", "--save", str(folder / "save"),
         "--log-dir", str(folder / "logs"), "--export-hf", str(folder / "hf"), *more,
@@ -48,7 +55,7 @@ def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> N
         start = flags(inputs, device, name, model, *more)
         hf = ("--load", str(inputs / "hf"))
         if device == "npu" and name == names[0]:
-            runs.append({"name": f"{name}-first", "flags": [*start, *hf, "--exit-interval", "2"]})
+            runs.append({"name": f"{name}-first", "flags": [*start, *hf, "--exit-interval", "1"]})
             hf = ("--load", str(inputs / device / name / "save"))
         runs.append({"name": name, "flags": [*start, *hf]})
     for run in runs:
@@ -86,19 +93,40 @@ def metrics(inputs: Path, device: str, name: str) -> list[dict]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_equals_that_of_the_cpu(inputs: Path, name: str) -> None:
     reference = LAYOUTS[name][2]
-    tolerance = TOLERANCES["bf16" if reference == "bf16" else "fp32"]
+    loss, norm, weights = TOLERANCES["bf16" if reference == "bf16" else "fp32"]
     ours, expected = metrics(inputs, "npu", name), metrics(inputs, "cpu", reference)
     assert [row["iteration"] for row in ours] == list(range(1, NUM_ITERATIONS + 1))
+    assert any(row["num_patches"] for row in ours)
     for mine, theirs in zip(ours, expected, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
-    exports = [load_file(inputs / device / one / "hf" / "model.safetensors")
-               for device, one in (("npu", name), ("cpu", reference))]
-    assert exports[0].keys() == exports[1].keys()
-    for key, tensor in exports[0].items():
-        assert tensor.dtype == exports[1][key].dtype
-        assert float((tensor - exports[1][key]).float().norm() / exports[1][key].float().norm()) <= tolerance, key
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=loss)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm)
+    ours, expected = (load_file(inputs / device / one / "hf" / "model.safetensors")
+                      for device, one in (("npu", name), ("cpu", reference)))
+    assert {key: tensor.dtype for key, tensor in ours.items()} == {key: one.dtype for key, one in expected.items()}
+    # all weights as one vector: Adam's update is the sign of a gradient that is zero but for rounding (a key's bias)
+    difference = sum(float((ours[key] - expected[key]).double().square().sum()) for key in ours)
+    assert difference**0.5 <= weights * sum(float(one.double().square().sum()) for one in expected.values()) ** 0.5
 
 
 def results(inputs: Path, name: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((inputs / "npu").glob(f"{name}_[0-9].json"))]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_host_reads_the_device_once_a_step(inputs: Path, name: str) -> None:
+    """And with a boolean mask, a count of indices or a fill by index it would read in secret."""
+    goes_on = name in ("fp32", "tp2")  # these stop after one iteration
+    for rank in results(inputs, name):
+        reads = {where: count for where, count in rank["host_reads"].items()
+                 if not any(word in where for word in AT_THE_START + AT_A_SAVE)}
+        assert sum(reads.values()) == NUM_ITERATIONS - goes_on, reads
+        assert all("update.py" in where for where in reads)
+
+
+def test_groups_that_a_run_uses(inputs: Path) -> None:
+    """Each group that HCCL uses holds buffers.  Loss and norm go through the one of all ranks, which megatron uses."""
+    common = {"default_pg", "PIPELINE_MODEL_PARALLEL_GROUP"}
+    gradients, tensor = {"DATA_PARALLEL_GROUP_WITH_CP"}, {"TENSOR_MODEL_PARALLEL_GROUP"}
+    for name, expected in (("fp32", gradients), ("tp2", gradients | tensor), ("pp2", gradients), ("dp2", gradients)):
+        for rank in results(inputs, name):
+            assert {group for _, group, _ in rank["collectives"]} == common | expected, name
