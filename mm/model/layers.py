@@ -93,15 +93,14 @@ def apply_linear(linear: nn.Module, x: LinearInput) -> Tensor:
     if isinstance(x, Tensor):
         return linear(x)
     make, made = x, x()
-    address = made.data_ptr()
+    address, shape = made.data_ptr(), made.shape  # not the tensor itself, which the hooks would keep alive
 
     def forget(kept: Tensor) -> LinearInput:
-        return make if kept.data_ptr() == address and kept.shape == made_shape else kept
+        return make if kept.data_ptr() == address and kept.shape == shape else kept
 
     def restore(kept: LinearInput) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept()
 
-    made_shape = made.shape
     with torch.autograd.graph.saved_tensors_hooks(forget, restore):
         return linear(made)
 
