@@ -42,11 +42,16 @@ def compiled_so_far() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count
 
 
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
-def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str) -> None:
+def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
     num_graphs, num_kernels = compiled_so_far()
     for rows in (50, 7, 300):
         x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))
+        x = [tensor.to(where) for tensor in x]
         ours = with_gradient(getattr(compiled_kernels, operator), *x)
         expected = with_gradient(getattr(kernels_of("cpu"), operator), *x)
         for mine, theirs in zip(ours, expected, strict=True):

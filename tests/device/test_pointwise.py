@@ -33,7 +33,7 @@ def with_gradient(function, x: torch.Tensor, *others: torch.Tensor) -> list[torc
     out = function(x, *others)
     outputs = out if isinstance(out, tuple) else (out,)
     generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(part.shape, generator=generator).to(part.dtype) for part in outputs]
+    upstream = [torch.randn(part.shape, generator=generator).to(part) for part in outputs]
     return [*outputs, *torch.autograd.grad(outputs, x, upstream)]
 
 
