@@ -1,11 +1,12 @@
-"""What a step must cost by its formulas: bytes kept for the backward pass, and FLOPs with recomputation."""
+"""What a step must cost by the formulas: memory at its peak, and FLOPs with recomputation."""
 
 import math
 from dataclasses import dataclass
 
 from mm.batch import BatchTotals
-from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
+from mm.config.model import ModelConfig
 from mm.model.flops import forward_flops, training_flops
+from mm.plan.memory import Rows, StageMemory
 from mm.weights.table import model_weights
 
 OPTIMIZER_BYTES_PER_PARAM = 30
@@ -13,8 +14,6 @@ OPTIMIZER_BYTES_PER_PARAM = 30
 STATE_BYTES_PER_PARAM = 18
 """bf16 weight 2, and in fp32 gradient, weight and two moments."""
 FROZEN_BYTES_PER_PARAM = 2
-LOGIT_BYTES = 10
-"""Of one logit: bf16, its fp32 copy, and the fp32 log-softmax kept for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -32,38 +31,22 @@ class Params:
 
 @dataclass(frozen=True)
 class ExpectedMemory:
-    """Bytes on one device at the peak of a bf16 step, without chunks and without parallelism."""
+    """Bytes on one device at the peak of a bf16 step without parallelism, as a dry run tells them."""
 
-    states: float
-    activations: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        return self.states + self.activations + self.logits
+    states: int
+    activations: int
+    at_work: int
+    """Logits, or a layer at work."""
 
     @classmethod
     def of(cls, model: ModelConfig, largest: BatchTotals) -> "ExpectedMemory":
         """``largest``: the counts of the largest microbatch."""
-        params, vision, language = Params.of(model), model.vision, model.language
-        activations = largest.num_tokens * _kept_bytes(language, language.num_query_groups * language.kv_channels)
-        if not vision.freeze:
-            activations += largest.num_patches * _kept_bytes(vision, vision.hidden_size)
+        params, placement = Params.of(model), model.placement()
+        memory = StageMemory(model, placement, placement[0], tp_size=1, precision="bf16")
+        rows = Rows(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
         states = STATE_BYTES_PER_PARAM * params.trained + FROZEN_BYTES_PER_PARAM * params.frozen
-        return cls(states, activations, float(LOGIT_BYTES * language.vocab_size * largest.num_target_tokens))
-
-
-def _kept_bytes(tower: VisionConfig | LanguageConfig, kv_size: int) -> float:
-    """Bytes of one row in all layers of ``tower``, whose keys have ``kv_size`` numbers.
-
-    A bf16 layer with flash attention keeps six vectors of the hidden size (both residual sums, both norms' outputs,
-    queries, attention's output), keys and values, and gate, up and their product.  With recomputation it keeps its
-    input, and one layer at a time the rest.
-    """
-    layer = 12 * tower.hidden_size + 4 * kv_size + 6 * tower.ffn_hidden_size
-    if tower.recompute.granularity == "full":
-        return 2 * tower.hidden_size * tower.num_layers + layer
-    return layer * tower.num_layers
+        kept = memory.kept_bytes(rows)
+        return cls(states, kept, memory.peak_bytes(rows, num_microbatches=1, state_bytes=0) - kept)
 
 
 def hardware_flops(model: ModelConfig, totals: BatchTotals) -> float:

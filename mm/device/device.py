@@ -53,7 +53,8 @@ MEMORY_BYTES = {
     "Ascend910B3": 65536 * 2**20,
     "Ascend910B4": 32768 * 2**20,
 }
-"""The whole memory of a device as nvidia-smi and npu-smi show it, in MiB; an A100 or A800 has 80 GB or half of it."""
+"""The whole memory of a device: of H200, H100, H800 and L40S as nvidia-smi shows it, of the others what their makers
+name, in GiB.  An A100 or A800 has 80 GB or half of it."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ what that leaves out; on CPU the table ``CPU_SHIMS`` does all.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -67,13 +66,6 @@ def _npu_type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
     return found.replace("torch.npu.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
-def _foreach_l2_norm(_chunk: int, _noop: Tensor, tensor_lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
-    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
-        [tensor.float() for tensor in tensor_lists[0]]
-    )
-    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-
-
 def _nothing(*_: object, **__: object) -> None:
     """Each name gets a ``partial`` of its own: torch.compile keeps rules by function and refuses one with two names."""
 
@@ -94,7 +86,6 @@ CPU_SHIMS: tuple[Shim, ...] = (
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
     Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu("torch"), _FACTORIES),
-    Shim("megatron.core.optimizer.clip_grads:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
 )
@@ -108,25 +99,15 @@ NPU_SHIMS: tuple[Shim, ...] = (
 )
 """What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
 
-COMMON_SHIMS: tuple[Shim, ...] = (
-    Shim(
-        "megatron.core.optimizer.clip_grads:l2_norm_impl",
-        _foreach_l2_norm,
-        "megatron's fallback without apex takes one norm, and one host-device sync, per tensor",
-    ),
-)
-"""Replacements of slow fallbacks, where the packages with the fast forms are absent or cannot serve the device."""
+SHIMS = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ()}
+"""By kind of device."""
 
 
 def apply_shims(kind: str) -> None:
     """Patch what megatron needs on a device of ``kind``; before megatron is imported."""
-    # both packages compute on CUDA only
-    has_fast_forms = kind == "cuda" and any(map(importlib.util.find_spec, ("transformer_engine", "amp_C")))
-    shims = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ()}[kind] + (() if has_fast_forms else COMMON_SHIMS)
-    if any(shim.target.startswith("megatron.") for shim in shims):
-        # torch.compile builds C++ for every new shape; our kernels replace the functions megatron decorates with it.
-        importlib.import_module("megatron.core.jit").disable_jit_fuser()
-    for shim in shims:
+    # torch.compile builds code for every new shape; our kernels replace the functions megatron decorates with it
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    for shim in SHIMS[kind]:
         module_name, attribute = shim.target.split(":")
         owner: object = importlib.import_module(module_name)
         *parents, name = attribute.split(".")

@@ -14,21 +14,21 @@ import torch
 
 from mm.device.device import Device, peak_flops, random_states, set_random_states
 from mm.device.kernels import kernels_of
-from mm.device.shims import COMMON_SHIMS, CPU_SHIMS, NPU_SHIMS
+from mm.device.shims import CPU_SHIMS, SHIMS
 from mm.errors import UserError
 from tests.launch import ROOT
 
 
 def test_every_shim_target_exists_and_has_a_reason() -> None:
     Device.pick("cpu")  # importing megatron needs it
-    for shim in CPU_SHIMS + COMMON_SHIMS:
+    for shim in CPU_SHIMS:
         module_name, attribute = shim.target.split(":")
         owner: object = importlib.import_module(module_name)
         for name in attribute.split("."):
             owner = getattr(owner, name)
         assert owner is shim.replacement, f"{shim.target} is not patched"
         assert len(shim.reason) > 10
-    for table in (CPU_SHIMS + COMMON_SHIMS, NPU_SHIMS + COMMON_SHIMS):
+    for table in SHIMS.values():
         targets = [shim.target for shim in table]
         assert len(set(targets)) == len(targets)
 
@@ -61,10 +61,10 @@ import importlib
 from tests.stand_ins import fake_npu
 fake_npu.start()
 from mm.device.device import Device
-from mm.device.shims import COMMON_SHIMS, NPU_SHIMS
+from mm.device.shims import NPU_SHIMS
 device = Device.pick("npu")
 import torch
-for shim in NPU_SHIMS + COMMON_SHIMS:
+for shim in NPU_SHIMS:
     module_name, attribute = shim.target.split(":")
     owner = importlib.import_module(module_name)
     for name in attribute.split("."):
@@ -97,14 +97,6 @@ def test_mindspeeds_adaptor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", ModuleType("mindspeed.megatron_adaptor"))
     with pytest.raises(UserError, match=r"mindspeed\.megatron_adaptor is loaded.*Take its import out of the script"):
         Device.pick("cpu")
-
-
-def test_foreach_norm_equals_torch() -> None:
-    Device.pick("cpu")
-    norm = importlib.import_module("megatron.core.optimizer.clip_grads").l2_norm_impl
-    tensors = [torch.randn(3, 4), torch.randn(7), torch.randn(2).bfloat16()]
-    expected = torch.linalg.vector_norm(torch.cat([t.float().flatten() for t in tensors]))
-    torch.testing.assert_close(norm(0, None, [tensors], False)[0], expected.reshape(1))
 
 
 def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object) -> None:
