@@ -60,7 +60,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
             assert done.returncode == 1 and done.stdout.endswith("failed: parity\n"), f"{done.stdout}\n{done.stderr}"
             return folder / name
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return json.loads((folder / name).read_text()) | ({"folder": folder} if name == "speed" else {})
+        found = json.loads((folder / name).read_text())
+        return {**found, "folder": folder} if name == "speed" else found
 
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(result, name) for name in COMMANDS}

@@ -96,6 +96,7 @@ class Engine:
 @pytest.fixture
 def build(group: None) -> Iterator:
     from mm.config import flags as arguments
+    from mm.model.load import set_weight
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.training.step import Parts
@@ -105,9 +106,8 @@ def build(group: None) -> Iterator:
 
     def engine(device_type: type[Device], precision: str, *flags: str) -> Engine:
         stage = Stage(config, mesh, precision, device_type(**vars(Device.pick("cpu"))))
-        with torch.no_grad():
-            for weight in stage.weights:
-                stage.get_parameter(weight.name).copy_(whole(weight, tensors))
+        for weight in stage.weights:
+            set_weight(stage, weight, whole(weight, tensors), mesh)
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
             "--mm-data", "d", *flags, *([] if precision == "fp32" else [f"--{precision}"]),
