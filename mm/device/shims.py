@@ -86,7 +86,6 @@ CPU_SHIMS: tuple[Shim, ...] = (
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
     Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu("torch"), _FACTORIES),
-    Shim("megatron.core.optimizer.clip_grads:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
 )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
+from mm.device.shims import _TorchOnCpu
 from mm.errors import AgreedError
 from tests.parallel.pipeline_worker import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
@@ -93,14 +94,24 @@ class Engine:
         self.parts.model.finish_grad_sync = then_spoil
 
 
+def norm_on_cpu(_chunk: int, _noop: torch.Tensor, tensors: list[list[torch.Tensor]], *_: object) -> tuple:
+    """In place of megatron's fallback without apex, which asks for CUDA."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0]))).reshape(1), None
+
+
 @pytest.fixture
-def build(group: None) -> Iterator:
+def build(group: None, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    from megatron.core.optimizer import clip_grads
+
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.training.step import Parts
 
+    # what megatron's own step needs on a CPU, beside the shims that ours needs
+    monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
     mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
 
