@@ -9,16 +9,19 @@ READY := $(VENV)/.ready
 QUICK := tests/config tests/weights tests/plan tests/model tests/checkpoint/formats tests/parallel \
 	tests/test_placement.py tests/test_batch.py tests/test_layering.py tests/test_architecture.py
 
+# Two files of tests at a time; most start processes of their own, so more would only wait for each other.
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
+
 .PHONY: demo test quick lint clean
 
 demo: $(READY)
 	$(RUN) -m demo.run
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(TWO_AT_A_TIME)
 
 quick: $(READY)
-	$(RUN) -m pytest $(QUICK)
+	$(RUN) -m pytest $(TWO_AT_A_TIME) $(QUICK)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

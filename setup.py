@@ -32,6 +32,9 @@ setup(
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
         "demo": ["scikit-learn", "matplotlib"],
-        "test": ["pytest>=8", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib", "tensorboard"],
+        "test": [
+            "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib",
+            "tensorboard",
+        ],
     },
 )
