@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.model.flops import forward_flops, training_flops
-from mm.plan.memory import Rows, StageMemory
+from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.table import model_weights
 
 OPTIMIZER_BYTES_PER_PARAM = 30
 """Of one update: fp32 weight and both moments read and written, gradient read, bf16 weight written."""
-STATE_BYTES_PER_PARAM = 18
-"""bf16 weight 2, and in fp32 gradient, weight and two moments."""
-FROZEN_BYTES_PER_PARAM = 2
+FROZEN_BYTES_PER_PARAM = WIDTHS["bf16"]
+STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
+"""bf16 weight, and in fp32 gradient, weight and two moments."""
 
 
 @dataclass(frozen=True)

@@ -4,38 +4,48 @@ Torch's own forms of these run as several kernels on another device, or not at a
 backward pass.  ``sdpa`` and ``varlen_attn`` take the place of torch's functions, ``fused_rms_norm`` that of the norm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("meta_step::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor]:
-    """q [..., heads, rows, head_dim] -> the output and log-sum-exp, fp32 [..., heads, rows]."""
-    raise NotImplementedError("the meta device only")
+def _operator(schema: str, make: Callable[..., Any]) -> Any:
+    """An operator that the meta device alone has; ``make`` gives its empty results."""
+    name = f"meta_step::{schema.partition('(')[0]}"
+    torch.library.define(name, schema.removeprefix(schema.partition("(")[0]))
+    torch.library.register_fake(name, make)
+    return getattr(torch.ops.meta_step, name.removeprefix("meta_step::"))
 
 
-@flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, flops: float) -> tuple[Tensor, Tensor]:
-    rows_first = q.transpose(-3, -2)  # the kernel writes the heads of one row side by side
-    out = q.new_empty(rows_first.shape).transpose(-3, -2)
+def _attended(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """The output, of which the kernel writes the heads of one row side by side, and the log-sum-exp."""
+    out = q.new_empty(q.transpose(-3, -2).shape).transpose(-3, -2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("meta_step::flash_attention_backward", mutates_args=())
-def flash_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, flops: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("the meta device only")
+def _normalised(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """The normalised rows and, in fp32, one factor for each."""
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
-@flash_attention_backward.register_fake
-def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, flops: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+flash_attention = _operator("flash_attention(Tensor q, Tensor k, Tensor v, float flops) -> (Tensor, Tensor)", _attended)
+"""q, k, v [..., heads, rows, head_dim] -> the output and log-sum-exp [..., heads, rows]."""
+flash_attention_backward = _operator(
+    "flash_attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float flops) -> "
+    "(Tensor, Tensor, Tensor)",
+    lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+)
+fused_rms_norm = _operator("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)", _normalised)
+rms_norm_backward_input = _operator(
+    "rms_norm_backward_input(Tensor gradient, Tensor x, Tensor weight, Tensor factors) -> Tensor",
+    lambda _, x, *__: torch.empty_like(x),
+)
+rms_norm_backward_weight = _operator(
+    "rms_norm_backward_weight(Tensor gradient, Tensor x, Tensor weight, Tensor factors) -> Tensor",
+    lambda _, __, weight, *___: torch.empty_like(weight),
+)
 
 
 def _keep_for_attention(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -48,38 +58,8 @@ def _attention_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor |
     return *flash_attention_backward(gradient, *ctx.saved_tensors, 2.5 * ctx.flops), None
 
 
-flash_attention.register_autograd(_attention_backward, setup_context=_keep_for_attention)
-
-
-@torch.library.custom_op("meta_step::rms_norm", mutates_args=())
-def fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The normalised rows and, in fp32, one factor for each."""
-    raise NotImplementedError("the meta device only")
-
-
-@fused_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-
-
-@torch.library.custom_op("meta_step::rms_norm_backward_input", mutates_args=())
-def rms_norm_backward_input(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
-    raise NotImplementedError("the meta device only")
-
-
-@rms_norm_backward_input.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("meta_step::rms_norm_backward_weight", mutates_args=())
-def rms_norm_backward_weight(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
-    raise NotImplementedError("the meta device only")
-
-
-@rms_norm_backward_weight.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
-    return torch.empty_like(weight)
+torch.library.register_autograd(
+    "meta_step::flash_attention", _attention_backward, setup_context=_keep_for_attention)
 
 
 def _keep_for_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -92,7 +72,7 @@ def _norm_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None
     return tuple(kernel(gradient, *kept) if is_needed else None for kernel, is_needed in kernels)
 
 
-fused_rms_norm.register_autograd(_norm_backward, setup_context=_keep_for_norm)
+torch.library.register_autograd("meta_step::rms_norm", _norm_backward, setup_context=_keep_for_norm)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, **_: object) -> Tensor:

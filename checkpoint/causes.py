@@ -16,6 +16,7 @@ from checkpoint.compare import Unequal, bits, coarser, held_dtype, hf_parts, sam
 from checkpoint.formats.source import Kind, Source
 from checkpoint.formats.storage import Structure, stored_weights
 from mm.weights.cut import Span, cut_dim, shard_spans
+from mm.weights.plan import dtype_name
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, Weight
 from mm.weights.views import Misfit, View, shard_view, whole_view
 
@@ -48,7 +49,7 @@ def guess(weight: Weight, unequal: Sequence[Unequal], source: Source, target: So
     if not different:
         dtypes = unequal[0].dtypes
         rounded, other = (source, target) if dtypes[0] == coarser(dtypes) else (target, source)
-        return f"dtype: {rounded.path} holds what {other.path} does, rounded to {_short(coarser(dtypes))}"
+        return f"dtype: {rounded.path} holds what {other.path} does, rounded to {dtype_name(coarser(dtypes))}"
     num_different = sum(one.num_different for one in different)
     if num_different == different[0].num_bits == 1:
         return "one flipped bit: a damaged copy"
@@ -290,16 +291,12 @@ def _other_values(case: _Case) -> str | None:
     expected, content = case.expected[case.unequal.key], case.content[case.unequal.key]
     for precision in (torch.bfloat16, torch.float16):
         if precision.itemsize < expected.dtype.itemsize and same(expected.to(precision).to(content.dtype), content):
-            return f"dtype: rounded to {_short(precision)}"
+            return f"dtype: rounded to {dtype_name(precision)}"
     if not content.any():
         return "only zeros, as if never written"
     if expected.isfinite().all() and not content.isfinite().all():
         return "infinite values or none at all (NaN)"
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _CAUSES: tuple[Callable[[_Case], str | None], ...] = (_other_order, _other_cut, _other_tensor, _other_values)

@@ -17,7 +17,7 @@ from mm.errors import UserError, collected, nearest
 
 IMAGE_PLACEHOLDER = "<image>"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_PROBLEMS = 20
+MAX_PROBLEMS = 20
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
 
 
@@ -61,7 +61,7 @@ class Dataset:
         problems: list[str] = []
         for path in config.dataset:
             wanted = None if config.max_samples is None else config.max_samples - sum(map(len, spans))
-            if wanted == 0 or len(problems) >= _MAX_PROBLEMS:
+            if wanted == 0 or len(problems) >= MAX_PROBLEMS:
                 break
             with collected(problems):
                 file = RecordFile(path)
@@ -71,8 +71,8 @@ class Dataset:
         if not problems and not sum(map(len, spans)):
             problems = self.skipped or problems
         if problems:
-            more = ["More problems may follow; mend these first."] if len(problems) >= _MAX_PROBLEMS else []
-            raise UserError(problems[:_MAX_PROBLEMS] + more)
+            more = ["More problems may follow; mend these first."] if len(problems) >= MAX_PROBLEMS else []
+            raise UserError(problems[:MAX_PROBLEMS] + more)
         self._spans = np.concatenate(spans)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ def _check_file(
         if not found:
             kept.append(index)
             positions += [start, end]
-        if len(problems) >= _MAX_PROBLEMS or len(kept) == wanted:
+        if len(problems) >= MAX_PROBLEMS or len(kept) == wanted:
             break
     if index < 0 and len(problems) == num_before:
         problems.append(f"{file.path}: holds no sample; expected a JSON list of objects, or one JSON object a line.")

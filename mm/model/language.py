@@ -84,10 +84,14 @@ class LanguageModel(nn.Module):
 
     def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
         """The rows [num_targets, hidden] that have a target -> the sum of their weighted losses."""
-        weight = self.embedding.word_embeddings.weight if self.shares_embedding else None
-        return self.output_layer(self.decoder.final_layernorm(x), inputs, weight)
+        return self.output_layer(self.decoder.final_layernorm(x), inputs, self._shared_weight())
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank; not for training."""
-        weight: Any = self.embedding.word_embeddings.weight if self.shares_embedding else self.output_layer.weight
+        shared = self._shared_weight()
+        weight: Any = self.output_layer.weight if shared is None else shared
         return F.linear(self.decoder.final_layernorm(x), weight)
+
+    def _shared_weight(self) -> Tensor | None:
+        """The word embedding's, where it is the output layer's too and on this stage."""
+        return self.embedding.word_embeddings.weight if self.shares_embedding else None

@@ -21,12 +21,11 @@ from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import open_to_train
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
-from mm.data.dataset import Dataset
+from mm.data.dataset import MAX_PROBLEMS, Dataset
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.image import ImageProcessor
 from mm.errors import UserError, collected
 
-_MAX_PROBLEMS = 20
 _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
 
@@ -74,7 +73,7 @@ def picture_problems(run: Run) -> list[str]:
     paths = dict.fromkeys(path for index in range(len(dataset)) for path in dataset[index].image_paths)
     with ThreadPoolExecutor() as pool:
         found = (problem for part in pool.map(partial(_picture_problems, images), paths) for problem in part)
-        return list(islice(found, _MAX_PROBLEMS))
+        return list(islice(found, MAX_PROBLEMS))
 
 
 def _has_samples(run: Run) -> bool:

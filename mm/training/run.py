@@ -229,13 +229,14 @@ class Trainer:
                       f"{self.progress.iteration} of {args.train_iters}; resume it with the same --export-hf")
             return
         target = Path(args.export_hf)
-        passing = None if self.checkpoint else f"{target}.checkpoint"
-        source = self.checkpoint or self._save(f"{target}.checkpoint", weights_only=True)
+        passing = f"{target}.checkpoint"
+        is_saved = self.checkpoint is not None
+        source = self.checkpoint or self._save(passing, weights_only=True)
         self._say(f"exporting {source} to {target}")
 
         def write() -> None:
             convert.mm_to_hf(source, self.run.data.model_name_or_path, target).run(convert.Options())
-            if passing is not None:
+            if not is_saved:
                 remove(passing)
 
         on_first(self.mesh, write)

@@ -50,7 +50,7 @@ class MemoryLayout:
             return cls(file_shape, file_shape, math.prod(file_shape), math.prod(file_shape))
         dim, blocks = weight.tp_dim, num_stacked_blocks(weight)
         width, inner = file_shape[dim] // blocks, math.prod(file_shape[dim + 1 :])
-        padded = memory_ffn(width, 1)
+        padded = memory_ffn(width, tp_size=1)  # each rank's own columns
         shape = (*file_shape[:dim], blocks * padded, *file_shape[dim + 1 :])
         return cls(shape, file_shape, width * inner, padded * inner)
 

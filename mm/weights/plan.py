@@ -193,9 +193,10 @@ class _Planner:
         assert (source.dim, source.num_rows) == (target.dim, target.num_rows), (source, target)
         if source.stored.dtype != target.stored.dtype:
             self.problems.append(
-                f"{source.stored.file}: {source.stored.name} is {_short(source.stored.dtype)}, but "
-                f"{target.stored.name} in {target.stored.file} would be {_short(target.stored.dtype)}; a conversion "
-                f"changes no dtype. Give a source, or a Hugging Face directory, of the same dtype throughout."
+                f"{source.stored.file}: {source.stored.name} is {dtype_name(source.stored.dtype)}, but "
+                f"{target.stored.name} in {target.stored.file} would be {dtype_name(target.stored.dtype)}; "
+                "a conversion changes no dtype. "
+                "Give a source, or a Hugging Face directory, of the same dtype throughout."
             )
 
     def unused(self) -> Iterator[str]:
@@ -205,5 +206,6 @@ class _Planner:
                 yield f"{view.stored.file}: {view.stored.name} has no place in the target."
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages say it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

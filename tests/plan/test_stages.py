@@ -151,9 +151,7 @@ def test_whether_7b_with_a_frozen_vit_fits_an_h200():
     assert found[VISUAL] < size and states.total_bytes < min(found.values())
     text = stage_report(run)
     left = (size - max(found.values())) / 2**30
-    expected = (f"Fits      H200 (140.40 GiB, {left:.2f} left)" if left >= 0
-                else "In part   H200 (140.40 GiB): enough for all visual, not for all text")
-    assert expected in text.splitlines()
+    assert left > 7 and f"Fits      H200 (140.40 GiB, {left:.2f} left)" in text.splitlines()
     assert "Too small A100, A800 (80.00 GiB), H100, H800 (79.65 GiB)" in text
 
 

@@ -1,10 +1,9 @@
 """Stand-in for torch_npu on machines without an NPU: the operators that mm calls, in plain torch on any device.
 
 Signatures are those of ../torch_npu_signatures.json; argument rules and limits those of torch_npu 2.13 (texts in its
-``_op_plugin_docs.py``; pages of the operators in github.com/Ascend/op-plugin, docs/context, and of
-ATB's its sources: ops/atb).  What the real operator
-refuses or silently computes otherwise, this does too; what it can do and mm does not use raises NotImplementedError.
-Nothing of mm is imported.  Importing it makes ``torch.npu`` known, as importing the real package does.
+``_op_plugin_docs.py``; pages of the operators in github.com/Ascend/op-plugin, docs/context, and ops/atb for those of
+ATB).  What the real operator refuses or silently computes otherwise, this does too; a use of it that mm has not is
+refused here.  Nothing of mm is imported.  Importing it makes ``torch.npu`` known, as importing the real package does.
 """
 
 from itertools import pairwise
