@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,26 @@ os.environ |= {
 # A busy machine is no mistake of the code: no example fails because it took long.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Any]:
+    """The mesh of the small model on the CPU in a process group of one.
+
+    One for all tests of this process: every group has threads and open files of its own, and takes them along when it
+    is forgotten.
+    """
+    from mm.device.device import Device
+
+    Device.pick("cpu")
+    import torch.distributed as dist
+
+    from mm.parallel import mesh as parallel
+    from tests.tiny import our_config
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield parallel.build_mesh(our_config(((4,),), ((4,),)), tp_size=1, timeout=parallel.timedelta(minutes=1))
+    parallel.stop()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mm.batch import Microbatch
 from mm.data.dataset import Dataset
@@ -82,9 +81,8 @@ def test_resume_goes_on_where_the_run_stopped(make_loader):
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
 
 
-def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader, tmp_path):
+def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader, one_rank):
     expected = take(make_loader(), 4)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     lock, stop = threading.Lock(), threading.Event()
 
     def hold_locks():
@@ -104,7 +102,6 @@ def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader
     finally:
         stop.set()
         thread.join()
-        dist.destroy_process_group()
 
 
 def is_running(pid):

@@ -1,16 +1,15 @@
 """CUDA's compiled leaves on the CPU: the same Inductor compiles them, only its code generator is another."""
 
-import dataclasses
+
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
 from mm.device import pointwise
-from mm.device.device import Device
 from mm.device.kernels import Kernels, kernels_of
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_gradient
@@ -23,16 +22,7 @@ LANGUAGE = (2, 2, 12)
 
 
 @pytest.fixture(scope="module")
-def cpu() -> Device:
-    """The CPU with a process group of one."""
-    device = Device.pick("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield device
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def compiled_kernels(cpu: Device) -> Kernels:
+def compiled_kernels() -> Kernels:
     torch._dynamo.reset()
     return kernels_of("cuda")
 
@@ -42,7 +32,7 @@ def compiled_so_far() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count
 
 
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels are for CUDA devices only")
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
@@ -59,15 +49,15 @@ def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, 
         assert compiled_so_far() == (num_graphs + 2, num_kernels + 2), "forward and backward, from the first rows on"
 
 
-def test_the_model_trains_the_same_with_compiled_leaves(cpu: Device, compiled_kernels: Kernels) -> None:
+def test_the_model_trains_the_same_with_compiled_leaves(one_rank: Any, compiled_kernels: Kernels) -> None:
     """Three microbatches of different sizes, so every leaf sees several numbers of rows."""
     num_graphs, num_kernels = compiled_so_far()
-    loss, gradients, _ = train(dataclasses.replace(cpu, kernels=compiled_kernels))
+    loss, gradients, _ = train(compiled_kernels, one_rank)
     num_graphs, num_kernels = (
         now - then for now, then in zip(compiled_so_far(), (num_graphs, num_kernels), strict=True)
     )
     assert 0 < num_kernels == num_graphs <= NUM_LEAVES * NUM_TOWERS
-    expected_loss, expected_gradients, _ = train(cpu)
+    expected_loss, expected_gradients, _ = train(kernels_of("cpu"), one_rank)
     assert abs(loss - expected_loss) <= LOSS_TOLERANCE * expected_loss
     assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
@@ -80,24 +80,14 @@ def npu_kernels(torch_npu: object) -> Kernels:
     return kernels_of("npu")
 
 
-@pytest.fixture(scope="module")
-def cpu(torch_npu: object) -> Device:
-    """The CPU with a process group of one."""
-    device = Device.pick("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield device
-    dist.destroy_process_group()
-
-
 GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
 
 
-def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
+def train(kernels: Kernels, mesh: Any, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
     """One step of the small model on one stage: loss, gradients and updated weights by name."""
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.parallel import mesh as parallel
     from mm.training.step import Parts, forward_backward
     from mm.training.update import update
 
@@ -106,24 +96,21 @@ def train(device: Device, freeze: tuple[str, ...] = ()) -> tuple[float, dict, di
         "--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
         "--mm-model", "m.json", "--mm-data", "d.json",
     ])  # fmt: skip
-    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    try:
-        stage = Stage(config, mesh, "fp32", device)
-        tensors = hf_tensors(hf_model())
-        for weight in stage.weights:
-            set_weight(stage, weight, whole(weight, tensors), mesh)
-        parts = Parts.build(stage, mesh, args)
-        generator = torch.Generator().manual_seed(3)
-        samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]
-        batches = tuple(microbatch(samples[start : start + 2]) for start in range(0, len(samples), 2))
-        plan = StepPlan(batches, BatchTotals.of(list(batches), config.vision))
-        loss = forward_backward(parts, plan)
-        trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-        gradients = {name: p.main_grad.clone() for name, p in trained.items()}
-        result = update(parts.optimizer, loss, 1e-3, mesh, device)
-        return result.loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
-    finally:
-        parallel.stop_mesh()
+    device = dataclasses.replace(Device.pick("cpu"), kernels=kernels)
+    stage = Stage(config, mesh, "fp32", device)
+    tensors = hf_tensors(hf_model())
+    for weight in stage.weights:
+        set_weight(stage, weight, whole(weight, tensors), mesh)
+    parts = Parts.build(stage, mesh, args)
+    generator = torch.Generator().manual_seed(3)
+    samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]
+    batches = tuple(microbatch(samples[start : start + 2]) for start in range(0, len(samples), 2))
+    plan = StepPlan(batches, BatchTotals.of(list(batches), config.vision))
+    loss = forward_backward(parts, plan)
+    trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+    gradients = {name: p.main_grad.clone() for name, p in trained.items()}
+    result = update(parts.optimizer, loss, 1e-3, mesh, device)
+    return result.loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
 
 
 def worst_error(ours: dict, expected: dict) -> float:
@@ -133,15 +120,15 @@ def worst_error(ours: dict, expected: dict) -> float:
 
 
 @pytest.mark.parametrize("freeze", [(), ("vision", "language")], ids=["everything", "only the projector"])
-def test_the_model_trains_the_same_on_the_npu_kernels(cpu: Device, npu_kernels: Kernels, freeze: tuple) -> None:
-    loss, gradients, weights = train(dataclasses.replace(cpu, kernels=npu_kernels), freeze)
-    expected_loss, expected_gradients, expected_weights = train(cpu, freeze)
+def test_the_model_trains_the_same_on_the_npu_kernels(one_rank: Any, npu_kernels: Kernels, freeze: tuple) -> None:
+    loss, gradients, weights = train(npu_kernels, one_rank, freeze)
+    expected_loss, expected_gradients, expected_weights = train(kernels_of("cpu"), one_rank, freeze)
     assert abs(loss - expected_loss) <= LOSS_TOLERANCE * expected_loss
     assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
     assert worst_error(weights, expected_weights) <= WEIGHT_TOLERANCE
 
 
-def test_every_operator_of_the_npu_is_used(cpu: Device, npu_kernels: Kernels, torch_npu: object, monkeypatch) -> None:
+def test_every_operator_of_the_npu_is_used(one_rank: Any, npu_kernels: Kernels, torch_npu: object, monkeypatch) -> None:
     """So that the test above does not compare the CPU's kernels with themselves."""
     calls = Counter()
     for name in ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
@@ -153,7 +140,7 @@ def test_every_operator_of_the_npu_is_used(cpu: Device, npu_kernels: Kernels, to
             return _operator(*args, **kwargs)
 
         monkeypatch.setattr(torch_npu, name, counted)
-    train(dataclasses.replace(cpu, kernels=npu_kernels))
+    train(npu_kernels, one_rank)
     num_vision_calls, num_language_calls = 4 * 3, 4 * 3  # layers x microbatches; all three have images
     assert calls["npu_swiglu", None] == num_vision_calls + num_language_calls
     assert calls["npu_rms_norm", None] == 2 * (num_vision_calls + num_language_calls) + 3 + 3  # projector, final norm

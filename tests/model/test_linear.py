@@ -1,10 +1,10 @@
 """The tensor-parallel linear layers on one rank against torch's own.  More ranks: tests/test_parity.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from mm.device.accumulate import cpu_accumulate
@@ -15,18 +15,14 @@ INPUT, OUTPUT, ROWS = 6, 10, 5
 
 
 @pytest.fixture(scope="module")
-def context():
+def context(one_rank: Any):
     """How layers are built in a process group of one."""
     device = Device.pick("cpu")
     from mm.model.layers import LayerContext
-    from mm.parallel import mesh as parallel
     from mm.parallel.megatron import parallel_config
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = our_config(((4,),), ((4,),))
-    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    yield LayerContext(parallel_config(config, mesh, "fp32"), mesh.groups.tp, device)
-    parallel.stop()
+    settings = parallel_config(our_config(((4,),), ((4,),)), one_rank, "fp32")
+    return LayerContext(settings, one_rank.groups.tp, device)
 
 
 @pytest.fixture(params=["column", "row"])

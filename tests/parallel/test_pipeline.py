@@ -6,10 +6,10 @@ Whether what crosses is right is shown by tests/test_parity.py.
 import dataclasses
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mm.batch import BatchTotals
 from mm.device.device import Device
@@ -107,19 +107,14 @@ def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_stage():
+def whole_stage(one_rank: Any):
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
     device = Device.pick("cpu")
     from mm.model.stage import Stage
-    from mm.parallel import mesh as parallel
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = our_config(((4,),), ((4,),))
-    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
-    stage = Stage(config, mesh, "fp32", device).to("meta")
+    stage = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", device).to("meta")
     stage.device = dataclasses.replace(device, kind="meta")
-    yield stage
-    parallel.stop()
+    return stage
 
 
 @pytest.mark.parametrize("grids", [((1, 8, 12), (1, 10, 6)), ()], ids=["images", "text"])

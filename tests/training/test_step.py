@@ -1,10 +1,10 @@
 """One optimizer step alone, in a process group of one.  That it is transformers' step: tests/test_parity.py."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
@@ -16,35 +16,24 @@ from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_samp
 LR = 1e-3
 
 
-@pytest.fixture(scope="module")
-def group():
-    device = Device.pick("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield device
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def parts(group: Device, request: pytest.FixtureRequest):
+def parts(one_rank: Any, request: pytest.FixtureRequest):
     """The small model with transformers' random weights; more flags are the fixture's parameter."""
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.parallel import mesh as parallel
     from mm.training.step import Parts
 
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
-    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
     flags = getattr(request, "param", ())
-    stage = Stage(config, mesh, "bf16" if "--bf16" in flags else "fp32", group)
+    stage = Stage(config, one_rank, "bf16" if "--bf16" in flags else "fp32", Device.pick("cpu"))
     for weight in stage.weights:
-        set_weight(stage, weight, whole(weight, tensors), mesh)
+        set_weight(stage, weight, whole(weight, tensors), one_rank)
     args = arguments.parse([
         "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
         "--mm-data", "d", *flags,
     ])  # fmt: skip
-    yield Parts.build(stage, mesh, args)
-    parallel.stop_mesh()
+    return Parts.build(stage, one_rank, args)
 
 
 @pytest.fixture

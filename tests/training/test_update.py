@@ -4,13 +4,13 @@ That they are right in every layout: tests/test_parity.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
@@ -36,14 +36,6 @@ class AsOnNpu(Device):
     """The CPU, taken for a device whose Adam looks at neither ``grad_scale`` nor ``found_inf``."""
 
     adam_obeys_scale = False
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    Device.pick("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 FORMS = pytest.mark.parametrize("device_type", [Device, AsOnNpu], ids=["folded", "before"])
@@ -100,35 +92,32 @@ def norm_on_cpu(_chunk: int, _noop: torch.Tensor, tensors: list[list[torch.Tenso
 
 
 @pytest.fixture
-def build(group: None, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     from megatron.core.optimizer import clip_grads
 
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.parallel import mesh as parallel
     from mm.training.step import Parts
 
     # what megatron's own step needs on a CPU, beside the shims that ours needs
     monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
     monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
-    mesh = parallel.build_mesh(config, tp_size=1, timeout=parallel.timedelta(minutes=1))
 
     def engine(device_type: type[Device], precision: str, *flags: str) -> Engine:
-        stage = Stage(config, mesh, precision, device_type(**vars(Device.pick("cpu"))))
+        stage = Stage(config, one_rank, precision, device_type(**vars(Device.pick("cpu"))))
         for weight in stage.weights:
-            set_weight(stage, weight, whole(weight, tensors), mesh)
+            set_weight(stage, weight, whole(weight, tensors), one_rank)
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
             "--mm-data", "d", *flags, *([] if precision == "fp32" else [f"--{precision}"]),
         ])  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
-        return Engine(Parts.build(stage, mesh, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
+        return Engine(Parts.build(stage, one_rank, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
 
-    yield engine
-    parallel.stop_mesh()
+    return engine
 
 
 @FORMS
