@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 QUICK := tests/config tests/weights tests/plan tests/model tests/checkpoint/formats tests/parallel \
 	tests/test_placement.py tests/test_batch.py tests/test_layering.py tests/test_architecture.py
 
-# Two files of tests at a time; most start processes of their own, so more would only wait for each other.
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
+# Two files of tests at a time; most start processes of their own, so more would only wait for each other.  In the order
+# of their names: by the number of their tests, the long ones would come last, and one alone at the end.
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick lint clean
 

@@ -1,6 +1,6 @@
 """mm-convert against a plain copy of the same files, side by side in one run.
 
-    python -m benchmarks.convert [--size 3b|small|tiny] [--rounds 3] [--folder DIR]
+    python -m benchmarks.convert [--size 3b|small|tiny] [--rounds 3] [--caches warm cold] [--folder DIR]
 
 Makes a random Hugging Face checkpoint of the given shape, then times in turn: copying its files with fsync, and each
 command at TP 1 and TP 2.  ``warm`` reads its input from the page cache, ``cold`` has it dropped before (posix_fadvise).
@@ -191,13 +191,13 @@ def _anonymous_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
-def measure(size: str, rounds: int, folder: Path) -> dict:
+def measure(size: str, rounds: int, folder: Path, caches: list[str]) -> dict:
     source, made, target = folder / "hf", folder / "made", folder / "target"
     make_checkpoint(source, size)
     prepare(size, source, made)
     results = {}
     names = list(commands(size, source, made))
-    for kind in ("warm", "cold"):
+    for kind in caches:
         taken = {name: [] for name in ["copy", *names]}
         for _ in range(rounds):
             for name, found in taken.items():
@@ -219,6 +219,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="3b")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--caches", nargs="+", choices=MAX_RATIO, default=list(MAX_RATIO),
+                        help="input in the page cache, or not")
     parser.add_argument("--folder", help="where to make the files (default: the temporary directory)")
     for name in ("child", "source", "made", "target"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -227,7 +229,7 @@ def main() -> int:
         child(arguments)
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        results = measure(arguments.size, arguments.rounds, Path(folder))
+        results = measure(arguments.size, arguments.rounds, Path(folder), arguments.caches)
     machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))}
     print(json.dumps({"size": arguments.size, "rounds": arguments.rounds, **machine, **results}, indent=1))
     missed = [

@@ -105,8 +105,7 @@ SHIMS = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ()}
 
 def apply_shims(kind: str) -> None:
     """Patch what megatron needs on a device of ``kind``; before megatron is imported."""
-    # torch.compile builds code for every new shape; our kernels replace the functions megatron decorates with it
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    _import_megatron()
     for shim in SHIMS[kind]:
         module_name, attribute = shim.target.split(":")
         owner: object = importlib.import_module(module_name)
@@ -115,3 +114,17 @@ def apply_shims(kind: str) -> None:
             owner = getattr(owner, parent)
         assert hasattr(owner, name), f"shim target {shim.target} does not exist"
         setattr(owner, name, shim.replacement)
+
+
+def _import_megatron() -> None:
+    """Without torch.compile, with which megatron decorates functions that our kernels replace.
+
+    It would build code for every new shape.  megatron's own switch is too late for what the import of the package
+    decorates, and torch.compile alone loads 2.4 s of compiler.
+    """
+    torch_compile = torch.compile
+    torch.compile = lambda function: function
+    try:
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    finally:
+        torch.compile = torch_compile

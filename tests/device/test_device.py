@@ -106,10 +106,19 @@ def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object)
     torch.testing.assert_close(npu.swiglu(x), cpu.swiglu(x))
 
 
-def test_megatron_is_not_imported_before_the_device_is_picked() -> None:
-    program = "import sys, mm.train, mm.device.device; print([m for m in sys.modules if m.split('.')[0] == 'megatron'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+IMPORTS = """
+import sys, torch, mm.train, mm.device.device
+print([m for m in sys.modules if m.split('.')[0] == 'megatron'])
+compiler = torch.compile
+mm.device.device.Device.pick("cpu")
+import mm.training.run
+print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+def test_megatron_waits_for_the_device_and_loads_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "True False"]
 
 
 def test_peaks() -> None:
