@@ -42,10 +42,10 @@ class ExpectedMemory:
     def of(cls, model: ModelConfig, largest: BatchTotals) -> "ExpectedMemory":
         """``largest``: the counts of the largest microbatch."""
         params, placement = Params.of(model), model.placement()
-        memory = StageMemory(model, placement, placement[0], tp_size=1, precision="bf16")
+        memory = StageMemory.of(model, placement, 0, tp_size=1, precision="bf16")
         rows = Rows(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
         states = STATE_BYTES_PER_PARAM * params.trained + FROZEN_BYTES_PER_PARAM * params.frozen
-        kept = memory.kept_bytes(rows)
+        kept = memory.kept_bytes(rows, num_microbatches=1)
         return cls(states, kept, memory.peak_bytes(rows, num_microbatches=1, state_bytes=0) - kept)
 
 

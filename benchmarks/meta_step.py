@@ -123,19 +123,18 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
     from mm.model.flops import training_flops
-    from mm.model.stage import Stage, StageInputs
+    from mm.model.stage import Chunk, Stage
     from mm.training.step import Parts, step
 
-    class TracedStage(Stage):
-        """Tells the recorder where it is."""
+    def tell(chunk: Chunk, phase: str) -> None:
+        """``chunk`` tells the recorder when it is in ``phase``."""
+        work = getattr(chunk, phase)
 
-        def prepare(self, *args: object) -> StageInputs:
-            with recorder.doing("prepare"):
-                return super().prepare(*args)
+        def told(*args: object) -> object:
+            with recorder.doing(phase):
+                return work(*args)
 
-        def forward(self, *args: object) -> object:
-            with recorder.doing("forward"):
-                return super().forward(*args)
+        setattr(chunk, phase, told)
 
     args = flags.parse([
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
@@ -144,7 +143,11 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     batch = [random_microbatch(model, [SAMPLE] * case.num_samples, seed) for seed in range(case.num_microbatches)]
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
-        parts = Parts.build(TracedStage(model, mesh, "bf16", MetaDevice.of(recorder)), mesh, args)
+        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder))
+        for chunk in stage.chunks:
+            tell(chunk, "prepare")
+            tell(chunk, "forward")
+        parts = Parts.build(stage, mesh, args)
         parts.optimizer.prepare_grads()
         parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
         recorder.start()

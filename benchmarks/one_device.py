@@ -175,8 +175,9 @@ class Ours:
 
         Two hooks of torch and megatron's own setting for what ends a backward pass; the step itself stays as it is.
         """
-        self.parts.model.register_forward_pre_hook(lambda *_: begin("forward"))
-        self.parts.model.register_forward_hook(lambda *_: begin("backward"))
+        (model,) = self.parts.models
+        model.register_forward_pre_hook(lambda *_: begin("forward"))
+        model.register_forward_hook(lambda *_: begin("backward"))
         settings: Any = self.parts.stage.config
         reduce_gradients = settings.finalize_model_grads_func
 

@@ -24,7 +24,7 @@ from mm.config.model import ModelConfig, read_model  # noqa: E402
 from mm.data.dataset import Dataset  # noqa: E402
 from mm.data.encode import SampleEncoder  # noqa: E402
 from mm.model.load import fill  # noqa: E402
-from mm.model.stage import Stage  # noqa: E402
+from mm.model.stage import Chunk, Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 
 
@@ -35,6 +35,7 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
     """
     mesh = parallel.start(DEVICE, model, tp_size=1)
     stage = Stage(model, mesh, "fp32", DEVICE)
+    (chunk,) = stage.chunks
     fill(stage, stage.weights, open_to_train(directory, model), mesh)
     encoder = SampleEncoder.from_config(data, model, seq_length=model.language.max_position_embeddings)
     dataset = Dataset(data)
@@ -43,14 +44,14 @@ def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_sa
         for index in range(min(num_samples, len(dataset))):
             microbatch = encoder.encode(dataset[index])
             found[f"token_ids.{index}"] = microbatch.token_ids
-            found[f"logits.{index}"] = _logits(stage, microbatch)
+            found[f"logits.{index}"] = _logits(chunk, microbatch)
     parallel.stop()
     return found
 
 
-def _logits(stage: Stage, microbatch: Microbatch) -> Tensor:
-    inputs = stage.prepare(microbatch, None)
-    return stage.text_decoder.logits(stage.hidden_states(inputs, None)).contiguous()
+def _logits(chunk: Chunk, microbatch: Microbatch) -> Tensor:
+    inputs = chunk.prepare(microbatch, None)
+    return chunk.text_decoder.logits(chunk.hidden_states(inputs, None)).contiguous()
 
 
 def main() -> None:

@@ -82,12 +82,12 @@ class Placement:
         return next(spec.stage for spec in self.slots if spec.has_patch_embedding)
 
     @property
-    def embedding_stage(self) -> int:
-        return next(spec.stage for spec in self.slots if spec.has_embedding)
+    def embedding_slot(self) -> StageSpec:
+        return next(spec for spec in self.slots if spec.has_embedding)
 
     @property
-    def head_stage(self) -> int:
-        return next(spec.stage for spec in self.slots if spec.has_head)
+    def head_slot(self) -> StageSpec:
+        return next(spec for spec in self.slots if spec.has_head)
 
     def gradient_flows(self, message: Message, has_images: bool) -> bool:
         """Whether the loss gradient of a microbatch goes back over a boundary that carries ``message``.

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
@@ -109,11 +111,26 @@ def with_bad_samples(inputs: Path) -> str:
     return str(inputs / "data_some_bad.json")
 
 
+def in_two_chunks(inputs: Path) -> str:
+    """The model JSON of two stages of two virtual chunks."""
+    model = json.loads((inputs / "model_2.json").read_text())
+    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = [[5, 2], [1, 0]]
+    model["text_decoder"]["pipeline_num_layers"] = [[0, 0], [1, 3]]
+    (inputs / "model_chunks.json").write_text(json.dumps(model))
+    return str(inputs / "model_chunks.json")
+
+
 def test_another_layout_continues_to_rounding(inputs: Path) -> None:
-    """Runs after the test above: from its checkpoint at iteration 3, as two stages, then as two replicas."""
+    """Runs after the test above: from its checkpoint at iteration 3, as two stages of chunks, then as two replicas."""
     checkpoint = inputs / "halves" / "save"
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
-    run(inputs, "stages", 2, "--load", str(checkpoint))
+    exported = inputs / "stages" / "hf"
+    run(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
+        str(exported), "--virtual-pipeline-model-parallel-size", "2")
+    ours, expected = (load_file(path / "model.safetensors") for path in (exported, inputs / "whole" / "hf"))
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)  # measured 1.3e-6
     said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", "--mm-data",
                with_bad_samples(inputs), "--bad-sample", "skip", num_processes=2)
     (listed,) = (inputs / "replicas" / "logs").glob("skipped_samples.txt")

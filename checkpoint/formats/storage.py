@@ -83,7 +83,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
                     prefix + stage_local_name(part, spec): part
-                    for weight in stage_weights(model, spec, placement)
+                    for weight in stage_weights(model, spec)
                     if not (storage.vit_only and weight.part == "language")
                     for part in _kept(weight, storage)
                 }

@@ -47,6 +47,8 @@ class Arguments:
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(
         None, description="pipeline stages; must equal the length of the pipeline lists; absent = that length")
+    virtual_pipeline_model_parallel_size: Count | None = Field(
+        None, description="chunks of each stage; must equal the number of the pipeline lists; absent = that number")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the tokens over the tensor-parallel ranks")
     distributed_timeout_minutes: Count = Field(10, description="limit of one collective")

@@ -78,7 +78,6 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--context-parallel-size": Fixed(("1",), "this version supports 1"),
-    "--virtual-pipeline-model-parallel-size": Fixed(("1",), "this version's engine runs one chunk per stage"),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
     **_all(Fixed((), "LoRA is not supported by this version"),
            "--lora-target-modules --lora-target-parameters --lora-apply-modules --lora-mixed-training "

@@ -52,6 +52,11 @@ class Run:
         return self.model.num_stages
 
     @property
+    def num_chunks(self) -> int:
+        """Virtual chunks of each stage; 1 without any."""
+        return self.model.num_chunks
+
+    @property
     def dp_size(self) -> int:
         """Data-parallel size: model replicas, which is what the world size leaves over."""
         return self.world_size // (self.tp_size * self.num_stages)
@@ -110,7 +115,8 @@ def resolved(run: Run) -> dict[str, Any]:
     """The whole run as JSON values, derived numbers included; to be written beside the logs."""
     return to_jsonable_python({
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
-        "pipeline_model_parallel_size": run.num_stages, "data_parallel_size": run.dp_size,
+        "pipeline_model_parallel_size": run.num_stages,
+        "virtual_pipeline_model_parallel_size": run.num_chunks, "data_parallel_size": run.dp_size,
         "global_batch_size": run.global_batch_size, "num_microbatches": run.num_microbatches,
         "precision": run.args.precision, "loss_unit": run.args.loss_unit,
         "lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters, "notes": run.notes,
@@ -183,9 +189,13 @@ def _layout_problems(run: Run) -> Iterator[str]:
         if count % run.tp_size:
             yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
                    f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")
-    if run.model.num_chunks != 1:
-        yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.model.num_chunks} virtual chunks per stage; "
-               f"this version's engine runs one: give flat lists of {run.num_stages} numbers")
+    if run.num_chunks > 1 and run.num_stages == 1:
+        yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.num_chunks} virtual chunks on one stage, "
+               f"which needs none: give flat lists of one number each")
+    if args.virtual_pipeline_model_parallel_size not in (None, run.num_chunks):
+        yield (f"--virtual-pipeline-model-parallel-size is {args.virtual_pipeline_model_parallel_size}, but the "
+               f"pipeline_num_layers lists of {args.mm_model} have {run.num_chunks} virtual chunks; change one of the "
+               f"two (the flag may be left out)")
     if args.pipeline_model_parallel_size not in (None, run.num_stages):
         yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
                f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag may be left "
@@ -198,6 +208,10 @@ def _layout_problems(run: Run) -> Iterator[str]:
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
                f"{_nearest_multiples(run.global_batch_size, unit)}")
+    elif run.num_chunks > 1 and run.num_microbatches < run.num_stages:
+        yield (f"--global-batch-size is {run.global_batch_size}, which makes {run.num_microbatches} microbatches; "
+               f"virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "
+               f"{unit * run.num_stages}")
 
 
 def _nearest_multiples(number: int, unit: int) -> str:

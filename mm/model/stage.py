@@ -1,12 +1,15 @@
-"""One pipeline stage of Qwen2.5-VL: it owns what its ``StageSpec`` says and maps a message to a message.
+"""One pipeline stage of Qwen2.5-VL: its chunks, each of which owns what its ``StageSpec`` says.
 
-What crosses the boundaries, and when, is decided in ``mm.placement``; this module only computes.
+A chunk maps a message to a message.  What crosses the boundaries, and when, is decided in ``mm.placement``; this module
+only computes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.batch import BatchTotals, Microbatch
@@ -24,8 +27,8 @@ from mm.weights.table import stage_weights
 
 
 @dataclass(frozen=True)
-class StageInputs:
-    """What this stage needs of one microbatch, on the device; parts it does not need are None."""
+class ChunkInputs:
+    """What a chunk needs of one microbatch, on the device; parts it does not need are None."""
 
     vision: VisionInputs | None
     embedding: EmbeddingInputs | None
@@ -33,19 +36,18 @@ class StageInputs:
     loss: LossInputs | None
 
 
-class Stage(nn.Module):
-    """What one rank owns of the model, frozen and marked as megatron expects; the weights have no values yet."""
+class Chunk(nn.Module):
+    """What one rank owns of one slot, frozen and marked as megatron expects; the weights have no values yet."""
 
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(
-        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token"
-    ) -> None:
+    def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
+                 loss_unit: LossUnit) -> None:
         super().__init__()
         placement = model.placement()
-        self.spec = spec = placement[mesh.pp_rank]
+        self.spec = spec = placement[mesh.pp_rank, number]
         self.model = model
-        self.config = parallel_config(model, mesh, precision)  # where megatron's DDP and schedules look for it
+        self.config = settings  # where megatron's DDP and schedules look for it
         self.device = device
         self.loss_unit: LossUnit = loss_unit
         context = LayerContext(self.config, mesh.groups.tp, device)
@@ -56,21 +58,21 @@ class Stage(nn.Module):
                 self.image_encoder["projector"] = Projector(model.projector, merge_factor, context)
         if spec.language_layers:
             self.text_decoder = LanguageModel(model.language, spec, context)
-        self.weights = stage_weights(model, spec, placement)
+        self.weights = stage_weights(model, spec)
         parameters = dict(self.named_parameters())
         names = {weight.name for weight in self.weights}
         assert set(parameters) == names, sorted(set(parameters) ^ names)
         for weight in self.weights:
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
-        tied_over_stages = model.language.tied and placement.embedding_stage != placement.head_stage
-        mark_parameters(parameters, self.weights, tied_over_stages)
+        tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
+        mark_parameters(parameters, self.weights, tied_over_slots)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
-    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None) -> StageInputs:
-        """Derive this stage's inputs from the plan on the host and start copying them to the device.
+    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None) -> ChunkInputs:
+        """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
         ``totals`` may be None where no loss is wanted.
         """
@@ -84,10 +86,10 @@ class Stage(nn.Module):
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, self.loss_unit, device)
-        return StageInputs(vision, embedding, language, loss)
+        return ChunkInputs(vision, embedding, language, loss)
 
-    def forward(self, inputs: StageInputs, received: Tensor | None) -> Tensor:
-        """Message in, message out; the stage with the head returns the microbatch's share of the loss.
+    def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
+        """Message in, message out; the chunk with the head returns the microbatch's share of the loss.
 
         Where nothing crosses the next boundary an empty tensor stands in.
         """
@@ -96,10 +98,10 @@ class Stage(nn.Module):
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
             return self.text_decoder.loss(x.index_select(0, inputs.loss.target_index), inputs.loss)
-        # A stage that only hands on must return a copy: megatron frees outputs after sending.
+        # A chunk that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
-    def hidden_states(self, inputs: StageInputs, received: Tensor | None) -> Tensor | None:
+    def hidden_states(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor | None:
         """Everything but the output layer and loss; None where there is nothing to hand on."""
         spec, x = self.spec, received
         if inputs.vision is not None:
@@ -114,3 +116,31 @@ class Stage(nn.Module):
             assert x is not None, "every microbatch has tokens"
             x = self.text_decoder(x, inputs.language)
         return x
+
+
+class Stage:
+    """All chunks of one rank, as if they were one: names of weights count layers over the whole model."""
+
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token"
+    ) -> None:
+        self.model, self.device = model, device
+        self.config = parallel_config(model, mesh, precision)
+        self.chunks = tuple(
+            Chunk(model, number, mesh, self.config, device, loss_unit) for number in range(model.num_chunks)
+        )
+        self.weights = tuple(weight for chunk in self.chunks for weight in chunk.weights)
+        self._parameters = dict(self.named_parameters())
+        assert len(self._parameters) == len(self.weights), "a name stands for one weight of the rank"
+
+    @property
+    def has_patch_embedding(self) -> bool:
+        return any(chunk.spec.has_patch_embedding for chunk in self.chunks)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """In the order of the chunks."""
+        for chunk in self.chunks:
+            yield from chunk.named_parameters()
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        return self._parameters[name]

@@ -3,7 +3,7 @@
 The one place that knows megatron's settings.  Model mathematics stays in ``mm.model``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> Transform
         kv_channels=language.kv_channels,
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
+        virtual_pipeline_model_parallel_size=model.num_chunks if model.num_chunks > 1 else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=precision == "bf16",
@@ -50,12 +51,12 @@ def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> Transform
     )
 
 
-def mark_parameters(parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_stages: bool) -> None:
-    """After the stage, before its DDP: what megatron reads off each parameter.
+def mark_parameters(parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool) -> None:
+    """After a chunk, before its DDP: what megatron reads off each parameter.
 
     megatron sets the cuts only where it draws initial values; its gradient norm counts a parameter without the mark
-    on one tensor-parallel rank only.  ``tied_over_stages``: word embedding and output layer are one weight on two
-    stages.  ``shared_embedding`` gives both copies the same cut of the distributed optimizer; ``shared`` on the output
+    on one tensor-parallel rank only.  ``tied_over_slots``: word embedding and output layer are one weight in two
+    slots.  ``shared_embedding`` gives both copies the same cut of the distributed optimizer; ``shared`` on the output
     layer keeps the gradient norm from counting it twice.
     """
     for weight in weights:
@@ -63,9 +64,9 @@ def mark_parameters(parameters: Mapping[str, nn.Parameter], weights: Iterable[We
         parameter.tensor_model_parallel = weight.tp_dim is not None
         parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
         parameter.partition_stride = 1
-        if tied_over_stages and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
+        if tied_over_slots and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
             parameter.shared_embedding = True
-        if tied_over_stages and weight.name == OUTPUT_LAYER_NAME:
+        if tied_over_slots and weight.name == OUTPUT_LAYER_NAME:
             parameter.shared = True
 
 
@@ -115,11 +116,12 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
 
 def bind(
     settings: TransformerConfig,
-    model: DistributedDataParallel,
+    models: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     finalize_gradients: Callable[..., None],
 ) -> None:
     """After DDP and optimizer: the functions that megatron's schedules look up in the stage's settings."""
-    settings.no_sync_func = model.no_sync
+    no_sync: Any = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+    settings.no_sync_func = no_sync
     settings.finalize_model_grads_func = finalize_gradients
     settings.grad_scale_func = optimizer.scale_loss if settings.fp16 else None

@@ -42,7 +42,11 @@ class Mesh:
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
-    """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere."""
+    """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
+    holds both."""
+    gradient_group: dist.ProcessGroup
+    """The ranks of the pipeline once more, for gradients: the same group, unless both kinds of message would go from
+    one stage to the same other, where only their order could tell them apart."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -79,7 +83,8 @@ def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
 
     tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
     pp_rank, dp_rank, tp_rank = rank // (tp_size * dp_size), rank // tp_size % dp_size, rank % tp_size
-    patches, embedding, head = placement.patch_embedding_stage, placement.embedding_stage, placement.head_stage
+    patches = placement.patch_embedding_stage
+    embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
     pixel_ranks = [sorted({at(0, dp, 0)} | {at(patches, dp, tp) for tp in tps}) for dp in dps]
     tied_ranks = [[at(embedding, dp, tp), at(head, dp, tp)] for dp in dps for tp in tps]
     replica_group = _my_group([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps], timeout, "gloo")
@@ -87,7 +92,11 @@ def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
     pixel_group = _my_group(pixel_ranks, timeout, "gloo") if len(pixel_ranks[0]) > 1 else None
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    pipelines = [[at(pp, dp, tp) for pp in pps] for dp in dps for tp in tps]
+    gradient_group = _my_group(pipelines, timeout) if placement.num_chunks > 1 and pp_size == 2 else groups.pp
     assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
+    assert gradient_group is not None, "every rank is in a pipeline"
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -97,12 +106,13 @@ def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
         pp_size=pp_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
-        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        groups=groups,
         replica_group=replica_group,
         owners_group=owners_group,
         pixel_group=pixel_group,
         control_group=control_group,
         tied_group=tied_group,
+        gradient_group=gradient_group,
         replica_owner=at(0, dp_rank, 0),
     )
 

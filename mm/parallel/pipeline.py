@@ -15,7 +15,8 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.placement import Message
+from mm.parallel.order import Place, backward_order, forward_order
+from mm.placement import Message, StageSpec
 
 
 def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) -> tuple[int, int] | None:
@@ -32,138 +33,200 @@ def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) 
     return (rows, width) if rows else None
 
 
+class _Batch:
+    """Messages of one process group that start together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.operations: list[dist.P2POp] = []
+        self._group = group
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        self.operations.append(dist.P2POp(dist.isend, tensor.contiguous(), peer, self._group))
+
+    def receive(self, shape: tuple[int, int] | None, peer: int, like: Tensor) -> Tensor | None:
+        """Where a message of ``shape`` will be; None when nothing comes."""
+        if shape is None:
+            return None
+        tensor = like.new_empty(shape)
+        self.operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
+        return tensor
+
+
 class PipelineCommunicator:
     """Point-to-point messages of one stage, in the form that megatron's schedules call.
 
-    The schedule calls each direction once per microbatch, in order; the communicator counts along.  Tensors without
-    a gradient are handed to the schedule as None, because it keeps what it is given for the backward pass; the
-    forward step takes every received tensor from ``take``.
+    The schedules do not say which microbatch and chunk a call is about; their order does, and the communicator counts
+    along.  Tensors without a gradient are handed to the schedule as None, because it keeps what it is given for the
+    backward pass; the forward step takes every received tensor from ``take``.
     """
 
     def __init__(self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device) -> None:
-        self.pp_group = mesh.groups.pp  # the schedule asks for these two by name
+        self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
+        self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
+        self._gradient_group = mesh.gradient_group
         self._placement, self._model = model.placement(), model
-        self._dtype, self._device = parallel.pipeline_dtype, device
-        spec = self._placement[mesh.pp_rank]
-        self._receives, self._sends = spec.receives, spec.sends
-        ranks = dist.get_process_group_ranks(self.pp_group)
-        self._previous = ranks[mesh.pp_rank - 1] if mesh.pp_rank > 0 else None
-        self._next = ranks[mesh.pp_rank + 1] if mesh.pp_rank < mesh.pp_size - 1 else None
-        self._inbox: deque[Tensor | None] = deque()
+        self._dtype = parallel.pipeline_dtype
+        self._like = torch.empty(0, dtype=self._dtype, device=device)
+        self._specs = [self._placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
+        self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
+        ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
+        self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
+        self._inbox: dict[Place, Tensor | None] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
-        self._microbatches: dict[str, Iterator[Microbatch]] = {}
+        self._microbatches: tuple[Microbatch, ...] = ()
+        self._expected: dict[str, Iterator[Place]] = {}
+        self._has_turned = False
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
-        dist.all_reduce(torch.zeros(1, device=device), group=self.pp_group)
+        for group in dict.fromkeys((self.pp_group, self._gradient_group)):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def begin(self, plan: StepPlan) -> None:
         """Start a step."""
-        assert not self._inbox, "the last step left messages that no forward step took"
-        self._microbatches = {
-            name: iter(plan.microbatches) for name in ("recv_forward", "send_forward", "recv_backward", "send_backward")
+        num_chunks = len(self._specs)
+        forward = forward_order(len(plan.microbatches), self.pp_group.size(), num_chunks)
+        backward = backward_order(forward)
+        # What comes around, from the last stage to the first and back, belongs to the next chunk.
+        around = [(microbatch, chunk + 1) for microbatch, chunk in forward if chunk + 1 < num_chunks]
+        around_back = [(microbatch, chunk - 1) for microbatch, chunk in backward if chunk > 0]
+        self._microbatches = plan.microbatches
+        self._expected = {
+            "recv_forward": iter(around if self._is_first else forward),
+            "send_forward": iter(forward),
+            "recv_backward": iter(around_back if self._is_last else backward),
+            "send_backward": iter(backward),
         }
+        self._has_turned = False
 
     def end(self) -> None:
-        """Wait until everything sent in this step has left."""
+        """Wait until everything sent in this step has left; nothing may be left to receive or to take."""
+        left = [name for name, places in self._expected.items() if next(places, None) is not None]
+        assert not left and not self._inbox, f"the step ended with messages left: {left}, {list(self._inbox)}"
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
 
-    def take(self) -> Tensor | None:
+    def take(self, microbatch: int, chunk: int) -> Tensor | None:
         """The message that the coming forward step works on; None when its boundary carried nothing."""
-        return self._inbox.popleft()
+        is_start = self._is_first and chunk == 0
+        return None if is_start else self._inbox.pop((microbatch, chunk))
 
-    # The six calls of megatron's schedule.  The arguments we ignore are shapes and whether this is an end stage.
+    # The calls of megatron's schedules, first of the one without chunks.  The arguments that we ignore are shapes.
 
-    def recv_forward(self, _: object, __: bool) -> list[Tensor | None]:
-        return self._receive_forward(*self._exchange(recv_forward=True))
+    def recv_forward(self, _: object, is_first_stage: bool) -> "Tensor | list[Tensor | None] | None":
+        return self._answer(self._exchange(recv_forward=not is_first_stage)[0])
 
     def send_forward(self, outputs: list[Tensor], _: bool) -> None:
-        self._exchange(output=outputs[0])
+        self._exchange(outputs[0], send_forward=True)
 
-    def recv_backward(self, _: object, __: bool) -> list[Tensor | None]:
-        return [self._exchange(recv_backward=True)[1]]
+    def recv_backward(self, _: object, is_last_stage: bool) -> "Tensor | list[Tensor | None] | None":
+        return self._answer(self._exchange(recv_backward=not is_last_stage)[1])
 
     def send_backward(self, gradients: list[Tensor | None], _: bool) -> None:
-        self._exchange(gradient=gradients[0], send_backward=True)
+        self._exchange(None, gradients[0], send_backward=True)
 
-    def send_forward_recv_backward(self, outputs: list[Tensor], _: object, __: bool) -> list[Tensor | None]:
-        return [self._exchange(output=outputs[0], recv_backward=True)[1]]
+    def send_forward_recv_backward(
+        self, outputs: list[Tensor], _: object, is_last_stage: bool
+    ) -> list[Tensor | None]:
+        return [self._exchange(outputs[0], send_forward=True, recv_backward=not is_last_stage)[1]]
 
-    def send_backward_recv_forward(self, gradients: list[Tensor | None], _: object, __: bool) -> list[Tensor | None]:
-        return self._receive_forward(*self._exchange(gradient=gradients[0], send_backward=True, recv_forward=True))
+    def send_backward_recv_forward(
+        self, gradients: list[Tensor | None], _: object, is_first_stage: bool
+    ) -> list[Tensor | None]:
+        return [self._exchange(None, gradients[0], send_backward=True, recv_forward=not is_first_stage)[0]]
 
-    def _receive_forward(self, received: Tensor | None, _: Tensor | None, needs_gradient: bool) -> list[Tensor | None]:
-        if needs_gradient:
-            assert received is not None
-            received.requires_grad_()
-        self._inbox.append(received)
-        return [received if needs_gradient else None]
+    # Of the one with chunks: after a forward step, after a backward step, and after one of each.
+
+    def send_forward_recv_forward(
+        self, output: Tensor | None, recv_prev: bool, tensor_shape: object
+    ) -> Tensor | None:
+        return self._exchange(output, send_forward=True, recv_forward=recv_prev)[0]
+
+    def send_backward_recv_backward(
+        self, gradient: Tensor | None, recv_next: bool, tensor_shape: object
+    ) -> Tensor | None:
+        return self._exchange(None, gradient, send_backward=True, recv_backward=recv_next)[1]
+
+    def send_forward_backward_recv_forward_backward(
+        self, output: Tensor | None, gradient: Tensor | None, recv_prev: bool, recv_next: bool, tensor_shape: object
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The first of these calls in a step ends the warm-up: no backward step came before it."""
+        has_turned, self._has_turned = self._has_turned, True
+        return self._exchange(
+            output, gradient, send_forward=True, send_backward=has_turned, recv_forward=recv_prev,
+            recv_backward=recv_next,
+        )  # fmt: skip
+
+    def _answer(self, tensor: Tensor | None) -> "Tensor | list[Tensor | None] | None":
+        """What both schedules ask for, the one without chunks as a list."""
+        return [tensor] if len(self._specs) == 1 else tensor
 
     def _exchange(
         self,
         output: Tensor | None = None,
         gradient: Tensor | None = None,
+        send_forward: bool = False,
         send_backward: bool = False,
         recv_forward: bool = False,
         recv_backward: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Start all parts of one call together, wait for what is received.
 
-        Returns the activation from the previous stage, the gradient from the next, and whether the activation needs
-        a gradient.
+        Returns the activation from the previous stage, if it needs a gradient, and the gradient from the next.
         """
-        operations, sent, activation, output_gradient, needs_gradient = [], [], None, None, False
-        if output is not None:
-            microbatch = next(self._microbatches["send_forward"])
-            if (shape := message_shape(self._sends, microbatch, self._model)) is not None:
-                assert output.shape == shape and output.dtype == self._dtype, (output.shape, output.dtype, shape)
+        activations, gradients = _Batch(self.pp_group), _Batch(self._gradient_group)
+        arrived = output_gradient = None
+        if send_forward:
+            spec, microbatch = self._at(next(self._expected["send_forward"]))
+            if (shape := message_shape(spec.sends, microbatch, self._model)) is not None:
+                assert output is not None and output.shape == shape and output.dtype == self._dtype, (output, shape)
                 # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
-                sent.append(output.detach().contiguous())
-                operations.append(dist.P2POp(dist.isend, sent[-1], self._next, self.pp_group))
+                activations.send(output.detach(), self._next)
         if recv_forward:
-            microbatch = next(self._microbatches["recv_forward"])
-            if (shape := message_shape(self._receives, microbatch, self._model)) is not None:
-                activation = torch.empty(shape, dtype=self._dtype, device=self._device)
-                operations.append(dist.P2POp(dist.irecv, activation, self._previous, self.pp_group))
-                needs_gradient = self._placement.gradient_flows(self._receives, bool(microbatch.image_grids))
+            place = next(self._expected["recv_forward"])
+            spec, microbatch = self._at(place)
+            self._inbox[place] = received = activations.receive(
+                message_shape(spec.receives, microbatch, self._model), self._previous, self._like)
+            if received is not None and self._placement.gradient_flows(spec.receives, bool(microbatch.image_grids)):
+                arrived = received
         if send_backward:
-            microbatch = next(self._microbatches["send_backward"])
-            if self._gradient_shape(self._receives, microbatch) is not None:
+            spec, microbatch = self._at(next(self._expected["send_backward"]))
+            if self._gradient_shape(spec.receives, microbatch) is not None:
                 assert gradient is not None, "the plan says a gradient flows back, but the backward pass made none"
-                sent.append(gradient.contiguous())
-                operations.append(dist.P2POp(dist.isend, sent[-1], self._previous, self.pp_group))
+                gradients.send(gradient, self._previous)
         if recv_backward:
-            microbatch = next(self._microbatches["recv_backward"])
-            if (shape := self._gradient_shape(self._sends, microbatch)) is not None:
-                output_gradient = torch.empty(shape, dtype=self._dtype, device=self._device)
-                operations.append(dist.P2POp(dist.irecv, output_gradient, self._next, self.pp_group))
-        self._run(operations, sent)
-        return activation, output_gradient, needs_gradient
+            spec, microbatch = self._at(next(self._expected["recv_backward"]))
+            output_gradient = gradients.receive(self._gradient_shape(spec.sends, microbatch), self._next, self._like)
+        self._run(activations, gradients)
+        return None if arrived is None else arrived.requires_grad_(), output_gradient
+
+    def _at(self, place: Place) -> tuple[StageSpec, Microbatch]:
+        microbatch, chunk = place
+        return self._specs[chunk], self._microbatches[microbatch]
 
     def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         if not self._placement.gradient_flows(message, bool(microbatch.image_grids)):
             return None
         return message_shape(message, microbatch, self._model)
 
-    def _run(self, operations: list[dist.P2POp], sent: list[Tensor]) -> None:
-        """Issue as one batch; wait for receives, and keep what is sent alive until it has left.
+    def _run(self, *batches: _Batch) -> None:
+        """Issue each as one batch; wait for receives, and keep what is sent alive until it has left.
 
         With gloo, only waiting for a send shows that it has left.  A neighbour is never more than a pipeline's depth of
         messages behind in either direction, so waiting for one twice that old never holds both sides up.
         """
-        while self._in_flight and (
-            self._in_flight[0][0].is_completed() or len(self._in_flight) > 4 * self.pp_group.size()
-        ):
+        limit = 4 * self.pp_group.size() * len(self._specs)
+        while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):
             self._in_flight.popleft()[0].wait()
-        if not operations:
-            return
-        works = dist.batch_isend_irecv(operations)
-        if len(works) != len(operations):  # one work for the whole batch, as NCCL gives
-            works[0].wait()
-            return
-        sending = iter(sent)
-        for operation, work in zip(operations, works, strict=True):
-            if operation.op is dist.isend:
-                self._in_flight.append((work, next(sending)))
-            else:
-                work.wait()
+        receiving: list[dist.Work] = []
+        for batch in batches:
+            works = dist.batch_isend_irecv(batch.operations) if batch.operations else []
+            if len(works) != len(batch.operations):  # one work for the whole batch, as NCCL gives
+                receiving += works
+                continue
+            for operation, work in zip(batch.operations, works, strict=True):
+                if operation.op is dist.isend:
+                    self._in_flight.append((work, operation.tensor))
+                else:
+                    receiving.append(work)
+        for work in receiving:
+            work.wait()

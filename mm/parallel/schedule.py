@@ -3,7 +3,7 @@
 megatron-core's schedules run the loop, over our communicator.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,51 +11,63 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan
 from mm.parallel.mesh import Mesh
+from mm.parallel.order import group_size
 from mm.parallel.pipeline import PipelineCommunicator
 
 
 def run_schedule(
-    model: DistributedDataParallel, plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
+    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
 ) -> Tensor:
-    """Forward and backward of every microbatch, then gradient reduction.
+    """Forward and backward of every microbatch, then gradient reduction.  ``models`` are the chunks of this rank.
 
     Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
     the head.  Summed over data-parallel ranks it is the loss of the global batch.
     """
-    stage: Any = model.module  # a mm.model.stage.Stage, which stands above this floor
-    total = torch.zeros((), dtype=torch.float32, device=stage.device.torch_device)
+    chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
+    total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
 
-    def forward_step(microbatches: Iterator[Microbatch], wrapped: DistributedDataParallel) -> tuple[Tensor, object]:
-        inputs = stage.prepare(next(microbatches), plan.totals)
-        output = wrapped(inputs, communicator.take() if mesh.pp_size > 1 else None)
-        if stage.spec.has_head:
+    def forward_step(
+        microbatches: Iterator[tuple[int, Microbatch]], wrapped: DistributedDataParallel
+    ) -> tuple[Tensor, object]:
+        chunk: Any = wrapped.module
+        number, microbatch = next(microbatches)
+        inputs = chunk.prepare(microbatch, plan.totals)
+        output = wrapped(inputs, communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None)
+        if chunk.spec.has_head:
             total.add_(output.detach())
         return output, _loss_is_output
 
-    communicator.begin(plan)
-    if model.ddp_config.overlap_param_gather:
-        for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
-            group.start_param_sync()
+    for model in models:
+        if model.ddp_config.overlap_param_gather:
+            for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
+                group.start_param_sync()
     arguments: dict[str, Any] = {
         "forward_step_func": forward_step,
-        "data_iterator": iter(plan.microbatches),
-        "model": model,
+        "data_iterator": [enumerate(plan.microbatches) for _ in models],
+        "model": list(models),
         "num_microbatches": len(plan.microbatches),
         "seq_length": 1,  # shapes come from the plan
         "micro_batch_size": 1,
         "pg_collection": mesh.groups,
     }
-    if mesh.pp_size > 1:
-        arguments["p2p_communicator"] = communicator
-        forward_backward_pipelining_without_interleaving(**arguments)
-    else:
+    if mesh.pp_size == 1:
         forward_backward_no_pipelining(**arguments)
+        return total
+    arguments["p2p_communicator"] = communicator
+    communicator.begin(plan)
+    if len(models) > 1:
+        size = group_size(len(plan.microbatches), mesh.pp_size)
+        communicator.config.microbatch_group_size_per_vp_stage = size
+        forward_backward_pipelining_with_interleaving(**arguments)
+    else:
+        forward_backward_pipelining_without_interleaving(**arguments)
     communicator.end()
     return total
 
@@ -73,22 +85,25 @@ def finalize_gradients(
     pg_collection: object = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Reduce gradients over data-parallel ranks, then over the two stages of a tied embedding.
+    """Reduce gradients over data-parallel ranks, then over the two slots of a tied embedding.
 
     With overlapped reduction megatron sends a bucket when each of its parameters has reported a gradient.  Those
-    that took no part in the last microbatch (the ViT in a text-only one) are reported here, in bucket order, which
-    is the order in which a rank with images reports them: no rank ever waits for another's images.
+    that took no part in the last microbatch (the ViT in a text-only one) are reported here, the last chunk's first and
+    in bucket order, which is the order in which a rank with images reports them: no rank ever waits for another's
+    images.
     """
-    (model,) = models
-    if model.ddp_config.overlap_param_gather:
-        for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-    for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
-        for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
-            group.register_grad_ready(parameter)
-    model.finish_grad_sync(force_all_reduce=force_all_reduce)
-    if tied_group is not None:
-        parameter: Any  # with megatron's attributes
-        for parameter in model.module.parameters():
-            if getattr(parameter, "shared_embedding", False) and parameter.requires_grad:
-                dist.all_reduce(parameter.main_grad, group=tied_group)
+    for model in reversed(models):
+        if model.ddp_config.overlap_param_gather:
+            for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+        for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
+            for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
+                group.register_grad_ready(parameter)
+        model.finish_grad_sync(force_all_reduce=force_all_reduce)
+    tied: list[Any] = [parameter for model in models for parameter in model.module.parameters()
+            if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]
+    if len(tied) == 2:  # both on this rank, in two of its chunks
+        tied[0].main_grad += tied[1].main_grad
+        tied[1].main_grad.copy_(tied[0].main_grad)
+    elif tied:
+        dist.all_reduce(tied[0].main_grad, group=tied_group)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from operator import mul
 
 from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS
+from mm.parallel.order import in_flight
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Place, Weight, stage_weights
@@ -85,8 +87,8 @@ def layer_bytes(
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """What one rank of ``spec`` holds beside its states.  ``rows`` are those of every microbatch."""
+class ChunkMemory:
+    """What one rank holds of the slot ``spec`` beside its states.  ``rows`` are those of every microbatch."""
 
     model: ModelConfig
     placement: Placement
@@ -98,12 +100,8 @@ class StageMemory:
     def width(self) -> int:
         return WIDTHS[self.precision]
 
-    def num_in_flight(self, num_microbatches: int) -> int:
-        """Microbatches whose activations the stage keeps at once, in the 1F1B schedule."""
-        return min(self.placement.num_stages - self.spec.stage, num_microbatches)
-
     def kept_bytes(self, rows: Rows) -> int:
-        """What one microbatch keeps from its forward to its backward pass, without logits."""
+        """What one microbatch keeps from its forward to its backward step, without logits."""
         vision = self._vision_per_patch() * rows.num_patches
         return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
 
@@ -122,17 +120,12 @@ class StageMemory:
         language = [layer.working(keeps) for layer, keeps in self._language_layers()]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
 
-    def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
-        """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
-        kept = self.num_in_flight(num_microbatches) * self.kept_bytes(rows)
-        return state_bytes + kept + max(self.logit_bytes(rows), self.working_bytes(rows))
-
     def _logits(self, num_rows: int) -> int:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
 
     @cached_property
     def _weights(self) -> tuple[Weight, ...]:
-        return stage_weights(self.model, self.spec, self.placement)
+        return stage_weights(self.model, self.spec)
 
     def _vision_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
         vision, layers = self.model.vision, self.spec.vision_layers
@@ -184,6 +177,40 @@ class StageMemory:
             return 0
         hidden = language.hidden_size * self.width
         return hidden + FP32 + INT64 + (0 if language.freeze else hidden)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one rank of a stage holds beside its states: all of its chunks."""
+
+    chunks: tuple[ChunkMemory, ...]
+
+    @classmethod
+    def of(cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str) -> "StageMemory":
+        specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
+        return cls(tuple(ChunkMemory(model, placement, spec, tp_size, precision) for spec in specs))
+
+    def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
+        """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""
+        kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
+        moments = in_flight(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
+        return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
+
+    def kept_bytes(self, rows: Rows, num_microbatches: int) -> int:
+        """Activations at that moment."""
+        kept = (chunk.kept_bytes(rows) for chunk in self.chunks)
+        return sum(map(mul, self.in_flight(rows, num_microbatches), kept))
+
+    def logit_bytes(self, rows: Rows) -> int:
+        return max(chunk.logit_bytes(rows) for chunk in self.chunks)
+
+    def working_bytes(self, rows: Rows) -> int:
+        return max(chunk.working_bytes(rows) for chunk in self.chunks)
+
+    def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
+        """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
+        at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
+        return state_bytes + self.kept_bytes(rows, num_microbatches) + at_work
 
 
 def _keeps(

@@ -4,7 +4,9 @@ Sizes come from the weight table, the placement and the formulas of ``mm.plan.me
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
@@ -34,11 +36,14 @@ class StageSize:
     def total_bytes(self) -> int:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
+    def __add__(self, other: "StageSize") -> "StageSize":
+        return StageSize(*map(add, astuple(self), astuple(other)))
 
-def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
-    """Parameters and bytes of one rank of ``spec``, tensor-parallel cut and padding in memory included."""
+
+def chunk_size(run: Run, spec: StageSpec) -> StageSize:
+    """Parameters and bytes that one rank holds of ``spec``, tensor-parallel cut and padding in memory included."""
     sizes = [(math.prod(memory_shape(weight, run.tp_size)), run.model.is_frozen(weight.part))
-             for weight in stage_weights(run.model, spec, placement)]
+             for weight in stage_weights(run.model, spec)]
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
     state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
@@ -52,6 +57,12 @@ def stage_size(run: Run, placement: Placement, spec: StageSpec) -> StageSize:
     )
 
 
+def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
+    """Of one rank of each stage: all of its chunks."""
+    return [reduce(StageSize.__add__, (chunk_size(run, placement[stage, chunk]) for chunk in range(run.num_chunks)))
+            for stage in range(run.num_stages)]
+
+
 def num_model_params(run: Run) -> int:
     """Parameters of the whole model, each once: no padding, no second copy of a tied embedding."""
     return sum(math.prod(weight.shape) for weight in model_weights(run.model))
@@ -60,10 +71,10 @@ def num_model_params(run: Run) -> int:
 def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
-    sizes = [stage_size(run, placement, spec) for spec in placement.slots]
+    sizes = stage_sizes(run, placement)
     parts = [
         _run_lines(run),
-        _stage_table(run, placement, sizes),
+        _stage_table(run, placement),
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
@@ -86,12 +97,13 @@ def _run_lines(run: Run) -> list[str]:
     ]
 
 
-def _stage_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
+def _stage_table(run: Run, placement: Placement) -> list[str]:
     header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
     rows: list[tuple[str, ...]] = [header]
-    for spec, size in zip(placement.slots, sizes, strict=True):
+    for spec in placement.slots:
+        size = chunk_size(run, spec)
         rows.append((
-            str(spec.stage), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
+            _name(spec, run), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
             _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
         ))
     return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
@@ -106,6 +118,10 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _name(spec: StageSpec, run: Run) -> str:
+    return str(spec.stage) if run.num_chunks == 1 else f"{spec.stage}, chunk {spec.chunk}"
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
@@ -136,7 +152,7 @@ def _boundary_lines(run: Run, placement: Placement) -> list[str]:
     }
     lines = []
     for before, after in zip(placement.slots, placement.slots[1:], strict=False):
-        crossing = f"  {before.stage} -> {after.stage}: {before.sends.value}"
+        crossing = f"  {_name(before, run)} -> {_name(after, run)}: {before.sends.value}"
         if before.sends is Message.NOTHING:
             lines.append(crossing)
             continue
@@ -174,15 +190,15 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     """Peak bytes of the stage that needs most, by kind of microbatch."""
     return {
         kind: max(
-            _memory(run, placement, spec).peak_bytes(rows, run.num_microbatches, size.total_bytes)
-            for spec, size in zip(placement.slots, sizes, strict=True)
+            _memory(run, placement, stage).peak_bytes(rows, run.num_microbatches, size.total_bytes)
+            for stage, size in enumerate(sizes)
         )
         for kind, rows in longest_microbatches(run).items()
     }
 
 
-def _memory(run: Run, placement: Placement, spec: StageSpec) -> StageMemory:
-    return StageMemory(run.model, placement, spec, run.tp_size, run.args.precision)
+def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
+    return StageMemory.of(run.model, placement, stage, run.tp_size, run.args.precision)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
@@ -190,13 +206,13 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
     header = ("stage", "tokens", "in flight", "states", "activations", "logits", "a layer's work", "peak")
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
-    for spec, size in zip(placement.slots, sizes, strict=True):
-        memory = _memory(run, placement, spec)
-        num_in_flight = memory.num_in_flight(run.num_microbatches)
+    for stage, size in enumerate(sizes):
+        memory = _memory(run, placement, stage)
         for kind, held in kinds.items():
-            parts = (size.total_bytes, num_in_flight * memory.kept_bytes(held), memory.logit_bytes(held),
+            parts = (size.total_bytes, memory.kept_bytes(held, run.num_microbatches), memory.logit_bytes(held),
                      memory.working_bytes(held), memory.peak_bytes(held, run.num_microbatches, size.total_bytes))
-            rows.append((str(spec.stage), kind, str(num_in_flight), *map(_gib, parts)))
+            num_in_flight = "+".join(map(str, memory.in_flight(held, run.num_microbatches)))
+            rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
     num_tokens, num_patches = kinds[VISUAL].num_tokens, kinds[VISUAL].num_patches
     return [
         "Memory at the worst moment (one rank each; GiB; by formula, not measured):",

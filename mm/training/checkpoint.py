@@ -69,9 +69,10 @@ def save(
     cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
-    if parts.model.ddp_config.overlap_param_gather:
-        parts.model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
-    owned = owned_states(parts.optimizer, parts.model) if save_optim else []
+    for model in parts.models:
+        if model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
+    owned = owned_states(parts.optimizer, parts.models) if save_optim else []
     planned = _planned(parts, owned, save_rng)
     num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
     dist.all_reduce(num_bytes, group=mesh.control_group)
@@ -209,7 +210,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
             f"new optimizer state, or --finetune to start at step 0 from its weights."
         )
     by_name = {weight.name: weight for weight in parts.stage.weights}
-    owned, step = owned_states(parts.optimizer, parts.model), facts["step"]
+    owned, step = owned_states(parts.optimizer, parts.models), facts["step"]
     untrained = [state.name for state in owned if step and not stored.has(by_name[state.name], MOMENTS[0])]
     if untrained:
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""

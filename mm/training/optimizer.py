@@ -1,6 +1,7 @@
 """The learning-rate schedule, and megatron's Adam over one stage with torch's fused kernel."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
@@ -40,14 +41,14 @@ class LearningRate:
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
 
-def build_optimizer(config: OptimizerConfig, model: DistributedDataParallel) -> ChainedOptimizer:
-    """Adam over the trainable parameters of ``model``; without any, megatron's stub that only joins reductions.
+def build_optimizer(config: OptimizerConfig, models: Sequence[DistributedDataParallel]) -> ChainedOptimizer:
+    """Adam over the trainable parameters of ``models``; without any, megatron's stub that only joins reductions.
 
     Biases and norms get no weight decay, as in Megatron and in transformers' Trainer.
     """
     optimizer = get_megatron_optimizer(
         config,
-        [model],
+        list(models),
         config_overrides=get_standard_config_overrides(config),
         use_gloo_process_groups=False,
         pg_collection=None,

@@ -1,6 +1,6 @@
 """The state that megatron's optimizers keep for each parameter, as tensors under the parameter's name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,13 @@ class OwnedState:
         self.optimizer.state[self.main] = state
 
 
-def owned_states(optimizer: ChainedOptimizer, model: DistributedDataParallel) -> list[OwnedState]:
+def owned_states(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> list[OwnedState]:
     """The state of trainable parameters on this rank, in model order.
 
     It is of whole parameters without the distributed optimizer.  With it, it is of this data-parallel rank's range of
     each, and parameters of which the rank has nothing are left out.
     """
-    return [state for name, parameter in model.module.named_parameters() if parameter.requires_grad
+    return [state for model in models for name, parameter in model.module.named_parameters() if parameter.requires_grad
             for chained in optimizer.chained_optimizers for state in _owned(name, parameter, chained)]
 
 

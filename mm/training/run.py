@@ -115,7 +115,7 @@ class Trainer:
             return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
 
         stage = self.parts.stage
-        return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.spec.has_patch_embedding,
+        return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding,
                          run.model.vision, stage.config.params_dtype, self.device)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:

@@ -24,8 +24,8 @@ class Parts:
 
     mesh: Mesh
     stage: Stage
-    model: DistributedDataParallel
-    """Around the stage."""
+    models: tuple[DistributedDataParallel, ...]
+    """One around each chunk of the stage."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 
@@ -33,11 +33,11 @@ class Parts:
     def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Parts":
         """Everything around ``stage``, whose weights must be filled: the optimizer copies them."""
         settings = stage.config
-        model = DistributedDataParallel(settings, ddp_config(args), stage)
-        optimizer = build_optimizer(optimizer_config(args, settings), model)
-        bind(settings, model, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
+        models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
+        optimizer = build_optimizer(optimizer_config(args, settings), models)
+        bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device)
-        return cls(mesh, stage, model, optimizer, communicator)
+        return cls(mesh, stage, models, optimizer, communicator)
 
 
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
@@ -53,6 +53,7 @@ def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
 
     ``update`` sums the shares, together with what else the host must know.
     """
-    parts.model.zero_grad_buffer()
+    for model in parts.models:
+        model.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    return run_schedule(parts.model, plan, parts.communicator, parts.mesh)
+    return run_schedule(parts.models, plan, parts.communicator, parts.mesh)

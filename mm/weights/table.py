@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
-from mm.placement import Placement, StageSpec
+from mm.placement import StageSpec
 
 Names = tuple[str, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -94,14 +94,14 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
-def stage_weights(model: ModelConfig, spec: StageSpec, placement: Placement) -> tuple[Weight, ...]:
+def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     """What the slot ``spec`` owns, in model order.
 
-    In a tied model whose embedding and head live on different stages, the head's slot also owns
+    In a tied model whose embedding and head live in different slots, the head's slot also owns
     ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
     """
     owned = [weight for weight in model_weights(model) if _owns(spec, weight)]
-    if spec.has_head and model.language.tied and placement.embedding_stage != placement.head_stage:
+    if spec.has_head and model.language.tied and not spec.has_embedding:
         owned.append(_vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
     return tuple(owned)
 

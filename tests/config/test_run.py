@@ -82,7 +82,7 @@ def test_sources_of_the_world_size(tmp_path):
      "does not divide text_decoder.num_attention_heads = 28"),
     (["--tensor-model-parallel-size", "8"], {"world_size": 16}, "this model allows 1, 2, 4"),
     (["--pipeline-model-parallel-size", "4"], {}, "--pipeline-model-parallel-size is 4, but the"),
-    (["--virtual-pipeline-model-parallel-size", "2"], {}, "runs one chunk per stage"),
+    (["--virtual-pipeline-model-parallel-size", "2"], {}, "have 1 virtual chunks; change one of the two"),
     (["--context-parallel-size", "2"], {}, "--context-parallel-size is 2; this version supports 1"),
     ([], {"world_size": 7}, "The world size is 7, not a multiple of tensor x pipeline parallel size = 1 x 2 = 2; "
                             "nearest: 6 or 8 ranks"),
@@ -106,7 +106,11 @@ def test_sources_of_the_world_size(tmp_path):
     ([], {"model": {f"{VISION}.pipeline_num_layers": [16, 16], f"{LANGUAGE}.pipeline_num_layers": [1, 27]}},
      "cannot come before the last ViT layer"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
-                    f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}}, "have 2 virtual chunks per stage"),
+                    f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}},
+     "--global-batch-size is 4, which makes 1 microbatches; virtual chunks need at least one for each of the 2 stages; "
+     "nearest: 8"),
+    ([], {"model": {f"{VISION}.pipeline_num_layers": [[32], [0]], f"{LANGUAGE}.pipeline_num_layers": [[4], [24]]}},
+     "have 2 virtual chunks on one stage, which needs none: give flat lists"),
     ([], {"model": {f"{LANGUAGE}.bf16": False}}, "text_decoder.bf16 is false; change the flag or the file"),
     ([], {"model": {f"{VISION}.params_dtype": "fp32"}}, "--bf16 is given, which means bf16, but"),
     ([], {"model": {f"{VISION}.params_dtype": "float16"}}, 'vision_encoder.params_dtype is "float16"; change'),

@@ -5,14 +5,21 @@ from dataclasses import dataclass
 from mm.config.flags import LossUnit
 from tests.tiny import RawSample, random_sample
 
+Lists = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Layers per stage, or for every virtual chunk."""
+
+
+def nested(lists: Lists) -> tuple[tuple[int, ...], ...]:
+    return lists if isinstance(lists[0], tuple) else (lists,)
+
 
 @dataclass(frozen=True)
 class Case:
     """One layout of the small model with one batch."""
 
     name: str
-    vision: tuple[int, ...] = (4,)
-    language: tuple[int, ...] = (4,)
+    vision: Lists = (4,)
+    language: Lists = (4,)
     tp: int = 1
     dp: int = 1
     tied: bool = False
@@ -30,8 +37,16 @@ class Case:
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
 
     @property
+    def vision_chunks(self) -> tuple[tuple[int, ...], ...]:
+        return nested(self.vision)
+
+    @property
+    def language_chunks(self) -> tuple[tuple[int, ...], ...]:
+        return nested(self.language)
+
+    @property
     def pp(self) -> int:
-        return len(self.vision)
+        return len(self.vision_chunks[0])
 
     @property
     def world_size(self) -> int:
@@ -78,6 +93,16 @@ CASES = (
     Case("pp2-nothing-trainable-on-first", (4, 0), (0, 4), freeze=("vision", "projector")),
     Case("pp2-text-only", (3, 1), (0, 4), batch="text"),
     Case("pp2-text-only-language-frozen", (3, 1), (0, 4), freeze=("language",), batch="text"),
+    # two virtual chunks: the ViT over both, chunks of nothing, and what ties the first to the last on one rank
+    Case("pp2-vpp2-vit-on-both-chunks", ((2, 1), (1, 0)), ((0, 0), (1, 3))),
+    Case("pp2-vpp2-chunks-of-nothing", ((0, 4), (0, 0)), ((0, 0), (0, 4))),
+    Case("pp2-vpp2-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), tied=True),
+    Case("pp2-vpp2-tied-on-two-ranks", ((4, 0), (0, 0)), ((1, 1), (1, 1)), tied=True),
+    Case("pp2-vpp2-text-only", ((2, 1), (1, 0)), ((0, 0), (1, 3)), batch="text"),
+    Case("pp2-vpp2-vision-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("vision",)),
+    Case("pp2-vpp2-language-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("language",)),
+    Case("pp2-vpp3-of-4-microbatches", ((2, 1), (1, 0), (0, 0)), ((0, 0), (0, 1), (1, 2)), micro_batch_size=3),
+    Case("pp2-vpp2-recompute", ((2, 1), (1, 0)), ((0, 0), (1, 3)), recompute="block"),
     Case("dp2-images-on-one-rank", dp=2, batch="images on one rank"),
     Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
     Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
@@ -111,6 +136,15 @@ CASES = (
     Case("dp2-pp2-vit-stage-images-on-one-rank-gather", (4, 0), (0, 4), dp=2, batch="images on one rank",
          distributed_optimizer=True, overlap=True),
     Case("dp2-pp2-images-on-one-rank-overlap", (3, 1), (0, 4), dp=2, batch="images on one rank", overlap=True),
+    Case("pp4-vpp2", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1))),
+    Case("pp4-vpp2-tied", ((0, 2, 0, 2), (0, 0, 0, 0)), ((0, 0, 0, 0), (2, 0, 1, 1)), tied=True),
+    Case("pp4-vpp2-only-projector", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)),
+         freeze=("vision", "language")),
+    Case("tp2-pp2-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, tied=True),
+    Case("dp2-pp2-vpp2-distributed-optimizer-overlap", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True,
+         batch="images on one rank", distributed_optimizer=True, overlap=True, micro_batch_size=1),
+    Case("dp2-pp2-vpp2-overlap-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True,
+         batch="images on one rank", overlap=True),
     Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
 )
 

@@ -114,7 +114,7 @@ class Engine:
 
 
 def config_of(case: Case) -> ModelConfig:
-    config = our_config((case.vision,), (case.language,), case.tied, case.freeze)
+    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze)
     if case.recompute is None:
         return config
     selective = case.recompute == "selective"
@@ -136,8 +136,9 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
     stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit)
-    if case.logit_rows is not None and stage.spec.has_head:
-        stage.text_decoder.output_layer.max_rows = case.logit_rows
+    for chunk in stage.chunks:
+        if case.logit_rows is not None and chunk.spec.has_head:
+            chunk.text_decoder.output_layer.max_rows = case.logit_rows
     weights = {weight.name: weight for weight in stage.weights}
     for weight in stage.weights:
         set_weight(stage, weight, shard(weight, whole(weight, before), case.tp, mesh.tp_rank), mesh)
@@ -149,7 +150,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
-    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.model)}
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.models)}
     copies = 1 if engine.case.distributed_optimizer else engine.case.dp
     errors, uncovered = {}, []
     for name, parameter in engine.parts.stage.named_parameters():
@@ -169,8 +170,8 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
     engine = build(case, hf_tensors(hf_model(case.tied)))
     loss = forward_backward(engine.parts, engine.plan)
-    before = [parameter.detach().clone() for parameter in engine.parts.model.parameters()]
-    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.model)}
+    before = {name: one.detach().clone() for name, one in engine.parts.stage.named_parameters()}
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.models)}
     name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
     if engine.parts.mesh.rank == engine.parts.mesh.world_size - 1:
         engine.parts.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
@@ -178,7 +179,7 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
         engine.update(loss)
         refused = False
     except AgreedError:
-        refused = all(torch.equal(a, b) for a, b in zip(before, engine.parts.model.parameters(), strict=True))
+        refused = all(torch.equal(before[name], one) for name, one in engine.parts.stage.named_parameters())
     gathered: list = [None] * engine.parts.mesh.world_size
     dist.all_gather_object(gathered, refused)
     parallel.stop_mesh()
@@ -217,7 +218,7 @@ def run_case(case: Case) -> dict:
         "expected_gradients": case.tp * case.dp * sum(
             weight.part not in case.freeze
             for spec in engine.placement.slots
-            for weight in stage_weights(engine.config, spec, engine.placement)
+            for weight in stage_weights(engine.config, spec)
         ),
         "uncovered": sorted({name for g in gathered for name in g[2]}),
         "weight_error": worst[1][0],

@@ -24,6 +24,7 @@ from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
 from mm.training.step import Parts, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
+from tests.parallel.cases import Lists, nested  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample, without_padding  # noqa: E402
 
 LR = 1e-3
@@ -33,8 +34,8 @@ LR = 1e-3
 class Layout:
     """How the small model is laid out on two ranks and trained."""
 
-    vision: tuple[int, ...] = (4,)
-    language: tuple[int, ...] = (4,)
+    vision: Lists = (4,)
+    language: Lists = (4,)
     tp: int = 1
     tied: bool = False
     freeze: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class Layout:
 
     @property
     def model(self) -> ModelConfig:
-        return our_config((self.vision,), (self.language,), self.tied, self.freeze)
+        return our_config(nested(self.vision), nested(self.language), self.tied, self.freeze)
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Run:
             + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
         )
         self.parts = Parts.build(stage, self.mesh, args)
-        self.model, self.optimizer = self.parts.model, self.parts.optimizer
+        self.stage, self.optimizer = stage, self.parts.optimizer
         self.progress = state.Progress(0, 0)
 
     def train(self, num_steps: int) -> list[float]:
@@ -111,10 +112,11 @@ class Run:
 
     def local(self) -> dict[str, Tensor]:
         """Every number on this rank that training goes on from."""
-        if self.model.ddp_config.overlap_param_gather:
-            self.model.start_param_sync(force_sync=True)
-        found = {name: parameter.detach().clone() for name, parameter in self.model.module.named_parameters()}
-        for owned in owned_states(self.optimizer, self.model):
+        for model in self.parts.models:
+            if model.ddp_config.overlap_param_gather:
+                model.start_param_sync(force_sync=True)
+        found = {name: parameter.detach().clone() for name, parameter in self.stage.named_parameters()}
+        for owned in owned_states(self.optimizer, self.parts.models):
             found |= {f"{owned.name}:{part}": tensor.clone() for part, tensor in owned.tensors().items()}
             found[f"{owned.name}:step"] = torch.tensor(owned.step)
         found |= {f"scaler:{key}": torch.tensor(value) for key, value in (scaler_state(self.optimizer) or {}).items()}
@@ -122,12 +124,12 @@ class Run:
 
     def whole(self) -> dict[str, Tensor]:
         """The same of the whole model, put together from all ranks without any file; padding must be zero."""
-        mesh, stage = self.mesh, self.model.module
+        mesh = self.mesh
         mine = [
-            ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in stage.named_parameters()
+            ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in self.stage.named_parameters()
         ] + [
             ((owned.name, part), owned.start, tensor)
-            for owned in owned_states(self.optimizer, self.model)
+            for owned in owned_states(self.optimizer, self.parts.models)
             for part, tensor in owned.tensors().items()
         ]
         gathered: list = [None] * mesh.world_size

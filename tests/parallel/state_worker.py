@@ -36,6 +36,7 @@ from tests.parallel.state_run import Layout, Run  # noqa: E402
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
+VIRTUAL = ((2, 1), (1, 0)), ((0, 0), (1, 3))
 SAME_LAYOUT = {
     "dp2": Layout(),
     "dp2-distributed": DP2,
@@ -47,11 +48,12 @@ SAME_LAYOUT = {
     "tp2-bf16": Layout(tp=2, precision="bf16"),
     "pp2": PP2,
     "pp2-tied": Layout((4, 0), (1, 3), tied=True),
+    "pp2-vpp2-overlap": Layout(*VIRTUAL, tied=True, flags=OVERLAP),
     "pp2-nothing-trained-on-first": Layout((4, 0), (0, 4), freeze=("vision", "projector")),
 }
 CHAINS = {
-    "untied": (TP2, PP2, DP2),
-    "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2)),
+    "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
+    "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
     "frozen": tuple(dataclasses.replace(one, freeze=("vision",)) for one in (PP2, DP2)),
 }

@@ -20,8 +20,8 @@ from tests.tiny import microbatch, our_config, random_sample
 
 NOTHING, PATCHES, VISUAL, HIDDEN = "nothing", "patches", "visual tokens", "hidden states"
 BOUNDARIES = {
-    # what crosses from stage 0 to 1, 1 to 2, 2 to 3; and across which of them gradients come back with images, and
-    # with text alone
+    # what crosses from stage 0 to 1, 1 to 2, 2 to 3, and on to the next chunk on stage 0; and across which of them
+    # gradients come back with images, and with text alone
     "mixed": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
     "text": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
     "vision-frozen": ((PATCHES, VISUAL, HIDDEN), (False, True, True), (False, False, True)),
@@ -30,6 +30,8 @@ BOUNDARIES = {
     "only-projector": ((PATCHES, VISUAL, HIDDEN), (False, True, True), (False, False, False)),
     "nothing-on-the-first": ((NOTHING, PATCHES, HIDDEN), (False, True, True), (False, False, True)),
     "nothing-on-the-last": ((HIDDEN, NOTHING, NOTHING), (True, False, False), (True, False, False)),
+    "virtual": ((PATCHES, PATCHES, PATCHES, VISUAL, HIDDEN, HIDDEN, HIDDEN),
+                (False, False, False, True, True, True, True), (False, False, False, False, True, True, True)),
     "two-microbatches": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
 }
 FLOAT_BYTES, VISION_HIDDEN, LANGUAGE_HIDDEN = 4, 32, 48
@@ -59,7 +61,7 @@ def expected_messages(case: Case) -> list[Counter[Message]]:
                 VISUAL: num_patches // 4 * LANGUAGE_HIDDEN,
                 HIDDEN: num_tokens * LANGUAGE_HIDDEN,
             }[what]
-            before, after = boundary, boundary + 1
+            before, after = boundary % 4, (boundary + 1) % 4
             if num_bytes:
                 messages[before]["send", after, num_bytes] += 1
                 messages[after]["recv_", before, num_bytes] += 1
@@ -77,8 +79,8 @@ def test_exactly_the_planned_messages_are_exchanged(case: Case, found: list[dict
         seen = Counter((o["name"], o["peer"], o["bytes"]) for o in operations if o["name"] in ("send", "recv_"))
         assert seen == expected, rank
         others = [o["name"] for o in operations if o["name"] not in ("send", "recv_")]
-        # one reduction of the gradients over a data-parallel group of one rank; none where nothing is trained
-        assert others in ([], ["allreduce_coalesced_"]), rank
+        # one reduction of each chunk's gradients over a data-parallel group of one rank; none where nothing is trained
+        assert set(others) <= {"allreduce_coalesced_"} and len(others) <= len(case.vision_chunks), rank
 
 
 def test_the_cases_cover_what_they_are_for() -> None:
@@ -101,32 +103,32 @@ def test_a_step_ends_clean(case: Case, found: list[dict]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
     """Covers everything between the start and the end of ``run_schedule`` in Python and in the dispatcher (schedule,
-    communicator, stage, backward, gradient reduction), except ``Stage.prepare``: see the next test for that."""
+    communicator, stage, backward, gradient reduction), except ``Chunk.prepare``: see the next test for that."""
     assert [rank["num_known_reads"] for rank in found] == [5] * 4, "the counter does not count"
     assert [rank[case.name]["num_read_back"] for rank in found] == [0] * 4
 
 
 @pytest.fixture(scope="module")
-def whole_stage(one_rank: Any):
+def whole_model(one_rank: Any):
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
     device = Device.pick("cpu")
     from mm.model.stage import Stage
 
-    stage = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", device).to("meta")
-    stage.device = dataclasses.replace(device, kind="meta")
-    return stage
+    (chunk,) = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", device).chunks
+    chunk.device = dataclasses.replace(device, kind="meta")
+    return chunk.to("meta")
 
 
 @pytest.mark.parametrize("grids", [((1, 8, 12), (1, 10, 6)), ()], ids=["images", "text"])
-def test_a_stage_needs_no_value_from_its_device(whole_stage, grids: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_needs_no_value_from_its_device(whole_model, grids: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs, forward and backward: every shape comes from the plan on the host."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs an accelerator, and reads nothing
     generator = torch.Generator().manual_seed(0)
     samples = [random_sample(generator, grids, 12), random_sample(generator, (), 9)]
     batch = microbatch(samples)
-    inputs = whole_stage.prepare(batch, BatchTotals.of([batch], whole_stage.model.vision))
-    loss = whole_stage(inputs, None)
+    inputs = whole_model.prepare(batch, BatchTotals.of([batch], whole_model.model.vision))
+    loss = whole_model(inputs, None)
     loss.backward()
-    assert loss.is_meta and whole_stage.get_parameter("text_decoder.output_layer.weight").grad is not None
+    assert loss.is_meta and whole_model.get_parameter("text_decoder.output_layer.weight").grad is not None
     with pytest.raises(RuntimeError):
         loss.item()

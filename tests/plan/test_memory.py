@@ -7,7 +7,7 @@ import pytest
 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
-from mm.plan.memory import Keeps, Rows, StageMemory, layer_bytes
+from mm.plan.memory import ChunkMemory, Keeps, Rows, StageMemory, layer_bytes
 from tests.plan.test_stages import EXAMPLES, run_of
 
 TOKENS = Rows(num_tokens=100, num_patches=0, num_targets=0)
@@ -20,13 +20,13 @@ def model_3b() -> ModelConfig:
 
 
 def stages(vision: list[int], language: list[int], freeze: str = "", recompute: RecomputeConfig | None = None,
-           tp_size: int = 1) -> list[StageMemory]:  # fmt: skip
+           tp_size: int = 1) -> list[ChunkMemory]:  # fmt: skip
     model = run_of("3b", vision, language, len(vision), freeze=freeze).model
     if recompute is not None:
         model = dataclasses.replace(model, **{part: dataclasses.replace(getattr(model, part), recompute=recompute)
                                               for part in ("vision", "language")})  # fmt: skip
     placement = model.placement()
-    return [StageMemory(model, placement, spec, tp_size, "bf16") for spec in placement.slots]
+    return [ChunkMemory(model, placement, spec, tp_size, "bf16") for spec in placement.slots]
 
 
 def test_a_layer_of_the_llm() -> None:
@@ -81,8 +81,8 @@ def test_a_frozen_prefix_keeps_nothing_and_works_all_the_same() -> None:
 
 
 def test_microbatches_in_flight_of_1f1b() -> None:
-    found = [stage.num_in_flight(3) for stage in stages([32, 0, 0, 0], [0, 12, 12, 12])]
-    assert found == [3, 3, 2, 1]
+    found = [StageMemory((chunk,)).in_flight(TOKENS, 3) for chunk in stages([32, 0, 0, 0], [0, 12, 12, 12])]
+    assert found == [(3,), (3,), (2,), (1,)]
 
 
 def test_logits_of_one_chunk() -> None:
@@ -97,5 +97,17 @@ def test_the_peak_has_logits_or_a_layer_at_work() -> None:
     (stage,) = stages([32], [36])
     few, many = Rows(1000, 0, 1), Rows(1000, 0, 1000)
     assert stage.working_bytes(few) > stage.logit_bytes(few) and stage.working_bytes(many) < stage.logit_bytes(many)
-    assert stage.peak_bytes(few, 1, 7) == 7 + stage.kept_bytes(few) + stage.working_bytes(few)
-    assert stage.peak_bytes(many, 1, 7) == 7 + stage.kept_bytes(many) + stage.logit_bytes(many)
+    whole = StageMemory((stage,))
+    assert whole.peak_bytes(few, 1, 7) == 7 + stage.kept_bytes(few) + stage.working_bytes(few)
+    assert whole.peak_bytes(many, 1, 7) == 7 + stage.kept_bytes(many) + stage.logit_bytes(many)
+
+
+def test_chunks_of_a_stage_share_its_memory() -> None:
+    """3B on two stages of two chunks, 4 microbatches: stage 0 makes five forward steps before a backward step."""
+    model = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4).model
+    first, last = (StageMemory.of(model, model.placement(), stage, 1, "bf16") for stage in range(2))
+    assert first.in_flight(TOKENS, 4) == (3, 2)  # chunk 0 is the ViT, which keeps nothing of text
+    assert last.in_flight(TOKENS, 4) == (3, 0)  # its second chunk goes back at once
+    kept = [chunk.kept_bytes(TOKENS) for chunk in last.chunks]
+    assert last.kept_bytes(TOKENS, 4) == 3 * kept[0] > 2 * kept[0] + kept[1]
+    assert last.working_bytes(TOKENS) == max(chunk.working_bytes(TOKENS) for chunk in last.chunks)

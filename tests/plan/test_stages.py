@@ -11,7 +11,7 @@ from mm.config.model import RecomputeConfig, read_model
 from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.plan.memory import StageMemory
-from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_size
+from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
@@ -21,17 +21,21 @@ VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
 NO_RECOMPUTE = RecomputeConfig()
 
 
-def run_of(size: str, vision: list[int], language: list[int], world_size: int, *, freeze: str = "",
+def nested(lists: list) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, lists if isinstance(lists[0], list) else [lists]))
+
+
+def run_of(size: str, vision: list, language: list, world_size: int, *, freeze: str = "",
            seq_length: int = 1024, recompute: RecomputeConfig = NO_RECOMPUTE, **flags) -> Run:
-    """A run on the given lists; ``freeze`` has v, p, l for the frozen parts."""
+    """A run on the given lists, flat or one for each chunk; ``freeze`` has v, p, l for the frozen parts."""
     model = read_model(EXAMPLES / f"model_{size}.json").value
     model = dataclasses.replace(
         model,
         vision=dataclasses.replace(
-            model.vision, pipeline_num_layers=(tuple(vision),), freeze="v" in freeze, recompute=recompute),
+            model.vision, pipeline_num_layers=nested(vision), freeze="v" in freeze, recompute=recompute),
         projector=dataclasses.replace(model.projector, freeze="p" in freeze),
         language=dataclasses.replace(
-            model.language, pipeline_num_layers=(tuple(language),), freeze="l" in freeze, recompute=recompute),
+            model.language, pipeline_num_layers=nested(language), freeze="l" in freeze, recompute=recompute),
     )
     args = Arguments(
         mm_model="m.json", mm_data="d.json", micro_batch_size=1, seq_length=seq_length, train_iters=1, lr=0.0, **flags)
@@ -39,8 +43,7 @@ def run_of(size: str, vision: list[int], language: list[int], world_size: int, *
 
 
 def sizes(run: Run):
-    placement = run.model.placement()
-    return [stage_size(run, placement, spec) for spec in placement.slots]
+    return stage_sizes(run, run.model.placement())
 
 
 def test_parameters_of_the_3b_parts():
@@ -131,15 +134,26 @@ def test_memory_of_each_stage():
     placement = run.model.placement()
     text = stage_report(run)
     for spec, size in zip(placement.slots, sizes(run), strict=True):
-        memory = StageMemory(run.model, placement, spec, 1, "bf16")
+        memory = StageMemory.of(run.model, placement, spec.stage, 1, "bf16")
         num_in_flight = 2 - spec.stage
         for kind, rows in longest_microbatches(run).items():
-            numbers = (size.total_bytes, num_in_flight * memory.kept_bytes(rows), memory.logit_bytes(rows),
+            numbers = (size.total_bytes, num_in_flight * memory.chunks[0].kept_bytes(rows), memory.logit_bytes(rows),
                        memory.working_bytes(rows), memory.peak_bytes(rows, 8, size.total_bytes))
             (line,) = [line for line in text.splitlines() if line.split()[:2] == [str(spec.stage), kind]]
             assert line.split()[2:] == [str(num_in_flight), *(f"{number / 2**30:.2f}" for number in numbers)]
     assert "have 1,024 tokens (--seq-length x --micro-batch-size): all\n" in text
     assert "or all visual (4,096 patches)" in text
+
+
+def test_chunks_stand_in_the_table_and_count_for_their_stage():
+    run = run_of("3b", [[16, 16], [0, 0]], [[0, 4], [16, 16]], 2, bf16=True, global_batch_size=4)
+    found, (first, last) = stage_report(run), sizes(run)
+    for line in ("  0, chunk 0 -> 1, chunk 0: patches", "  1, chunk 0 -> 0, chunk 1: hidden states",
+                 "  0, chunk 1 -> 1, chunk 1: hidden states"):
+        assert line in found
+    assert "0, chunk 1  LLM 4-19 " in found and "1, chunk 0  ViT 16-31, projector, embedding, LLM 0-3 " in found
+    assert first.num_params + last.num_params == num_model_params(run) + VISION_PADDING + 151936 * 2048  # tied
+    assert f"In all    {(first.total_bytes + last.total_bytes) / 2**30:.2f} GiB on 2 ranks" in found
 
 
 def test_whether_7b_with_a_frozen_vit_fits_an_h200():

@@ -78,7 +78,7 @@ def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
     for _ in range(3):
         step(parts, plan, LR)
         kinds = Counter()
-        for state in owned_states(parts.optimizer, parts.model):
+        for state in owned_states(parts.optimizer, parts.models):
             parameter = parts.stage.get_parameter(state.name)
             held = {"weight": parameter.detach(), "gradient": parameter.main_grad, **state.tensors()}
             for kind, tensor in held.items() if state.name in padded else ():

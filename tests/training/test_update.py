@@ -69,7 +69,7 @@ class Engine:
         from mm.training.optimizer_state import owned_states
 
         found = {name: parameter.detach().clone() for name, parameter in self.parts.stage.named_parameters()}
-        for state in owned_states(self.parts.optimizer, self.parts.model):
+        for state in owned_states(self.parts.optimizer, self.parts.models):
             found |= {f"{state.name}.{part}": tensor.clone() for part, tensor in state.tensors().items()}
             found[f"{state.name}.step"] = torch.tensor(state.step)
         return found
@@ -77,13 +77,14 @@ class Engine:
     def spoil(self, value: float) -> None:
         """Make the coming steps' gradient of one weight not finite."""
         weight = self.parts.stage.get_parameter("text_decoder.decoder.layers.1.mlp.linear_fc2.weight")
-        reduce = self.parts.model.finish_grad_sync
+        (model,) = self.parts.models
+        reduce = model.finish_grad_sync
 
         def then_spoil(*args, **options):
             reduce(*args, **options)
             weight.main_grad.view(-1)[7] = value
 
-        self.parts.model.finish_grad_sync = then_spoil
+        model.finish_grad_sync = then_spoil
 
 
 def norm_on_cpu(_chunk: int, _noop: torch.Tensor, tensors: list[list[torch.Tensor]], *_: object) -> tuple:

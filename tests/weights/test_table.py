@@ -245,15 +245,15 @@ def test_wrong_shapes_are_refused(tiny):
 def test_slots_partition_the_model(data, num_slots):
     model = data.draw(models(num_slots=num_slots))
     placement = model.placement()
-    owned = list(chain.from_iterable(stage_weights(model, spec, placement) for spec in placement.slots))
+    owned = list(chain.from_iterable(stage_weights(model, spec) for spec in placement.slots))
     copies = [weight for weight in owned if model.language.tied and weight.name == OUTPUT_LAYER_NAME]
     assert sorted(w.name for w in owned if w not in copies) == sorted(w.name for w in model_weights(model))
-    expects_copy = model.language.tied and placement.embedding_stage != placement.head_stage
+    expects_copy = model.language.tied and placement.embedding_slot != placement.head_slot
     assert len(copies) == expects_copy
     for copy in copies:
         assert copy.hf_names == ("model.embed_tokens.weight",) and copy.place is Place.HEAD
         assert copy.shape == weight_named(model, EMBEDDING_NAME).shape
-        (spec,) = (spec for spec in placement.slots if copy in stage_weights(model, spec, placement))
+        (spec,) = (spec for spec in placement.slots if copy in stage_weights(model, spec))
         assert spec.has_head
 
 
@@ -263,7 +263,7 @@ def test_stage_local_names_count_from_zero_in_each_slot():
                         LanguageConfig(3, language, 4, 3, 4, 2, 6, 64, (1, 1, 1), 1))
     placement = model.placement()
     names = {(stage, weight.name): stage_local_name(weight, placement[stage])
-             for stage in range(3) for weight in stage_weights(model, placement[stage], placement)}
+             for stage in range(3) for weight in stage_weights(model, placement[stage])}
     norm = "image_encoder.encoder.blocks.layers.{}.input_layernorm.weight"
     assert names[1, norm.format(2)] == norm.format(1)
     norm = "text_decoder.decoder.layers.{}.input_layernorm.weight"

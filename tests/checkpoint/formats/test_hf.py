@@ -74,7 +74,7 @@ def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, 
     placement = model.placement()
     shards: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
-        for weight in stage_weights(model, spec, placement):
+        for weight in stage_weights(model, spec):
             shards[weight.name] = [source.read(weight, tp_size, rank, torch.bfloat16) for rank in range(tp_size)]
             whole = source.read(weight, 1, 0, torch.bfloat16)
             for rank, local in enumerate(shards[weight.name]):

@@ -31,7 +31,7 @@ def test_there_and_back(saved, vision: tuple, language: tuple, tp: int, tied: bo
     placement = config.placement()
     held: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
-        for weight in stage_weights(config, spec, placement):
+        for weight in stage_weights(config, spec):
             held[weight.name] = [source.read(weight, tp, rank, torch.float32) for rank in range(tp)]
     back = {
         name: tensor

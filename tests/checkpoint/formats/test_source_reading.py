@@ -60,7 +60,7 @@ def test_any_layout_from_any_other(case):
         source.check()
         placement = model.placement()
         for spec in placement.slots:
-            for weight in stage_weights(model, spec, placement):
+            for weight in stage_weights(model, spec):
                 whole = fuse(weight, [tensors[hf_name] for hf_name in weight.hf_names])
                 for tp_rank in range(wanted.tp_size):
                     expected = shard(weight, whole, wanted.tp_size, tp_rank)
@@ -112,7 +112,7 @@ def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer:
     if not source.has_checksums:
         source.check()
     placement = model.placement()
-    for weight in stage_weights(model, placement[0], placement):
+    for weight in stage_weights(model, placement[0]):
         source.read(weight, 1, 0, torch.float32)
 
 

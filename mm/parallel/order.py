@@ -1,0 +1,58 @@
+"""In which order a stage runs its forward and backward steps: megatron's schedules, as data.
+
+Pure functions of counts.  They know neither torch nor megatron; tests/parallel/test_order.py compares them with
+megatron's own tables.
+"""
+
+from collections.abc import Iterator, Sequence
+
+Place = tuple[int, int]
+"""Microbatch and chunk."""
+
+
+def group_size(num_microbatches: int, num_stages: int) -> int:
+    """How many microbatches pass a chunk before the next chunk has its turn: the fewest that megatron allows.
+
+    The last group is full, or has at least one microbatch for each stage.
+    """
+    assert num_microbatches >= num_stages, "checked with the settings"
+    sizes = range(num_stages, num_microbatches + 1)
+    return next(size for size in sizes if num_microbatches % size == 0 or num_microbatches % size >= num_stages)
+
+
+def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> list[Place]:
+    """The order in which every stage runs its forward steps: group by group, each through all chunks."""
+    size = group_size(num_microbatches, num_stages) if num_chunks > 1 else num_microbatches
+    return [
+        (microbatch, chunk)
+        for first in range(0, num_microbatches, size)
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + size, num_microbatches))
+    ]
+
+
+def backward_order(forward: Sequence[Place]) -> list[Place]:
+    """The order of the backward steps: the same, with the chunks from last to first."""
+    last = max(chunk for _, chunk in forward)
+    return [(microbatch, last - chunk) for microbatch, chunk in forward]
+
+
+def num_warmup_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> int:
+    """Forward steps of a stage before its first backward step, but one: 1F1B, without or with chunks."""
+    num_behind = num_stages - stage - 1
+    if num_chunks > 1:
+        num_behind = 2 * num_behind + (num_chunks - 1) * group_size(num_microbatches, num_stages)
+    return min(num_behind, num_microbatches * num_chunks)
+
+
+def in_flight(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
+    """After each forward step of a stage: by chunk, how many microbatches still wait for their backward step."""
+    forward = forward_order(num_microbatches, num_stages, num_chunks)
+    backward = iter(backward_order(forward))
+    num_warmup = num_warmup_steps(num_microbatches, stage, num_stages, num_chunks)
+    counts = [0] * num_chunks
+    for number, (_, chunk) in enumerate(forward):
+        counts[chunk] += 1
+        yield tuple(counts)
+        if number >= num_warmup:
+            counts[next(backward)[1]] -= 1
