@@ -47,6 +47,7 @@ class Case:
     """ViT layers that attend over whole images; None: the model's."""
     stage: int = 0
     """The pipeline stage that is traced."""
+    sequence_parallel: bool = False
 
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
@@ -143,7 +144,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     batch = [random_microbatch(model, [SAMPLE] * case.num_samples, seed) for seed in range(case.num_microbatches)]
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
-        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder))
+        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel)
         for chunk in stage.chunks:
             tell(chunk, "prepare")
             tell(chunk, "forward")

@@ -64,6 +64,10 @@ MEMORY_CASES = {
     "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),
     "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, stage=1),
     "3B, few layers, TP 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2),
+    "3B, few layers, TP 2, sequence": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
+                                           sequence_parallel=True),
+    "3B, few layers, TP 2, sequence, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
+                                                           recompute="full", sequence_parallel=True),
 }
 
 
@@ -129,7 +133,7 @@ def test_kernels_and_bytes_of_a_layer(traced, size: str, layer: str) -> None:
 def formulas(case: Case) -> StageMemory:
     model = case.model()
     placement = model.placement()
-    return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16")
+    return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16", case.sequence_parallel)
 
 
 def rows_of(step: Trace) -> Rows:

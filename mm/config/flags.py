@@ -278,9 +278,6 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield f"{' and '.join(losses)} are all given; keep one"
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        yield ("--sequence-parallel is not in this version; leave it out: what is trained is the same, and norms and "
-               "residuals are held whole on every tensor-parallel rank")
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.model.cut_rows import CutRows
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.weights.memory import memory_ffn
 
@@ -34,6 +35,11 @@ class LayerContext:
     @property
     def tp_size(self) -> int:
         return self.tp_group.size()
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether the ranks of ``tp_group`` share out rows between the linear layers: sequence parallelism."""
+        return self.parallel.sequence_parallel
 
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""
@@ -89,10 +95,10 @@ LinearInput = Tensor | Callable[[], Tensor]
 tensor, which it calls again in the backward pass instead."""
 
 
-def apply_linear(linear: nn.Module, x: LinearInput) -> Tensor:
+def apply_linear(linear: nn.Module, x: LinearInput, cut: CutRows | None = None) -> Tensor:
     """``linear`` of ``x``, keeping ``x`` or forgetting it as ``LinearInput`` says."""
     if isinstance(x, Tensor):
-        return linear(x)
+        return linear(x, cut)
     made = x()
     shape = made.shape
 
@@ -101,7 +107,7 @@ def apply_linear(linear: nn.Module, x: LinearInput) -> Tensor:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(forget, lambda make: make()):
-        return linear(made)
+        return linear(made, cut)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,9 @@ class AttentionInputs:
     sin: Tensor
     segments: Segments
     causal: bool
+    cut: CutRows | None = None
+    """Under sequence parallelism: a layer gets and gives a piece of the rows, and its attention has all of them, in the
+    order of ``segments``.  None: rows are whole, and in that order."""
 
 
 class SelfAttention(nn.Module):
@@ -129,10 +138,11 @@ class SelfAttention(nn.Module):
         self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
     def forward(self, x: LinearInput, inputs: AttentionInputs) -> Tensor:
-        qkv = apply_linear(self.linear_qkv, x).view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
+        qkv = apply_linear(self.linear_qkv, x, inputs.cut)
+        qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
         out = self.attention(q, k, v, inputs.segments, inputs.causal)
-        return self.linear_proj(out.reshape(len(out), -1))
+        return self.linear_proj(out.reshape(len(out), -1), inputs.cut)
 
 
 class GatedMLP(nn.Module):
@@ -146,9 +156,9 @@ class GatedMLP(nn.Module):
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
-    def forward(self, x: LinearInput) -> Tensor:
-        x = apply_linear(self.linear_fc1, x)
-        return apply_linear(self.linear_fc2, partial(self.swiglu, x) if self.recomputes else self.swiglu(x))
+    def forward(self, x: LinearInput, cut: CutRows | None) -> Tensor:
+        x = apply_linear(self.linear_fc1, x, cut)
+        return apply_linear(self.linear_fc2, partial(self.swiglu, x) if self.recomputes else self.swiglu(x), cut)
 
 
 class TransformerLayer(nn.Module):
@@ -164,7 +174,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         x = x + self.self_attention(self._normed(self.input_layernorm, x), inputs)
-        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x))
+        cut = None if inputs.cut is None else inputs.cut.unordered
+        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x), cut)
 
     def _normed(self, norm: RMSNorm, x: Tensor) -> LinearInput:
         return partial(norm, x) if self.recomputes else norm(x)

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from mm.device.accumulate import Accumulate
+from mm.model.cut_rows import CutRows, reduce_rows
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
@@ -48,7 +49,8 @@ def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
 class _Linear(torch.autograd.Function):
     """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
 
-    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
+    Where x is a piece of ``cut`` rows, all of them are gathered for the product, and again for the gradient of W: only
+    the piece is kept.  ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """
 
     @staticmethod
@@ -59,10 +61,11 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         accumulate: Accumulate,
         group: dist.ProcessGroup | None,
+        cut: CutRows | None,
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.weight, ctx.has_bias, ctx.accumulate, ctx.group = weight, bias is not None, accumulate, group
-        return F.linear(x, weight.flatten(1), bias)
+        ctx.weight, ctx.has_bias, ctx.accumulate, ctx.group, ctx.cut = weight, bias is not None, accumulate, group, cut
+        return F.linear(x if cut is None else cut.gather(x), weight.flatten(1), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,17 +73,19 @@ class _Linear(torch.autograd.Function):
         x_gradient = weight_gradient = bias_gradient = reduction = None
         if ctx.needs_input_grad[0]:
             x_gradient = gradient @ ctx.weight.flatten(1)
-            if ctx.group is not None:
+            if ctx.cut is not None:
+                reduction, x_gradient = ctx.cut.start_reducing(x_gradient)
+            elif ctx.group is not None:
                 reduction = dist.all_reduce(x_gradient, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
             buffer = gradient_buffer(ctx.weight)
-            ctx.accumulate(buffer.flatten(1), gradient, x)
+            ctx.accumulate(buffer.flatten(1), gradient, x if ctx.cut is None else ctx.cut.gather(x))
             weight_gradient = gradient_from(buffer, ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_gradient = gradient.sum(0)
         if reduction is not None:
             reduction.wait()
-        return x_gradient, weight_gradient, bias_gradient, None, None
+        return x_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def linear(
@@ -89,16 +94,18 @@ def linear(
     bias: Tensor | None,
     accumulate: Accumulate,
     gradient_group: dist.ProcessGroup | None = None,
+    cut: CutRows | None = None,
 ) -> Tensor:
     """x W^T + b of x [rows, input]; ``weight`` is [output, ...], its other axes flattened.
 
-    The gradient of x is summed over ``gradient_group``: the ranks that hold the other outputs.
+    The gradient of x is summed over ``gradient_group``: the ranks that hold the other outputs.  With ``cut``, x is a
+    piece of the rows and the result has all of them.
     """
-    return _Linear.apply(x, weight, bias, accumulate, gradient_group)
+    return _Linear.apply(x, weight, bias, accumulate, gradient_group, cut)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A linear layer whose outputs are cut over tensor parallelism; x is whole on every rank."""
+    """A linear layer whose outputs are cut over tensor parallelism; x is whole on every rank, or cut by rows."""
 
     weight: Any
     tp_group: dist.ProcessGroup
@@ -108,14 +115,14 @@ class ColumnLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, **settings)
         self.accumulate = accumulate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, input] -> [rows, output / TP]."""
+    def forward(self, x: Tensor, cut: CutRows | None = None) -> Tensor:
+        """[rows, input], or a piece of ``cut`` -> [rows, output / TP]."""
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear(x, self.weight, self.bias, self.accumulate, group)
+        return linear(x, self.weight, self.bias, self.accumulate, group, cut)
 
 
 class RowLinear(RowParallelLinear):
-    """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
+    """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank, or a piece."""
 
     weight: Any
     tp_group: dist.ProcessGroup
@@ -125,9 +132,10 @@ class RowLinear(RowParallelLinear):
         super().__init__(input_size, output_size, **settings)
         self.accumulate = accumulate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, input / TP] -> [rows, output]."""
+    def forward(self, x: Tensor, cut: CutRows | None = None) -> Tensor:
+        """[rows, input / TP] -> [rows, output], or a piece of ``cut``."""
         if self.tp_group.size() == 1:
             return linear(x, self.weight, self.bias, self.accumulate)
-        x = reduce_from_tensor_model_parallel_region(linear(x, self.weight, None, self.accumulate), self.tp_group)
+        x = linear(x, self.weight, None, self.accumulate)
+        x = reduce_from_tensor_model_parallel_region(x, self.tp_group) if cut is None else reduce_rows(x, cut)
         return x if self.bias is None else x + self.bias

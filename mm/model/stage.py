@@ -16,6 +16,7 @@ from mm.batch import BatchTotals, Microbatch
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.model.cut_rows import gather_rows
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
 from mm.model.loss import LossInputs, loss_inputs
@@ -50,6 +51,7 @@ class Chunk(nn.Module):
         self.config = settings  # where megatron's DDP and schedules look for it
         self.device = device
         self.loss_unit: LossUnit = loss_unit
+        self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
@@ -66,7 +68,7 @@ class Chunk(nn.Module):
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
-        mark_parameters(parameters, self.weights, tied_over_slots)
+        mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
@@ -76,14 +78,14 @@ class Chunk(nn.Module):
 
         ``totals`` may be None where no loss is wanted.
         """
-        spec, model, device = self.spec, self.model, self.device
+        spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         vision = embedding = language = loss = None
         if spec.vision_layers and microbatch.image_grids:
-            vision = vision_inputs(microbatch, model.vision, device)
+            vision = vision_inputs(microbatch, model.vision, device, cut_group)
         if spec.has_embedding:
-            embedding = embedding_inputs(microbatch, model.image_token_id, device)
+            embedding = embedding_inputs(microbatch, model.image_token_id, device, cut_group)
         if spec.language_layers:
-            language = language_inputs(microbatch, model.language, self.config.params_dtype, device)
+            language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, self.loss_unit, device)
         return ChunkInputs(vision, embedding, language, loss)
@@ -97,6 +99,8 @@ class Chunk(nn.Module):
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
+            if inputs.language is not None and inputs.language.cut is not None:
+                x = gather_rows(x, inputs.language.cut, sums_gradients=False)
             return self.text_decoder.loss(x.index_select(0, inputs.loss.target_index), inputs.loss)
         # A chunk that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
@@ -122,10 +126,11 @@ class Stage:
     """All chunks of one rank, as if they were one: names of weights count layers over the whole model."""
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token"
+        self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token",
+        sequence_parallel: bool = False,
     ) -> None:
         self.model, self.device = model, device
-        self.config = parallel_config(model, mesh, precision)
+        self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.chunks = tuple(
             Chunk(model, number, mesh, self.config, device, loss_unit) for number in range(model.num_chunks)
         )

@@ -6,6 +6,7 @@ visual tokens back in reading order.
 
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,11 +14,13 @@ from mm.batch import Microbatch
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.model.cut_rows import CutRows
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.linear import linear
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.model.rows import Order
+from mm.parallel.pieces import Pieces
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 
@@ -33,22 +36,36 @@ class VisionInputs:
     """Window layers: rows in window order."""
     full: AttentionInputs
     """Full-attention layers: rows in image order."""
+    token_cut: CutRows | None = None
+    """Of the projector's rows, and in what order they lie; as ``AttentionInputs.cut``."""
 
 
-def vision_inputs(microbatch: Microbatch, config: VisionConfig, device: Device) -> VisionInputs:
-    """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``."""
+def vision_inputs(
+    microbatch: Microbatch, config: VisionConfig, device: Device, cut_group: dist.ProcessGroup | None = None
+) -> VisionInputs:
+    """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``.
+
+    ``cut_group``: the ranks that cut rows among them.
+    """
     plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     orders = {name: value.to_device(device.copy) for name, value in vars(plan).items() if isinstance(value, Order)}
     plan = replace(plan, positions=device.copy(plan.positions), **orders)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
     cos, sin = vision_cos_sin(plan.positions, config.head_dim)
     image_cos, image_sin = (cos, sin) if plan.image_order is None else map(plan.image_order, (cos, sin))
+    window_cut = image_cut = token_cut = None
+    if cut_group is not None:
+        unit = config.spatial_merge_size**2  # patches that become one visual token stay on one rank
+        window_cut = CutRows(Pieces(microbatch.num_patches, cut_group, unit))
+        image_cut = replace(window_cut, order=plan.image_order)
+        token_cut = CutRows(Pieces(microbatch.num_patches // unit, cut_group), plan.token_restore.reversed())
     pixels = microbatch.pixel_values
     return VisionInputs(
         pixel_values=None if pixels is None else device.copy(pixels),
         plan=plan,
-        window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), causal=False),
-        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), causal=False),
+        window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), False, window_cut),
+        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, image_cut),
+        token_cut=token_cut,
     )
 
 
@@ -82,14 +99,19 @@ class VisionEncoder(nn.Module):
         self.blocks = LayerStack(spec.vision_layers, config, context, bias=True)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
-        """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order."""
-        plan = inputs.plan
-        if self.has_patch_embedding:
+        """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order.
+
+        Where rows are cut, ``x`` (but not pixel values) and the result are a piece of them.
+        """
+        plan, cut = inputs.plan, inputs.window.cut
+        if self.has_patch_embedding and cut is not None:
+            x = self.patch_embed["proj"](x.index_select(0, plan.patch_order.index[cut.pieces.here]))
+        elif self.has_patch_embedding:
             x = plan.patch_order(self.patch_embed["proj"](x))
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 x = self.blocks.run(layer, x, inputs.window)
-            elif plan.image_order is None:
+            elif plan.image_order is None or cut is not None:  # a piece cannot be put in order; attention does it
                 x = self.blocks.run(layer, x, inputs.full)
             else:
                 x = self.blocks.run(layer, plan.image_order(x), inputs.full)
@@ -112,6 +134,7 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
-        x = self.layernorm(x).view(-1, self.merged_size)
-        x = self.encoder["linear_fc2"](F.gelu(self.encoder["linear_fc1"](x)))
-        return inputs.plan.token_restore(x)
+        x, cut = self.layernorm(x).view(-1, self.merged_size), inputs.token_cut
+        x = F.gelu(self.encoder["linear_fc1"](x, None if cut is None else cut.unordered))
+        x = self.encoder["linear_fc2"](x, cut)
+        return inputs.plan.token_restore(x) if cut is None else x

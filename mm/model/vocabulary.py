@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mm.config.model import LanguageConfig
 from mm.device.accumulate import Accumulate
+from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.layers import LayerContext, never_initialize
 from mm.model.linear import gradient_buffer, gradient_from
 from mm.model.loss import MAX_LOGIT_ROWS, LossInputs
@@ -64,12 +65,15 @@ class VocabularyEmbedding(VocabParallelEmbedding):
             tp_group=context.tp_group,
         )
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank."""
+    def forward(self, token_ids: Tensor, cut: CutRows | None = None) -> Tensor:
+        """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank, or a piece of ``cut``."""
         if self.tp_group.size() == 1:
             return _Lookup.apply(self.weight, token_ids, None)
         rows, is_here = rows_here(token_ids, self.vocab_start_index, self.num_embeddings_per_partition)
-        return reduce_from_tensor_model_parallel_region(_Lookup.apply(self.weight, rows, is_here), self.tp_group)
+        found = _Lookup.apply(self.weight, rows, is_here)
+        if cut is not None:
+            return reduce_rows(found, cut)
+        return reduce_from_tensor_model_parallel_region(found, self.tp_group)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):

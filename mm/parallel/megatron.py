@@ -15,12 +15,14 @@ from torch import nn
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, Weight
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, Place, Weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> TransformerConfig:
+def parallel_config(
+    model: ModelConfig, mesh: Mesh, precision: str, sequence_parallel: bool = False
+) -> TransformerConfig:
     """Before the stage: the LLM's sizes, the parallel sizes and the precision.
 
     megatron has fields for one tower only; our layers take the sizes of both from ``mm.config.model``.
@@ -38,6 +40,7 @@ def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> Transform
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
         virtual_pipeline_model_parallel_size=model.num_chunks if model.num_chunks > 1 else None,
+        sequence_parallel=sequence_parallel and mesh.tp_size > 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=precision == "bf16",
@@ -51,19 +54,24 @@ def parallel_config(model: ModelConfig, mesh: Mesh, precision: str) -> Transform
     )
 
 
-def mark_parameters(parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool) -> None:
+def mark_parameters(
+    parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool
+) -> None:
     """After a chunk, before its DDP: what megatron reads off each parameter.
 
     megatron sets the cuts only where it draws initial values; its gradient norm counts a parameter without the mark
     on one tensor-parallel rank only.  ``tied_over_slots``: word embedding and output layer are one weight in two
     slots.  ``shared_embedding`` gives both copies the same cut of the distributed optimizer; ``shared`` on the output
-    layer keeps the gradient norm from counting it twice.
+    layer keeps the gradient norm from counting it twice.  ``sequence_parallel``: each tensor-parallel rank makes the
+    gradient of its own rows, which ``finalize_gradients`` sums.
     """
     for weight in weights:
         parameter: Any = parameters[weight.name]  # megatron's marks are attributes that torch does not know
         parameter.tensor_model_parallel = weight.tp_dim is not None
         parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
         parameter.partition_stride = 1
+        # Each rank uses it for the rows of its piece; the final norm's rows are whole on every rank.
+        parameter.sequence_parallel = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
         if tied_over_slots and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
             parameter.shared_embedding = True
         if tied_over_slots and weight.name == OUTPUT_LAYER_NAME:

@@ -16,6 +16,7 @@ from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Place, backward_order, forward_order
+from mm.parallel.pieces import piece_of
 from mm.placement import Message, StageSpec
 
 
@@ -33,6 +34,19 @@ def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) 
     return (rows, width) if rows else None
 
 
+def piece_shape(
+    message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
+) -> tuple[int, int] | None:
+    """The shape of this tensor-parallel rank's piece of a message: as sequence parallelism cuts its rows.
+
+    A piece may have no rows: it is there, but nothing is sent.
+    """
+    if shape is None:
+        return None
+    here = piece_of(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
+    return here.stop - here.start, shape[1]
+
+
 class _Batch:
     """Messages of one process group that start together."""
 
@@ -41,14 +55,16 @@ class _Batch:
         self._group = group
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        self.operations.append(dist.P2POp(dist.isend, tensor.contiguous(), peer, self._group))
+        if tensor.numel():
+            self.operations.append(dist.P2POp(dist.isend, tensor.contiguous(), peer, self._group))
 
     def receive(self, shape: tuple[int, int] | None, peer: int, like: Tensor) -> Tensor | None:
         """Where a message of ``shape`` will be; None when nothing comes."""
         if shape is None:
             return None
         tensor = like.new_empty(shape)
-        self.operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
+        if tensor.numel():
+            self.operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
         return tensor
 
 
@@ -69,6 +85,7 @@ class PipelineCommunicator:
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
         self._specs = [self._placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
+        self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
@@ -177,7 +194,7 @@ class PipelineCommunicator:
         arrived = output_gradient = None
         if send_forward:
             spec, microbatch = self._at(next(self._expected["send_forward"]))
-            if (shape := message_shape(spec.sends, microbatch, self._model)) is not None:
+            if (shape := self._shape(spec.sends, microbatch)) is not None:
                 assert output is not None and output.shape == shape and output.dtype == self._dtype, (output, shape)
                 # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
                 activations.send(output.detach(), self._next)
@@ -185,7 +202,7 @@ class PipelineCommunicator:
             place = next(self._expected["recv_forward"])
             spec, microbatch = self._at(place)
             self._inbox[place] = received = activations.receive(
-                message_shape(spec.receives, microbatch, self._model), self._previous, self._like)
+                self._shape(spec.receives, microbatch), self._previous, self._like)
             if received is not None and self._placement.gradient_flows(spec.receives, bool(microbatch.image_grids)):
                 arrived = received
         if send_backward:
@@ -203,10 +220,14 @@ class PipelineCommunicator:
         microbatch, chunk = place
         return self._specs[chunk], self._microbatches[microbatch]
 
+    def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
+        shape = message_shape(message, microbatch, self._model)
+        return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
+
     def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         if not self._placement.gradient_flows(message, bool(microbatch.image_grids)):
             return None
-        return message_shape(message, microbatch, self._model)
+        return self._shape(message, microbatch)
 
     def _run(self, *batches: _Batch) -> None:
         """Issue each as one batch; wait for receives, and keep what is sent alive until it has left.

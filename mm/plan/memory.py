@@ -52,6 +52,8 @@ class LayerBytes:
     """q, k, v, the output and the log-sum-exp."""
     swiglu_input: int
     swiglu_output: int
+    gathered: int
+    """All rows of a linear layer's input, where each rank keeps a piece of them."""
 
     def kept(self, keeps: Keeps) -> int:
         without_outputs = self.residuals + self.attention + self.swiglu_input
@@ -66,23 +68,26 @@ class LayerBytes:
         """What lives beside the kept while the layer runs: the rest of its own, and in a backward pass the gradients
         of a row, of SwiGLU's output and input, and what SwiGLU's backward makes on the way."""
         own = self.kept(Keeps.ALL) - self.kept(keeps)
-        return own + (0 if keeps is Keeps.NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output)
+        gradients = 0 if keeps is Keeps.NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
+        return own + gradients + self.gathered
 
 
 def layer_bytes(
-    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int
+    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, cuts_rows: bool = False
 ) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output."""
-    hidden = tower.hidden_size * width
+    """``local_ffn``: columns of one rank's SwiGLU output.  ``cuts_rows``: sequence parallelism."""
+    whole, num_pieces = tower.hidden_size * width, tp_size if cuts_rows else 1
+    hidden = whole // num_pieces
     q = tower.num_attention_heads * tower.head_dim // tp_size * width
     k = tower.num_query_groups * tower.head_dim // tp_size * width
     return LayerBytes(
         input=hidden,
-        residuals=2 * (hidden + FP32),
+        residuals=2 * hidden + 2 * FP32 // num_pieces,
         norm_outputs=2 * hidden,
         attention=2 * (q + k) + FP32 * tower.num_attention_heads // tp_size,
         swiglu_input=2 * local_ffn * width,
         swiglu_output=local_ffn * width,
+        gathered=whole if cuts_rows else 0,
     )
 
 
@@ -95,6 +100,11 @@ class ChunkMemory:
     spec: StageSpec
     tp_size: int
     precision: str
+    sequence_parallel: bool = False
+
+    @property
+    def cuts_rows(self) -> bool:
+        return self.sequence_parallel and self.tp_size > 1
 
     @property
     def width(self) -> int:
@@ -130,35 +140,35 @@ class ChunkMemory:
     def _vision_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
         vision, layers = self.model.vision, self.spec.vision_layers
         for _, keeps in _keeps(layers, vision.recompute, vision.freeze, gradient_passes=False):
-            yield layer_bytes(vision, self._local_ffn("vision"), self.tp_size, self.width), keeps
+            yield self._layer_bytes(vision, "vision"), keeps
 
     def _language_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
         language, layers = self.model.language, self.spec.language_layers
         for _, keeps in _keeps(layers, language.recompute, language.freeze, self._language_passes):
-            yield layer_bytes(language, self._local_ffn("language"), self.tp_size, self.width), keeps
+            yield self._layer_bytes(language, "language"), keeps
 
     @property
     def _language_passes(self) -> bool:
         """Whether a gradient passes through the LLM's layers though they are frozen."""
         return self.placement.gradient_flows(Message.VISUAL_TOKENS, has_images=True)
 
-    def _local_ffn(self, part: str) -> int:
-        """Columns of SwiGLU's output on one rank, from the shape of its fused weight [gate; up]."""
+    def _layer_bytes(self, tower: VisionConfig | LanguageConfig, part: str) -> LayerBytes:
         fused = next(w for w in self._weights if w.part == part and w.fusion is Fusion.GATE_UP)
-        return _held_shape(fused, self.tp_size)[0] // 2
+        return layer_bytes(tower, _held_shape(fused, self.tp_size)[0] // 2, self.tp_size, self.width, self.cuts_rows)
 
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
-        merged, kept = vision.spatial_merge_size**2, sum(layer.kept(keeps) for layer, keeps in self._vision_layers())
+        merged, num_pieces = vision.spatial_merge_size**2, self.tp_size if self.cuts_rows else 1
+        kept = sum(layer.kept(keeps) for layer, keeps in self._vision_layers())
         if kept:  # tables of cos and sin, in both orders of rows; the indices of both orders and back
             kept += 2 * 2 * vision.head_dim * FP32 + 2 * INT64
         if spec.has_patch_embedding and not vision.freeze:
-            kept += vision.patch_elements * self.width + INT64
+            kept += vision.patch_elements * self.width // num_pieces + INT64
         if spec.has_projector and not (vision.freeze and model.projector.freeze):
-            hidden, trained = vision.hidden_size * self.width, not model.projector.freeze
+            hidden, trained = vision.hidden_size * self.width // num_pieces, not model.projector.freeze
             first = next(w for w in self._weights if w.place is Place.PROJECTOR and w.tp_dim == 0 and len(w.shape) == 2)
             gelu = _held_shape(first, self.tp_size)[0] * self.width
-            kept += hidden + FP32 + trained * hidden + ((1 + trained) * gelu + INT64) // merged
+            kept += hidden + FP32 // num_pieces + trained * hidden + ((1 + trained) * gelu + INT64) // merged
         if spec.has_embedding and self._language_passes:
             kept += INT64 // merged
         return kept
@@ -186,9 +196,13 @@ class StageMemory:
     chunks: tuple[ChunkMemory, ...]
 
     @classmethod
-    def of(cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str) -> "StageMemory":
+    def of(
+        cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
+        sequence_parallel: bool = False,
+    ) -> "StageMemory":  # fmt: skip
         specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
-        return cls(tuple(ChunkMemory(model, placement, spec, tp_size, precision) for spec in specs))
+        return cls(tuple(
+            ChunkMemory(model, placement, spec, tp_size, precision, sequence_parallel) for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
         """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""

@@ -198,7 +198,8 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
-    return StageMemory.of(run.model, placement, stage, run.tp_size, run.args.precision)
+    args = run.args
+    return StageMemory.of(run.model, placement, stage, run.tp_size, args.precision, args.sequence_parallel)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:

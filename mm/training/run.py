@@ -41,7 +41,7 @@ class Trainer:
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        stage = Stage(run.model, self.mesh, run.args.precision, device, run.args.loss_unit)
+        stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, args.sequence_parallel)
         if args.load is None:
             load.initialize(stage, self.mesh, args.seed, run.model.language.init_method_std)
             self.parts = Parts.build(stage, self.mesh, args)

@@ -33,6 +33,7 @@ class Case:
     """A method of "full", or "selective"."""
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
+    sequence_parallel: bool = False
     clip_grad: float = 0.0
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
 
@@ -80,6 +81,16 @@ CASES = (
     Case("tp2-selective-recompute", tp=2, recompute="selective"),
     Case("tp2-text-only", tp=2, batch="text"),
     Case("tp2-only-projector", tp=2, freeze=("vision", "language")),
+    Case("tp2-sp", tp=2, sequence_parallel=True),
+    Case("tp2-sp-tied", tp=2, tied=True, sequence_parallel=True),
+    Case("tp2-sp-odd-rows", tp=2, sequence_parallel=True, micro_batch_size=1),
+    Case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective"),
+    Case("tp2-sp-recompute", tp=2, sequence_parallel=True, recompute="uniform"),
+    Case("tp2-sp-text-only", tp=2, sequence_parallel=True, batch="text"),
+    Case("tp2-sp-only-projector", tp=2, sequence_parallel=True, freeze=("vision", "language")),
+    Case("tp2-sp-language-frozen", tp=2, sequence_parallel=True, freeze=("language",)),
+    Case("tp2-sp-vision-frozen", tp=2, sequence_parallel=True, freeze=("vision",)),
+    Case("tp2-sp-clipped", tp=2, sequence_parallel=True, clip_grad=1e-6),
     Case("tp2-clipped", tp=2, clip_grad=1e-6),
     Case("pp2-vit-on-one", (4, 0), (2, 2)),
     Case("pp2-vit-on-both", (3, 1), (0, 4)),
@@ -145,6 +156,12 @@ CASES = (
          batch="images on one rank", distributed_optimizer=True, overlap=True, micro_batch_size=1),
     Case("dp2-pp2-vpp2-overlap-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True,
          batch="images on one rank", overlap=True),
+    Case("tp2-pp2-sp", (3, 1), (0, 4), tp=2, sequence_parallel=True),
+    Case("tp2-pp2-sp-one-sample", (2, 2), (0, 4), tp=2, sequence_parallel=True, micro_batch_size=1),
+    Case("tp2-pp2-sp-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, tied=True, sequence_parallel=True),
+    Case("tp2-dp2-sp-distributed-optimizer-overlap", tp=2, dp=2, batch="images on one rank", sequence_parallel=True,
+         distributed_optimizer=True, overlap=True),
+    Case("tp2-pp2-sp-vision-frozen", (3, 1), (0, 4), tp=2, sequence_parallel=True, freeze=("vision",)),
     Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
 )
 

@@ -135,7 +135,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
-    stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit)
+    stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit, case.sequence_parallel)
     for chunk in stage.chunks:
         if case.logit_rows is not None and chunk.spec.has_head:
             chunk.text_decoder.output_layer.max_rows = case.logit_rows

@@ -36,7 +36,7 @@ def test_a_layer_of_the_llm() -> None:
     assert layer.norm_outputs == 2 * 2048 * 2
     assert layer.attention == (2048 + 256 + 256) * 2 + 2048 * 2 + 16 * 4
     assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
-    assert layer.kept(Keeps.ALL) == sum(vars(layer).values()) - layer.input
+    assert layer.kept(Keeps.ALL) == sum(vars(layer).values()) - layer.input and layer.gathered == 0
     assert layer.kept(Keeps.ALL) - layer.kept(Keeps.NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
     assert (layer.kept(Keeps.INPUT), layer.kept(Keeps.NOTHING)) == (2048 * 2, 0)
 
@@ -45,6 +45,14 @@ def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
     whole, half = (layer_bytes(model_3b().vision, 3420 // tp, tp, width=2) for tp in (1, 2))
     assert (half.residuals, half.norm_outputs, half.input) == (whole.residuals, whole.norm_outputs, whole.input)
     assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
+
+
+def test_sequence_parallel_ranks_share_rows_too() -> None:
+    whole, half = (layer_bytes(model_3b().language, 11008, 2, 2, cuts_rows) for cuts_rows in (False, True))
+    assert (whole.residuals, whole.norm_outputs, whole.input) == (2 * half.residuals, 2 * half.norm_outputs, 4096)
+    assert (half.attention, half.swiglu_input, half.input) == (whole.attention, whole.swiglu_input, 2048)
+    assert whole.gathered == 0 and half.gathered == 4096
+    assert half.kept(Keeps.INPUT) * 2 == whole.kept(Keeps.INPUT)
 
 
 @pytest.mark.parametrize(

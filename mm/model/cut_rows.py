@@ -1,0 +1,82 @@
+"""Sequence parallelism in the model: rows of which each tensor-parallel rank holds a piece, made whole and cut again.
+
+Between two linear layers there are pieces; their products need all rows.  How rows are cut: ``mm.parallel.pieces``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.model.rows import Order
+from mm.parallel.pieces import Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class CutRows:
+    """Rows of which each tensor-parallel rank holds a piece, and the order in which a layer wants them whole."""
+
+    pieces: Pieces
+    order: Order | None = None
+    """None: as the pieces lie."""
+
+    @property
+    def unordered(self) -> "CutRows":
+        """For a layer to which the order of rows means nothing."""
+        return CutRows(self.pieces)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """The piece of every rank -> all rows, in order.  Autograd does not see it."""
+        whole = self.pieces.gather(piece)
+        return whole if self.order is None else whole.index_select(0, self.order.index)
+
+    def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
+        """All rows, in order, of which each rank holds a summand -> the sum's piece here, once the work is done."""
+        return self.pieces.start_reducing(whole if self.order is None else whole.index_select(0, self.order.inverse))
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        work, piece = self.start_reducing(whole)
+        work.wait()
+        return piece
+
+
+def gather_rows(piece: Tensor, cut: CutRows, *, sums_gradients: bool) -> Tensor:
+    """All rows on every rank.
+
+    ``sums_gradients``: every rank uses some of them, so that their gradient is the sum over ranks; else all ranks do
+    the same with them, and each has the gradient already.
+    """
+    return _Gather.apply(piece, cut, sums_gradients)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, cut: CutRows, sums_gradients: bool) -> Tensor:
+        ctx.cut, ctx.sums_gradients = cut, sums_gradients
+        return cut.gather(piece)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cut = ctx.cut
+        if ctx.sums_gradients:
+            return cut.reduce(gradient), None, None
+        whole = gradient if cut.order is None else gradient.index_select(0, cut.order.inverse)
+        return whole[cut.pieces.here], None, None
+
+
+def reduce_rows(whole: Tensor, cut: CutRows) -> Tensor:
+    """All rows, of which each rank holds a summand -> the sum's piece of this rank."""
+    return _Reduce.apply(whole, cut)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: CutRows) -> Tensor:
+        ctx.cut = cut
+        return cut.reduce(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.gather(gradient), None
