@@ -22,6 +22,7 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
     "pp2": (2, "model_2", "fp32", ()),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
+    "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
 REFERENCES = ("fp32", "bf16", "frozen")
