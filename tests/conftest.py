@@ -20,6 +20,7 @@ os.environ |= {
 
 # A busy machine is no mistake of the code: no example fails because it took long.
 settings.register_profile("no deadline", deadline=None)
+settings.register_profile("many", deadline=None, max_examples=300)
 settings.load_profile("no deadline")
 
 

@@ -28,3 +28,9 @@ def torchrun(num_processes: int, module: str, *arguments: str, timeout_seconds: 
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def write_whole(path: Path, text: str) -> None:
+    """So that nobody reads half of it."""
+    path.with_suffix(".part").write_text(text, encoding="utf-8")
+    path.with_suffix(".part").replace(path)

@@ -1,12 +1,19 @@
 """Any layout trains exactly the Hugging Face model: loss, every gradient, gradient norm and the first update."""
 
+import itertools
 import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.launch import torchrun
+from tests.launch import torchrun, write_whole
 from tests.parallel.cases import CASES, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.6e-7 (before and after the update), gradient 6.3e-6,
@@ -37,6 +44,10 @@ def test_layout_equals_transformers(case: Case, errors) -> None:
     measured = errors(case)
     if case.batch == "no targets":
         assert measured["loss"] == 0.0 and measured["grad_norm"] == 0.0
+    assert_exact(measured)
+
+
+def assert_exact(measured: dict) -> None:
     assert measured["loss_error"] <= LOSS_TOLERANCE, measured
     assert measured["loss_after_error"] <= LOSS_TOLERANCE, measured
     assert measured["gradient_error"] <= GRADIENT_TOLERANCE, measured
@@ -54,3 +65,83 @@ def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(name: str, errors
 def test_every_world_size_is_run() -> None:
     assert {case.world_size for case in CASES} == {1, 2, 4}
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+# Drawn layouts: a few in every run; with --hypothesis-profile=many 300 others each time, on up to 8 ranks
+
+IS_MANY = settings.get_current_profile_name() == "many"
+MAX_RANKS = 8 if IS_MANY else 4
+FEW = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(suppress_health_check=list(HealthCheck))
+
+
+def split(draw: st.DrawFn, num_layers: int, num_slots: int, full: int) -> list[int]:
+    """Layers of each slot, at least one in slot ``full``."""
+    counts = [0] * num_slots
+    counts[full] = 1
+    for slot in draw(st.lists(st.integers(0, num_slots - 1), min_size=num_layers - 1, max_size=num_layers - 1)):
+        counts[slot] += 1
+    return counts
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    tp = draw(st.sampled_from((1, 2)))
+    pp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if size * tp <= MAX_RANKS]))
+    dp = draw(st.sampled_from([size for size in (1, 2) if size * tp * pp <= MAX_RANKS]))
+    num_chunks = draw(st.integers(1, 3)) if pp > 1 else 1
+    num_slots = pp * num_chunks
+    last = draw(st.integers(0, num_slots - 1))  # slot of the last ViT layer
+    vision = [*split(draw, 4, last + 1, last), *[0] * (num_slots - last - 1)]
+    language = [*[0] * last, *split(draw, 4, num_slots - last, draw(st.integers(0, num_slots - last - 1)))]
+    size = draw(st.integers(1, 3))
+    num_microbatches = draw(st.integers(pp if num_chunks > 1 else 1, 5))
+    pictures = st.tuples(st.integers(1, 2), st.sampled_from((2, 4, 6, 10)), st.sampled_from((2, 4, 8)))
+    grids = st.lists(pictures, max_size=2).map(tuple)
+    num_samples = size * num_microbatches * dp
+
+    def nested(counts: list[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(counts[first : first + pp]) for first in range(0, num_slots, pp))
+
+    distributed = draw(st.booleans())
+    return Case(
+        "drawn", nested(vision), nested(language), tp, dp,
+        tied=draw(st.booleans()),
+        freeze=tuple(sorted(draw(st.sets(st.sampled_from(("vision", "projector", "language")), max_size=2)))),
+        grids=tuple(draw(st.lists(grids, min_size=num_samples, max_size=num_samples))),
+        distributed_optimizer=distributed,
+        overlap=draw(st.booleans()),
+        loss_unit=draw(st.sampled_from(("token", "sample", "microbatch"))),
+        micro_batch_size=size,
+        recompute=draw(st.sampled_from((None, "uniform", "block", "selective"))),
+        logit_rows=draw(st.sampled_from((None, 3))),
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], dict]]:
+    """Runs a case on ranks that wait for the next."""
+    directory: Path = tmp_path_factory.mktemp("drawn")
+    numbers = itertools.count()
+
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(torchrun, MAX_RANKS, "tests.parallel.parity_worker", str(directory), timeout_seconds=36000)
+
+        def run(case: Case) -> dict:
+            number = next(numbers)
+            write_whole(directory / f"{number}.json", json.dumps(asdict(case)))
+            found = directory / f"{number}.found.json"
+            while not found.exists():
+                assert not ranks.done(), f"{case}: {ranks.exception()}"
+                time.sleep(0.05)
+            return json.loads(found.read_text())
+
+        yield run
+        write_whole(directory / f"{next(numbers)}.json", "")
+
+
+@(MANY if IS_MANY else FEW)
+@given(case=cases())
+def test_a_drawn_layout_equals_transformers(case: Case, run_drawn: Callable[[Case], dict]) -> None:
+    assert_exact(run_drawn(case))

@@ -1,7 +1,9 @@
 """The layouts whose loss, gradients and first update must equal transformers'."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from mm.batch import Grid
 from mm.config.flags import LossUnit
 from tests.tiny import RawSample, random_sample
 
@@ -25,6 +27,8 @@ class Case:
     tied: bool = False
     freeze: tuple[str, ...] = ()
     batch: str = "mixed"
+    grids: tuple[tuple[Grid, ...], ...] = ()
+    """Pictures of each sample, in place of those that ``batch`` names."""
     distributed_optimizer: bool = False
     overlap: bool = False
     loss_unit: LossUnit = "token"
@@ -36,6 +40,14 @@ class Case:
     sequence_parallel: bool = False
     clip_grad: float = 0.0
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Case":
+        """Of what ``json`` made of the fields: its lists are tuples here."""
+        def tuples(value: Any) -> Any:
+            return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+        return cls(**{name: tuples(value) for name, value in fields.items()})
 
     @property
     def vision_chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -172,11 +184,11 @@ NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-o
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:
-    """Samples as ``[dp rank][microbatch][sample]``: twelve samples, two a microbatch unless the case says more."""
+    """Samples as ``[dp rank][microbatch][sample]``: twelve samples, two a microbatch, unless the case has others."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    grids = {
+    grids = case.grids or {
         "mixed": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), (), ((1, 2, 2),),
                   ((1, 4, 4), (1, 4, 6)), (), ((1, 10, 6),)],
         "text": [()] * 12,

@@ -1,12 +1,18 @@
 """Runs every parity case of this world size in one set of processes and writes the measured errors as JSON.
 
-Launched by tests/test_parity.py: ``torchrun ... -m tests.parallel.parity_worker OUTPUT.json``.
+Launched by tests/test_parity.py: ``torchrun ... -m tests.parallel.parity_worker OUTPUT.json``.  With a directory in
+place of the file it runs the cases that appear there, as ``0.json``, ``1.json`` and so on, until one is empty.
 """
 
+import itertools
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mm.device.device import Device
 
@@ -29,6 +35,7 @@ from mm.training.step import Parts, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
+from tests.launch import write_whole  # noqa: E402
 from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
 
@@ -228,27 +235,59 @@ def run_case(case: Case) -> dict:
     }
 
 
-def main(output: str, only: list[str]) -> None:
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+@contextmanager
+def joined(case: Case, store: dist.Store, rank: int) -> Iterator[None]:
+    """A process group for each case: the threads of all their groups together would slow every case down."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size,
+                            timeout=parallel.timedelta(minutes=2))
+    yield
+    dist.destroy_process_group()
+
+
+def run_all(output: Path, only: list[str], store: dist.Store, rank: int, world_size: int) -> None:
     results = {}
     for case in CASES:
         if case.world_size == world_size and (not only or case.name in only):
-            # A process group for each case: the threads of all their groups together would slow every case down.
-            dist.init_process_group("gloo", store=dist.PrefixStore(case.name, store), rank=rank, world_size=world_size,
-                                    timeout=parallel.timedelta(minutes=2))
-            results[case.name] = run_case(case)
-            if case.name in NOT_FINITE:
-                results[case.name]["refused"] = refuses_a_gradient_that_is_not_finite(case)
+            with joined(case, dist.PrefixStore(case.name, store), rank):
+                results[case.name] = run_case(case)
+                if case.name in NOT_FINITE:
+                    results[case.name]["refused"] = refuses_a_gradient_that_is_not_finite(case)
             if rank == 0:
                 print(case.name, json.dumps(results[case.name]), flush=True)
-            dist.destroy_process_group()
     if rank == 0:
-        with open(output, "w", encoding="utf-8") as file:
-            json.dump(results, file)
+        output.write_text(json.dumps(results), encoding="utf-8")
+
+
+def serve(directory: Path, store: dist.Store, rank: int) -> None:
+    """Run the cases that appear in ``directory``, each on as many of these ranks as it wants."""
+    for number in itertools.count():
+        if rank == 0:
+            asked = directory / f"{number}.json"
+            while not asked.exists():
+                time.sleep(0.05)
+            store.set(f"asked {number}", asked.read_text(encoding="utf-8") or "{}")
+        fields = json.loads(store.get(f"asked {number}"))
+        if not fields:
+            return
+        case = Case.from_json(fields)
+        if rank < case.world_size:
+            with joined(case, dist.PrefixStore(str(number), store), rank):
+                result = run_case(case)
+            if rank == 0:
+                write_whole(directory / f"{number}.found.json", json.dumps(result))
+
+
+def main(output: Path, only: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                          timeout=parallel.timedelta(days=1))
+    if output.is_dir():
+        serve(output, store, rank)
+    else:
+        run_all(output, only, store, rank, world_size)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,229 @@
+"""How close the pipeline comes to the step that it could make if messages took no time.
+
+    python -m benchmarks.pipeline [--only NAME ...] [--rounds 5] [--output FILE.json]
+
+``sleep``: four stages whose chunks sleep a known time, so that the schedule alone is seen: 1F1B, virtual chunks, and a
+frozen prefix, each against its simulated ideal.  ``compute``: two processes of one thread each, so that two cores are
+two devices, against one process of one thread: the share of the ideal m p / (m + p - 1), the same for two virtual
+chunks and for a frozen ViT, and batches of changing lengths against equal ones with the same tokens.  Both sides of a
+ratio run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mm.plan.simulation import SlotSeconds, step_seconds
+
+NUM_MICROBATCHES = 16
+SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
+"""Seconds of one stage: far above what the tiny model beside them computes."""
+MODEL = {"vision_layers": 4, "language_layers": 8, "vision_width": 64, "language_width": 384}
+QUICK_MODEL = MODEL | {"language_width": 64}
+TOKENS = 256
+"""Of a microbatch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layout to measure."""
+
+    vision: tuple[tuple[int, ...], ...]
+    language: tuple[tuple[int, ...], ...]
+    freeze: tuple[str, ...] = ()
+    lengths: str = "equal"
+    """"equal", or "changing": the same number of tokens in all, of another length in each microbatch."""
+    has_images: bool = False
+    sleeps: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.vision[0])
+
+
+SLEEP_CASES = {
+    "1F1B": Case(((4, 0, 0, 0),), ((0, 2, 3, 3),), sleeps=True),
+    "2 virtual chunks": Case(((4, 0, 0, 0), (0,) * 4), ((0, 1, 1, 1), (2, 1, 1, 1)), sleeps=True),
+    "frozen ViT on 2 of 4 stages": Case(((2, 2, 0, 0),), ((0, 0, 4, 4),), ("vision", "projector"), has_images=True,
+                                        sleeps=True),
+}
+ONE = Case(((4,),), ((8,),))
+COMPUTE_CASES = {
+    # name: what is measured, and what it is compared with
+    "PP 2 over PP 1": (Case(((4, 0),), ((4, 4),)), ONE),
+    "PP 2, 2 virtual chunks, over PP 1": (Case(((4, 0), (0, 0)), ((2, 2), (2, 2))), ONE),
+    "changing over equal lengths, PP 2": (Case(((4, 0),), ((4, 4),), lengths="changing"), Case(((4, 0),), ((4, 4),))),
+}
+
+
+def model_of(case: Case, sizes: dict[str, int]) -> Any:
+    from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+
+    vision, language = sizes["vision_width"], sizes["language_width"]
+    return ModelConfig(
+        VisionConfig(
+            sizes["vision_layers"], case.vision, vision, 2 * vision, 4, 112, (1, 3), freeze="vision" in case.freeze),
+        ProjectorConfig(vision, 4 * vision, language, freeze="projector" in case.freeze),
+        LanguageConfig(
+            sizes["language_layers"], case.language, language, 3 * language, 4, 2, 512, 4096,
+            (language // 32, language // 32, language // 16)),
+        image_token_id=500, video_token_id=501, vision_start_token_id=502,
+    )  # fmt: skip
+
+
+def plan_of(case: Case, model: Any) -> Any:
+    from benchmarks.one_device import random_microbatch
+    from mm.batch import BatchTotals, StepPlan
+
+    spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
+    factors = [spread[(5 * number) % 8] for number in range(NUM_MICROBATCHES)]
+    grids = ((1, 8, 8),) if case.has_images else ()
+    batch = [random_microbatch(model, [(grids, int(TOKENS * factor))], seed) for seed, factor in enumerate(factors)]
+    return StepPlan(tuple(batch), BatchTotals.of(batch, model.vision))
+
+
+def make_sleep(chunk: Any, num_chunks: int) -> None:
+    """Let ``chunk`` sleep after each of its forward passes, and before each backward pass."""
+    import torch
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(SLEEP_FORWARD / num_chunks)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(SLEEP_BACKWARD / num_chunks)
+            return gradient
+
+    work = chunk.forward
+    chunk.forward = lambda *arguments: Sleep.apply(work(*arguments))
+
+
+def worker(case: Case, sizes: dict[str, int], num_steps: int) -> list[float]:
+    """Seconds of each step's forward and backward passes, as the slowest rank saw them."""
+    from mm.device.device import Device
+
+    device = Device.pick("cpu")
+    import torch
+    import torch.distributed as dist
+
+    from mm.config import flags as arguments
+    from mm.model.load import initialize
+    from mm.model.stage import Stage
+    from mm.parallel import mesh as parallel
+    from mm.training.step import Parts, forward_backward
+
+    torch.set_num_threads(1)
+    model = model_of(case, sizes)
+    mesh = parallel.start(device, model, tp_size=1)
+    stage = Stage(model, mesh, "fp32", device)
+    initialize(stage, mesh, seed=0, std=0.02)
+    for chunk in stage.chunks if case.sleeps else ():
+        make_sleep(chunk, len(stage.chunks))
+    args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",
+                            "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
+    parts, plan, seconds = Parts.build(stage, mesh, args), plan_of(case, model), []
+    for _ in range(num_steps + 1):
+        dist.barrier(group=mesh.control_group)
+        started = time.perf_counter()
+        forward_backward(parts, plan)
+        taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=mesh.control_group)
+        seconds.append(float(taken))
+    return seconds[1:]
+
+
+def measure(case: Case, sizes: dict[str, int], num_steps: int) -> float:
+    """Median seconds of a step, in processes of their own."""
+    with socket.socket() as listener, tempfile.TemporaryDirectory() as directory:
+        listener.bind(("localhost", 0))
+        port, output = listener.getsockname()[1], Path(directory) / "seconds.json"
+        listener.close()
+        request = json.dumps({"case": dataclasses.asdict(case), "sizes": sizes, "num_steps": num_steps})
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_stages), "--master_addr",
+            "localhost", "--master_port", str(port), "-m", "benchmarks.pipeline", "--worker", request, "--output",
+            str(output),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{case}: {done.stdout}\n{done.stderr}")
+        return statistics.median(json.loads(output.read_text()))
+
+
+def sleep_ideal(case: Case) -> float:
+    """A slot without gradient going on to it sleeps forward only."""
+    placement, num_chunks = model_of(case, QUICK_MODEL).placement(), len(case.vision)
+    flows = [placement.gradient_flows(slot.sends, case.has_images) or slot.has_head for slot in placement.slots]
+    slots = [SlotSeconds(SLEEP_FORWARD / num_chunks, flow * SLEEP_BACKWARD / num_chunks) for flow in flows]
+    return step_seconds(slots, NUM_MICROBATCHES, case.num_stages)
+
+
+def sleep_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
+    found = {}
+    for name in (name for name in SLEEP_CASES if name in names):
+        case = SLEEP_CASES[name]
+        seconds, ideal = [measure(case, QUICK_MODEL, num_steps) for _ in range(rounds)], sleep_ideal(case)
+        found[name] = {"ideal_seconds": ideal, "seconds": seconds,
+                       "share_of_ideal": ideal / statistics.median(seconds)}  # fmt: skip
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def compute_part(names: list[str], rounds: int, num_steps: int, sizes: dict[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in (name for name in COMPUTE_CASES if name in names):
+        case, base = COMPUTE_CASES[name]
+        pairs = [(measure(case, sizes, num_steps), measure(base, sizes, num_steps)) for _ in range(rounds)]
+        ratios = [theirs / ours for ours, theirs in pairs]
+        found[name] = {"seconds": pairs, "speed_ratios": ratios, "speed_ratio": statistics.median(ratios)}
+        if base is ONE:
+            even = [SlotSeconds(1.0, 2.0)] * (2 * len(case.vision))
+            ideal = NUM_MICROBATCHES * 3 * len(even) / step_seconds(even, NUM_MICROBATCHES, 2)
+            found[name] |= {"ideal": ideal, "share_of_ideal": statistics.median(ratios) / ideal}
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*SLEEP_CASES, *COMPUTE_CASES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a round")
+    parser.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", help="internal: what to measure in these processes")
+    flags = parser.parse_args()
+    if flags.worker:
+        request = json.loads(flags.worker)
+        fields = {name: _tuples(value) for name, value in request["case"].items()}
+        seconds = worker(Case(**fields), request["sizes"], request["num_steps"])
+        if os.environ["RANK"] == "0":
+            flags.output.write_text(json.dumps(seconds))
+        return
+    found: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "rounds": flags.rounds, "steps": flags.steps}
+    found["sleep"] = sleep_part(flags.only, flags.rounds, flags.steps)
+    found["compute"] = compute_part(flags.only, flags.rounds, flags.steps, QUICK_MODEL if flags.quick else MODEL)
+    if flags.output:
+        flags.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main()
