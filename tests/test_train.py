@@ -17,6 +17,8 @@ from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
 from mm import train
+from mm.config.model import read_model
+from mm.weights.table import model_weights
 from tests.launch import ROOT, free_port
 from tests.tiny_inputs import write_inputs
 
@@ -92,7 +94,11 @@ def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
 
 def test_the_run_file_says_what_ran(inputs: Path) -> None:
     """Runs after the test above."""
-    ran_on = json.loads((inputs / "whole" / "logs" / "run.json").read_text())["ran_on"]
+    whole = json.loads((inputs / "whole" / "logs" / "run.json").read_text())
+    ran_on, groups = whole["ran_on"], whole["optimizer_groups"]
+    trained = [weight.name for weight in model_weights(read_model(inputs / "model_1.json").value)]
+    assert {(one["max_lr"], one["weight_decay"]) for one in groups} == {(1e-3, 0.01), (1e-3, 0.0)} and len(groups) == 2
+    assert sorted(name for one in groups for name in one["weights"]) == sorted(trained)  # each of them once
     assert ran_on.pop("versions")["torch"] == importlib.metadata.version("torch")
     assert ran_on.pop("kernels")["attention"] == "mm.device.attention.cpu_attention"
     assert ran_on == {

@@ -8,18 +8,31 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import Field, TypeAdapter, ValidationError
+from annotated_types import Ge, Lt
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
-from mm.config.schema import STRICT, Count, NotNegative, Number, choices, converted, expected, fields_of
+from mm.config.schema import (
+    STRICT,
+    WORDS,
+    Count,
+    NotNegative,
+    Number,
+    Positive,
+    choices,
+    converted,
+    expected,
+    fields_of,
+)
 from mm.errors import nearest, refuse
 
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
+Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
+"""Of names of weights; ``mm.weights.groups.matches`` says how they are read."""
 LossUnit = Literal["token", "sample", "microbatch"]
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
@@ -82,7 +95,14 @@ class Arguments:
     weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
     adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
     adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
-    adam_eps: Annotated[Number, Gt(0)] = Field(1e-8, description="added to the denominator")
+    vision_tower_lr: Positive | None = Field(None, description="highest learning rate of the ViT; absent = --lr")
+    mm_projector_lr: Positive | None = Field(None, description="highest learning rate of the projector; absent = --lr")
+    lr_scale_modules: Patterns = Field((), description=(
+        "words; a weight with one of them in its name has its learning rate multiplied by --lr-mult"))
+    lr_mult: Positive = Field(1.0, description="factor of the learning rates that --lr-scale-modules names")
+    weight_decay_exclude_modules: Patterns = Field((), description=(
+        "words; a weight with one of them in its name has no weight decay, as norms and biases never have"))
+    adam_eps: Positive = Field(1e-8, description="added to the denominator")
     clip_grad: NotNegative = Field(1.0, description="largest global gradient norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
@@ -193,7 +213,8 @@ def read_flags(words: Words) -> Arguments:
             case _ if problem := _value_problem(flag, _FIELDS[ours], occurrences):
                 problems.append(problem)
             case _:
-                values[ours.removeprefix("--").replace("-", "_")] = last[0] if last else True
+                value = last if _takes_words(_FIELDS[ours]) else last[0] if last else True
+                values[ours.removeprefix("--").replace("-", "_")] = value
     problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
                  if field.is_required() and flag not in words.given)
     refuse(problems)
@@ -219,6 +240,8 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
         return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
+    if _takes_words(field):
+        return None if last and all(word.strip() for word in last) else f"{flag} has an empty word; expected {WORDS}"
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
         return f"{flag} {what}; expected one: {field.description}"
@@ -232,6 +255,10 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
         is_word = kind == "literal_error" or kind.endswith("_parsing")
         return f"{flag} is {repr(last[0]) if is_word else last[0]}; expected {legal}"
     return None
+
+
+def _takes_words(field: FieldInfo) -> bool:
+    return field.title == WORDS
 
 
 class _Help(argparse.HelpFormatter):
@@ -250,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
     for flag, field in _FIELDS.items():
         is_switch = field.annotation is bool
-        has_default = field.default is not None and not is_switch and not field.is_required()
+        has_default = field.default not in (None, ()) and not is_switch and not field.is_required()
         default = f" (default {field.default})" if has_default else ""
         metavar = "" if is_switch else "|".join(choices(field)) or flag.rpartition("-")[2].upper()
         parser.add_argument(flag, dest=flag, nargs="*", action="append", metavar=metavar,

@@ -92,9 +92,8 @@ FLAGS: Mapping[str, FlagRow] = {
     **_all(Fixed((), "balancing by another sampler is not supported by this version"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
            "--mbs_data_balance_sorting_algo --use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
-    **_all(Fixed((), "only the Adam optimizer with one learning rate is supported by this version"),
-           "--weight-decay-exclude-modules --lr-scale-modules --lr-mult --matched-adamw-rms --muon-momentum "
-           "--ns-steps"),
+    **_all(Fixed((), "only the Adam optimizer is supported by this version"),
+           "--matched-adamw-rms --muon-momentum --ns-steps"),
     **_all(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
            "--train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size"),
     **_all(Fixed((), "write --recompute-granularity selective"),

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
-from mm.config.schema import STRICT, Count, Int, Key, NotNegative, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, NotNegative, OrDefault, Positive, Read, read_settings
 from mm.placement import Placement, layout_problems
 
 
@@ -49,6 +49,16 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Rates:
+    """What Adam does to one part, where that is not what it does to the others."""
+
+    lr: Positive | None = None
+    """The highest learning rate; None = --lr."""
+    weight_decay: NotNegative | None = None
+    """None = --weight-decay."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class VisionConfig:
     """The ViT."""
 
@@ -68,6 +78,7 @@ class VisionConfig:
     layernorm_epsilon: NotNegative = 1e-6
     tokens_per_second: Count = 2
     freeze: bool = True
+    rates: Annotated[Rates, Key("vision_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
     @property
@@ -94,6 +105,7 @@ class ProjectorConfig:
     hidden_size: Count
     layernorm_epsilon: NotNegative = 1e-6
     freeze: bool = False
+    rates: Annotated[Rates, Key("projector_")] = Rates()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -118,6 +130,7 @@ class LanguageConfig:
     layernorm_epsilon: NotNegative = 1e-6
     init_method_std: NotNegative = 0.02
     freeze: bool = False
+    rates: Annotated[Rates, Key("language_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_jsonable_python
 
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, Words, flag_problems, read_flags, split, usage_notes
+from mm.config.flags import Arguments, Words, flag_name, flag_problems, read_flags, split, usage_notes
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.schema import shown
@@ -28,6 +28,12 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "fp16": {"fp16": (True,), "bf16": (False,), "params_dtype": ("fp16", "float16")},
 }
 """Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
+
+_RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
+              "language": "text_decoder.language"}
+"""Part -> how the keys of its own rates start in the model JSON."""
+_RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
+"""Part -> the flag for its learning rate."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,8 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*usage_notes(words), *_notes(args), *model.notes, *data.notes)
-    run = Run(args, _with_recompute_flags(model.value, args), data.value, world_size,
+    notes = (*usage_notes(words), *_notes(args), *_rate_notes(args, model.value), *model.notes, *data.notes)
+    run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *_model_problems(run, model.document)))
     return run
@@ -153,13 +159,18 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
                f"flag out, or unset the variable for a dry run")
 
 
-def _with_recompute_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """The flags count for each tower without recompute in its JSON."""
+def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
+    """Recompute and learning rates of the flags, for each part that has none in its JSON."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
     )
-    return dataclasses.replace(model, vision=vision, language=language)
+    parts: dict[str, Any] = {"vision": vision, "projector": model.projector, "language": language}
+    for part, flag in _RATE_FLAGS.items():
+        if parts[part].rates.lr is None:
+            rates = dataclasses.replace(parts[part].rates, lr=getattr(args, flag))
+            parts[part] = dataclasses.replace(parts[part], rates=rates)
+    return dataclasses.replace(model, **parts)
 
 
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
@@ -234,6 +245,28 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     if contrary:
         flag = "Neither --bf16 nor --fp16 is given" if args.precision == "fp32" else f"--{args.precision} is given"
         yield f"{flag}, which means {args.precision}, but {', '.join(contrary)}; change the flag or the file"
+    for part, flag in _RATE_FLAGS.items():
+        given, key_path = getattr(args, flag), f"{_RATE_KEYS[part]}_lr"
+        if None not in (given, document.get(key_path)) and given != document.get(key_path):
+            yield (f"{flag_name(flag)} is {given:g}, but {document.at(key_path)} is {document.get(key_path):g}; both "
+                   f"are the learning rate of one part, so keep one")
+    own = [f"{key}_lr" for part, key in _RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
+    if own and args.lr == 0.0:
+        yield (f"--lr is 0, but {' and '.join(own)} is not, and follows the schedule of --lr in proportion; to train "
+               f"some parts alone, give --lr above 0 and set freeze to true in the others")
+
+
+def _rate_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Which settings of Adam meet nothing that is trained; patterns are looked at beside the names of weights."""
+    for part, key in _RATE_KEYS.items():
+        if not model.is_frozen(part):
+            continue
+        rates, flag = getattr(model, part).rates, _RATE_FLAGS.get(part)
+        if flag is not None and getattr(args, flag) is not None:
+            yield f"command line: {flag_name(flag)} has no effect, because freeze is true in that part of the model"
+        for name in ("lr", "weight_decay"):
+            if getattr(rates, name) is not None:
+                yield f"{args.mm_model}: {key}_{name} has no effect, because freeze is true beside it"
 
 
 def _notes(args: Arguments) -> Iterator[str]:
@@ -252,5 +285,9 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.save is None:
         interval = f", and --save-interval {args.save_interval} has no effect" if args.save_interval else ""
         yield f"command line: no --save, so no checkpoint will be written{interval}"
+    if args.lr_scale_modules and args.lr_mult == 1.0:
+        yield "command line: --lr-scale-modules has no effect without --lr-mult"
+    if args.lr_mult != 1.0 and not args.lr_scale_modules:
+        yield "command line: --lr-mult has no effect without --lr-scale-modules"
     if not args.fp16 and args.loss_scale is not None:
         yield "command line: --loss-scale has no effect without --fp16"

@@ -49,6 +49,9 @@ Int = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Int, Ge(1)]
 Number = Annotated[float, AllowInfNan(False)]
 NotNegative = Annotated[Number, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+WORDS = "one or more words"
+"""The title of a field that takes a list of words; on the command line any number of them."""
 OrDefault = "null means the default"
 """Marks a field in whose place null may stand."""
 

@@ -13,6 +13,7 @@ from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
+from mm.weights.groups import Group, optimizer_groups
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights, stage_weights
 
@@ -79,6 +80,7 @@ def stage_report(run: Run) -> str:
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
+        _group_lines(run),
         ["Notes:", *(f"  - {note}" for note in run.notes)] if run.notes else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -245,6 +247,19 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *(f"In part   {device}: enough for all {least_kind}, not for all {worst_kind}" for device in partly),
         *([f"Too small {', '.join(small)}"] if small else []),
     ]
+
+
+def _group_lines(run: Run) -> list[str]:
+    """Groups of the optimizer, where they are more than weights with and without weight decay."""
+    args, groups = run.args, optimizer_groups(run.args, run.model)
+    if {Group(args.lr, args.weight_decay), Group(args.lr, 0.0)} >= groups.keys():
+        return []
+    rows: list[tuple[str, ...]] = [("learning rate", "weight decay", "tensors", "params", "parts")]
+    for group, weights in groups.items():
+        num_params = sum(math.prod(weight.shape) for weight in weights)
+        rows.append((f"{group.max_lr:g}", f"{group.weight_decay:g}", str(len(weights)), f"{num_params:,}",
+                     ", ".join(dict.fromkeys(weight.part for weight in weights))))
+    return ["Groups of the optimizer (highest learning rates):", *_aligned(rows)]
 
 
 def _gib(num_bytes: int) -> str:

@@ -25,13 +25,15 @@ from mm.data.dataset import MAX_PROBLEMS, Dataset
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.image import ImageProcessor
 from mm.errors import UserError, collected
+from mm.weights.groups import group_problems
 
 _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
 
 
 def file_problems(run: Run) -> list[str]:
-    """Problems of weights, tokenizer, processor and output directories; reads headers only, so it takes seconds."""
+    """Problems of weights and patterns of their names, tokenizer, processor and output directories; reads headers
+    only, so it takes seconds."""
     args, base, problems = run.args, run.data.model_name_or_path, []
     for path in dict.fromkeys((base, args.load)):
         if path is not None:
@@ -47,7 +49,7 @@ def file_problems(run: Run) -> list[str]:
             problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
     with collected(problems):
         problems.extend(_output_problems(run))
-    return problems
+    return [*problems, *group_problems(args, run.model)]
 
 
 def qkv_order(run: Run) -> QkvOrder:

@@ -28,6 +28,7 @@ from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
 from mm.training.step import Parts, step
 from mm.training.update import StepResult, clips_in_adam
+from mm.weights.groups import group_facts
 
 
 class Trainer:
@@ -57,7 +58,7 @@ class Trainer:
         )
         self.metrics = None
         if self.reports:
-            facts = {**resolved(run), "ran_on": self._ran_on()}
+            facts = {**resolved(run), "ran_on": self._ran_on(), "optimizer_groups": group_facts(args, run.model)}
             self.metrics = MetricsWriter(args, facts, self.progress.iteration)
 
     def run_steps(self) -> None:

@@ -16,6 +16,7 @@ from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
 from mm.training.optimizer import build_optimizer
 from mm.training.update import StepResult, update
+from mm.weights.groups import group_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Parts:
         """Everything around ``stage``, whose weights must be filled: the optimizer copies them."""
         settings = stage.config
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
-        optimizer = build_optimizer(optimizer_config(args, settings), models)
+        groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
+                  if not stage.model.is_frozen(weight.part)}
+        optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device)
         return cls(mesh, stage, models, optimizer, communicator)

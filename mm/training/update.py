@@ -45,7 +45,7 @@ def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, dev
     is not finite raises AgreedError on all ranks, with all weights and moments as they were.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["lr"] = lr * group["lr_mult"]
     inner = _trained(optimizer)
     has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
     scale = [optimizer.get_loss_scale()] if has_scaler else []  # the tensor of before the scaler's own update

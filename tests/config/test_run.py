@@ -10,7 +10,7 @@ import pytest
 from mm.config import run as run_config
 from mm.config.run import Run, load_run, resolved
 from mm.errors import UserError
-from tests.config.test_model import ABSENT, LANGUAGE, VISION, changed
+from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
@@ -115,6 +115,11 @@ def test_sources_of_the_world_size(tmp_path):
     ([], {"model": {f"{VISION}.params_dtype": "fp32"}}, "--bf16 is given, which means bf16, but"),
     ([], {"model": {f"{VISION}.params_dtype": "float16"}}, 'vision_encoder.params_dtype is "float16"; change'),
     ([], {"model": {f"{VISION}.fp16": True}}, "image_encoder.vision_encoder.fp16 is true; change the flag or the file"),
+    (["--vision-tower-lr", "1e-6"], {"model": {f"{VISION}.vision_lr": 2e-6}},
+     "vision_lr is 2e-06; both are the learning rate of one part, so keep one"),
+    (["--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.projector_lr": 2e-6}}, "--mm-projector-lr is 1e-06, but"),
+    (["--lr", "0"], {"model": {f"{LANGUAGE}.language_lr": 2e-6}}, "--lr is 0, but text_decoder.language_lr is not"),
+    (["--lr", "0", "--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.freeze": False}}, "projector_lr is not, and"),
     ([], {"data": {"dataset_param.preprocess_parameters.image_min_pixels": 300000}}, "above image_max_pixels = 262144"),
 ])
 def test_rules_across_files(tmp_path, flags, how, what):
@@ -143,6 +148,26 @@ def test_recompute_flags_count_where_the_json_says_nothing(tmp_path):
                "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
     assert run.model.vision.recompute.method == "uniform"
     assert run.model.language.recompute.granularity == "selective"
+
+
+def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
+    trained = {f"{VISION}.freeze": False, f"{PROJECTOR}.freeze": False}
+    run = load(tmp_path, "--vision-tower-lr", "1e-6", "--mm-projector-lr", "1e-4",
+               model={**trained, f"{VISION}.vision_lr": 1e-6, f"{PROJECTOR}.projector_weight_decay": 0.5})
+    rates = [(part.rates.lr, part.rates.weight_decay) for part in (
+        run.model.vision, run.model.projector, run.model.language)]
+    assert rates == [(1e-6, None), (1e-4, 0.5), (None, None)]
+    assert not [note for note in run.notes if "freeze is true" in note]
+
+
+def test_rates_that_meet_nothing_are_noted(tmp_path):
+    told = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
+                          model={f"{PROJECTOR}.projector_weight_decay": 0.5}).notes)
+    for what in ("--vision-tower-lr has no effect, because freeze is true", "--lr-mult has no effect without",
+                 "image_encoder.vision_projector.projector_weight_decay has no effect, because freeze is true"):
+        assert what in told
+    assert "--lr-scale-modules has no effect without --lr-mult" in "\n".join(
+        load(tmp_path, "--lr-scale-modules", "mlp").notes)
 
 
 def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):

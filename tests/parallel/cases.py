@@ -40,6 +40,8 @@ class Case:
     sequence_parallel: bool = False
     clip_grad: float = 0.0
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
+    groups: bool = False
+    """Groups of the optimizer: ``GROUP_FLAGS`` and the rates of parts beside them."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Case":
@@ -67,6 +69,10 @@ class Case:
 
 
 ALL = ("vision", "projector", "language")
+GROUP_FLAGS = ("--weight-decay", "2", "--lr-scale-modules", "linear_fc", "--lr-mult", "0.5",
+               "--weight-decay-exclude-modules", "embedding")
+VISION_LR, PROJECTOR_LR, PROJECTOR_DECAY = 1e-4, 2e-3, 5.0
+"""Beside a learning rate of 1e-3.  Each setting changes weights by several times what rounding does to them."""
 CASES = (
     Case("tp1"),
     Case("tp1-tied", tied=True),
@@ -103,6 +109,8 @@ CASES = (
     Case("tp2-sp-language-frozen", tp=2, sequence_parallel=True, freeze=("language",)),
     Case("tp2-sp-vision-frozen", tp=2, sequence_parallel=True, freeze=("vision",)),
     Case("tp2-sp-clipped", tp=2, sequence_parallel=True, clip_grad=1e-6),
+    Case("tp1-groups", groups=True),
+    Case("tp2-groups", tp=2, groups=True),
     Case("tp2-clipped", tp=2, clip_grad=1e-6),
     Case("pp2-vit-on-one", (4, 0), (2, 2)),
     Case("pp2-vit-on-both", (3, 1), (0, 4)),
@@ -114,6 +122,8 @@ CASES = (
     Case("pp2-language-frozen", (3, 1), (0, 4), freeze=("language",)),
     Case("pp2-only-projector", (4, 0), (0, 4), freeze=("vision", "language")),
     Case("pp2-nothing-trainable-on-first", (4, 0), (0, 4), freeze=("vision", "projector")),
+    Case("pp2-groups-one-part-on-first", (2, 2), (0, 4), groups=True),
+    Case("pp2-groups-tied", (4, 0), (1, 3), tied=True, groups=True),
     Case("pp2-text-only", (3, 1), (0, 4), batch="text"),
     Case("pp2-text-only-language-frozen", (3, 1), (0, 4), freeze=("language",), batch="text"),
     # two virtual chunks: the ViT over both, chunks of nothing, and what ties the first to the last on one rank
@@ -129,6 +139,7 @@ CASES = (
     Case("dp2-images-on-one-rank", dp=2, batch="images on one rank"),
     Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
     Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
+    Case("dp2-distributed-optimizer-groups", dp=2, distributed_optimizer=True, groups=True),
     Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
          overlap=True),
     Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", overlap=True),
@@ -153,6 +164,7 @@ CASES = (
     Case("tp2-pp2-tied", (4, 0), (2, 2), tp=2, tied=True),
     Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, distributed_optimizer=True),
     Case("dp2-pp2-distributed-optimizer", (3, 1), (0, 4), dp=2, distributed_optimizer=True),
+    Case("dp2-pp2-distributed-optimizer-groups", (2, 2), (0, 4), dp=2, distributed_optimizer=True, groups=True),
     Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, distributed_optimizer=True, tied=True),
     Case("dp2-pp2-vision-frozen-distributed-optimizer", (4, 0), (0, 4), dp=2, distributed_optimizer=True,
          freeze=("vision", "projector")),

@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
-from mm.config.model import ModelConfig, RecomputeConfig  # noqa: E402
+from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
@@ -36,10 +36,35 @@ from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
 from tests.launch import write_whole  # noqa: E402
-from tests.parallel.cases import CASES, NOT_FINITE, Case, batch_of  # noqa: E402
+from tests.parallel.cases import (  # noqa: E402
+    CASES,
+    GROUP_FLAGS,
+    NOT_FINITE,
+    PROJECTOR_DECAY,
+    PROJECTOR_LR,
+    VISION_LR,
+    Case,
+    batch_of,
+)
 from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
+
+
+def part_of(name: str) -> str:
+    """By transformers' name."""
+    return "projector" if "visual.merger" in name else "vision" if "visual" in name else "language"
+
+
+def adam_group(name: str, parameter: torch.nn.Parameter, case: Case) -> dict:
+    """The parameter as a group of torch's AdamW, by transformers' name."""
+    lr, decay = LR, 0.0 if parameter.dim() == 1 else WEIGHT_DECAY
+    if case.groups:
+        lr = {"vision": VISION_LR, "projector": PROJECTOR_LR, "language": LR}[part_of(name)]
+        lr *= 0.5 if ".mlp." in name else 1.0
+        decay = PROJECTOR_DECAY if part_of(name) == "projector" else 2.0
+        decay = 0.0 if parameter.dim() == 1 or "embed_tokens" in name else decay
+    return {"params": [parameter], "lr": lr, "weight_decay": decay}
 
 
 def reference(case: Case) -> dict:
@@ -48,9 +73,7 @@ def reference(case: Case) -> dict:
     model = hf_model(case.tied)
     before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
     for name, parameter in model.named_parameters():
-        part = "vision" if "visual" in name else "language"
-        part = "projector" if "visual.merger" in name else part
-        parameter.requires_grad_(part not in case.freeze)
+        parameter.requires_grad_(part_of(name) not in case.freeze)
     if case.batch == "no targets":
         loss = torch.zeros(())
     else:
@@ -65,10 +88,7 @@ def reference(case: Case) -> dict:
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trainable])) if trainable else torch.zeros(())
     if case.clip_grad > 0.0:
         torch.nn.utils.clip_grad_norm_(trainable, case.clip_grad)
-    groups = [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups = [adam_group(name, p, case) for name, p in model.named_parameters() if p.requires_grad]
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
     with torch.no_grad():
         loss_after = 0.0 if case.batch == "no targets" else float(hf_loss(model, microbatches, case.loss_unit))
@@ -122,6 +142,9 @@ class Engine:
 
 def config_of(case: Case) -> ModelConfig:
     config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze)
+    if case.groups:
+        config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
+                         projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
     if case.recompute is None:
         return config
     selective = case.recompute == "selective"
@@ -137,6 +160,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     args = arguments.parse(
         ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(case.clip_grad), "--train-iters", "1"]
         + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]
+        + list(GROUP_FLAGS) * case.groups
         + ["--use-distributed-optimizer"] * case.distributed_optimizer
         + ["--overlap-grad-reduce"] * case.overlap
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)

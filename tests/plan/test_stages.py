@@ -7,7 +7,7 @@ import pytest
 
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments
-from mm.config.model import RecomputeConfig, read_model
+from mm.config.model import Rates, RecomputeConfig, read_model
 from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.plan.memory import StageMemory
@@ -63,6 +63,21 @@ def test_bytes(precision, weight, optimizer):
     assert whole.total_bytes == whole.weight_bytes + whole.gradient_bytes + whole.optimizer_bytes
     (split,) = sizes(run_of("3b", [32], [36], 4, freeze="vp", use_distributed_optimizer=True, **flags))
     assert split.optimizer_bytes == whole.optimizer_bytes // 4
+
+
+def test_groups_of_the_optimizer_are_shown_where_there_are_more_than_two():
+    run = run_of("3b", [32], [36], 1, freeze="p")
+    assert "Groups of the optimizer" not in stage_report(run)
+    run = dataclasses.replace(run, model=dataclasses.replace(
+        run.model, vision=dataclasses.replace(run.model.vision, rates=Rates(1e-6, 0.5))))
+    vit = 32 * (4 * 1280 * 1280 + 3 * 1280 * 3420) + 1280 * 3 * 2 * 14 * 14
+    lines = stage_report(run).split("Groups of the optimizer (highest learning rates):\n")[1].splitlines()[:5]
+    assert [line.split() for line in lines[1:]] == [
+        ["1e-06", "0.5", "129", f"{vit:,}", "vision"],
+        ["1e-06", "0", "192", f"{32 * (4 * 1280 + 3840 + 2 * 3420):,}", "vision"],
+        ["0", "0.01", "145", "3,085,697,024", "language"],
+        ["0", "0", "109", f"{36 * (3 * 2048 + 512) + 2048:,}", "language"],
+    ]
 
 
 def test_frozen_stage_has_weights_only():

@@ -57,8 +57,8 @@ def results(directory: Path) -> dict:
 
 
 SAME_LAYOUT = (
-    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-fp16", "dp2-vision-frozen",
-    "tp2", "tp2-bf16", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
+    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-fp16", "dp2-groups",
+    "dp2-vision-frozen", "tp2", "tp2-bf16", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
     assert measured["progress"] == {"iteration": 2, "consumed_samples": 8, "notes": []}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen"])
+@pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups"])
 def test_any_layout_goes_on_from_any_other(name: str, results: dict) -> None:
     tolerance = BF16_LOSS_TOLERANCE if name == "bf16" else LOSS_TOLERANCE
     for measured in results["reshard"][name]:

@@ -85,6 +85,11 @@ def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
     assert (inputs / "full/file").read_text() == "mine"
 
 
+def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
+    (problem,) = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5")
+    assert problem.startswith("--lr-scale-modules has 'visoin', which is in no name of a weight; names begin with ")
+
+
 def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
     Image.new("RGB", (1000, 4)).save(inputs / "strip.png")
     records = json.loads((inputs / "samples.json").read_text())
