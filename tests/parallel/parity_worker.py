@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from mm.device.device import Device
@@ -67,6 +68,7 @@ def adam_group(name: str, parameter: torch.nn.Parameter, case: Case) -> dict:
     return {"params": [parameter], "lr": lr, "weight_decay": decay}
 
 
+@cache
 def reference(case: Case) -> dict:
     """Loss, gradients, gradient norm and updated weights of transformers' model."""
     microbatches = [microbatch for rank in batch_of(case) for microbatch in rank]
@@ -218,7 +220,8 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
 
 
 def run_case(case: Case) -> dict:
-    expected = reference(case)
+    expected = reference(replace(case, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
+                                 overlap=False, recompute=None, logit_rows=None, sequence_parallel=False))
     engine = build(case, expected["before"])
     # With overlapped reduction the first pass only learns which gradients to wait for.
     forward_backward(engine.parts, engine.plan)
