@@ -11,7 +11,7 @@ from tests.parallel.cases import CASES
 from tests.tiny import hf_model, hf_tensors, our_config
 from tests.unfuse import unfuse
 
-LAYOUTS = sorted({(case.vision, case.language, case.tp, case.tied) for case in CASES})
+LAYOUTS = sorted({(case.vision_chunks, case.language_chunks, case.tp, case.tied) for case in CASES})
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.mark.parametrize(("vision", "language", "tp", "tied"), LAYOUTS)
 def test_there_and_back(saved, vision: tuple, language: tuple, tp: int, tied: bool) -> None:
     source = open_source(saved[tied])
-    config = our_config((vision,), (language,), tied)
+    config = our_config(vision, language, tied)
     placement = config.placement()
     held: dict[str, list[torch.Tensor]] = {}
     for spec in placement.slots:
