@@ -133,7 +133,8 @@ def test_kernels_and_bytes_of_a_layer(traced, size: str, layer: str) -> None:
 def formulas(case: Case) -> StageMemory:
     model = case.model()
     placement = model.placement()
-    return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16", case.sequence_parallel)
+    return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16",
+                          case.tp_size if case.sequence_parallel else 1)
 
 
 def rows_of(step: Trace) -> Rows:

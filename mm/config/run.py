@@ -53,6 +53,11 @@ class Run:
         return self.args.tensor_model_parallel_size
 
     @property
+    def num_pieces(self) -> int:
+        """Into how many sequence parallelism cuts rows; 1 without it."""
+        return self.tp_size if self.args.sequence_parallel else 1
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages."""
         return self.model.num_stages
@@ -205,8 +210,8 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"which needs none: give flat lists of one number each")
     if args.virtual_pipeline_model_parallel_size not in (None, run.num_chunks):
         yield (f"--virtual-pipeline-model-parallel-size is {args.virtual_pipeline_model_parallel_size}, but the "
-               f"pipeline_num_layers lists of {args.mm_model} have {run.num_chunks} virtual chunks; change one of the "
-               f"two (the flag may be left out)")
+               f"pipeline_num_layers lists of {args.mm_model} have another number of virtual chunks, {run.num_chunks}; "
+               f"change one of the two (the flag may be left out)")
     if args.pipeline_model_parallel_size not in (None, run.num_stages):
         yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
                f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag may be left "
@@ -220,8 +225,8 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
                f"{_nearest_multiples(run.global_batch_size, unit)}")
     elif run.num_chunks > 1 and run.num_microbatches < run.num_stages:
-        yield (f"--global-batch-size is {run.global_batch_size}, which makes {run.num_microbatches} microbatches; "
-               f"virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "
+        yield (f"--global-batch-size is {run.global_batch_size}; microbatches of a replica: {run.num_microbatches}, "
+               f"but virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "
                f"{unit * run.num_stages}")
 
 

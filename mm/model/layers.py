@@ -36,11 +36,6 @@ class LayerContext:
     def tp_size(self) -> int:
         return self.tp_group.size()
 
-    @property
-    def cuts_rows(self) -> bool:
-        """Whether the ranks of ``tp_group`` share out rows between the linear layers: sequence parallelism."""
-        return self.parallel.sequence_parallel
-
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""
         return ColumnLinear(

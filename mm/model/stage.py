@@ -21,6 +21,7 @@ from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, 
 from mm.model.layers import AttentionInputs, LayerContext
 from mm.model.loss import LossInputs, loss_inputs
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
+from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.weights.memory import memory_shape
@@ -43,7 +44,7 @@ class Chunk(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
-                 loss_unit: LossUnit) -> None:
+                 loss_unit: LossUnit, journal: Journal) -> None:
         super().__init__()
         placement = model.placement()
         self.spec = spec = placement[mesh.pp_rank, number]
@@ -51,6 +52,7 @@ class Chunk(nn.Module):
         self.config = settings  # where megatron's DDP and schedules look for it
         self.device = device
         self.loss_unit: LossUnit = loss_unit
+        self.journal = journal
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
@@ -99,9 +101,8 @@ class Chunk(nn.Module):
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
         if inputs.loss is not None:
-            if inputs.language is not None and inputs.language.cut is not None:
-                x = gather_rows(x, inputs.language.cut, sums_gradients=False)
-            return self.text_decoder.loss(x.index_select(0, inputs.loss.target_index), inputs.loss)
+            with self.journal.during(Work.LANGUAGE_FORWARD):
+                return self._loss(x, inputs, inputs.loss)
         # A chunk that only hands on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
@@ -111,15 +112,22 @@ class Chunk(nn.Module):
         if inputs.vision is not None:
             x = inputs.vision.pixel_values if spec.has_patch_embedding else x
             assert x is not None, "a microbatch with images came without their pixels or patches"
-            x = self.image_encoder["encoder"](x, inputs.vision)
-            if spec.has_projector:
-                x = self.image_encoder["projector"](x, inputs.vision)
-        if inputs.embedding is not None:
-            x = self.text_decoder.embedding(inputs.embedding, x)
+            with self.journal.during(Work.VISION_FORWARD):
+                x = self.image_encoder["encoder"](x, inputs.vision)
+                if spec.has_projector:
+                    x = self.image_encoder["projector"](x, inputs.vision)
         if inputs.language is not None:
-            assert x is not None, "every microbatch has tokens"
-            x = self.text_decoder(x, inputs.language)
+            with self.journal.during(Work.LANGUAGE_FORWARD):
+                if inputs.embedding is not None:
+                    x = self.text_decoder.embedding(inputs.embedding, x)
+                assert x is not None, "every microbatch has tokens"
+                x = self.text_decoder(x, inputs.language)
         return x
+
+    def _loss(self, x: Tensor, inputs: ChunkInputs, targets: LossInputs) -> Tensor:
+        if inputs.language is not None and inputs.language.cut is not None:
+            x = gather_rows(x, inputs.language.cut, sums_gradients=False)
+        return self.text_decoder.loss(x.index_select(0, targets.target_index), targets)
 
 
 class Stage:
@@ -131,9 +139,9 @@ class Stage:
     ) -> None:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
-        self.chunks = tuple(
-            Chunk(model, number, mesh, self.config, device, loss_unit) for number in range(model.num_chunks)
-        )
+        self.journal = Journal()
+        self.chunks = tuple(Chunk(model, number, mesh, self.config, device, loss_unit, self.journal)
+                            for number in range(model.num_chunks))
         self.weights = tuple(weight for chunk in self.chunks for weight in chunk.weights)
         self._parameters = dict(self.named_parameters())
         assert len(self._parameters) == len(self.weights), "a name stands for one weight of the rank"

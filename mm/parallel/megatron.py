@@ -40,7 +40,7 @@ def parallel_config(
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
         virtual_pipeline_model_parallel_size=model.num_chunks if model.num_chunks > 1 else None,
-        sequence_parallel=sequence_parallel and mesh.tp_size > 1,
+        sequence_parallel=sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=precision == "bf16",

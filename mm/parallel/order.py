@@ -6,7 +6,7 @@ megatron's own tables.
 
 from collections.abc import Iterator, Sequence
 
-Place = tuple[int, int]
+Turn = tuple[int, int]
 """Microbatch and chunk."""
 
 
@@ -20,7 +20,7 @@ def group_size(num_microbatches: int, num_stages: int) -> int:
     return next(size for size in sizes if num_microbatches % size == 0 or num_microbatches % size >= num_stages)
 
 
-def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> list[Place]:
+def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> list[Turn]:
     """The order in which every stage runs its forward steps: group by group, each through all chunks."""
     size = group_size(num_microbatches, num_stages) if num_chunks > 1 else num_microbatches
     return [
@@ -31,7 +31,7 @@ def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> li
     ]
 
 
-def backward_order(forward: Sequence[Place]) -> list[Place]:
+def backward_order(forward: Sequence[Turn]) -> list[Turn]:
     """The order of the backward steps: the same, with the chunks from last to first."""
     last = max(chunk for _, chunk in forward)
     return [(microbatch, last - chunk) for microbatch, chunk in forward]
@@ -45,14 +45,21 @@ def num_warmup_steps(num_microbatches: int, stage: int, num_stages: int, num_chu
     return min(num_behind, num_microbatches * num_chunks)
 
 
+def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> list[tuple[bool, Turn]]:
+    """Forward (True) and backward steps of a stage, in their order."""
+    forward = forward_order(num_microbatches, num_stages, num_chunks)
+    backward = backward_order(forward)
+    num_warmup = num_warmup_steps(num_microbatches, stage, num_stages, num_chunks)
+    steps = [(True, turn) for turn in forward[:num_warmup]]
+    for ahead, behind in zip(forward[num_warmup:], backward, strict=False):
+        steps += [(True, ahead), (False, behind)]
+    return steps + [(False, turn) for turn in backward[len(forward) - num_warmup :]]
+
+
 def in_flight(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
     """After each forward step of a stage: by chunk, how many microbatches still wait for their backward step."""
-    forward = forward_order(num_microbatches, num_stages, num_chunks)
-    backward = iter(backward_order(forward))
-    num_warmup = num_warmup_steps(num_microbatches, stage, num_stages, num_chunks)
     counts = [0] * num_chunks
-    for number, (_, chunk) in enumerate(forward):
-        counts[chunk] += 1
-        yield tuple(counts)
-        if number >= num_warmup:
-            counts[next(backward)[1]] -= 1
+    for is_forward, (_, chunk) in stage_steps(num_microbatches, stage, num_stages, num_chunks):
+        counts[chunk] += 1 if is_forward else -1
+        if is_forward:
+            yield tuple(counts)

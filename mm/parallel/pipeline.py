@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
+from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import Place, backward_order, forward_order
+from mm.parallel.order import Turn, backward_order, forward_order
 from mm.parallel.pieces import piece_of
 from mm.placement import Message, StageSpec
 
@@ -76,11 +77,14 @@ class PipelineCommunicator:
     backward pass; the forward step takes every received tensor from ``take``.
     """
 
-    def __init__(self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device) -> None:
+    def __init__(
+        self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal
+    ) -> None:
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
         self._gradient_group = mesh.gradient_group
+        self._journal = journal
         self._placement, self._model = model.placement(), model
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
@@ -89,10 +93,10 @@ class PipelineCommunicator:
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
-        self._inbox: dict[Place, Tensor | None] = {}
+        self._inbox: dict[Turn, Tensor | None] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._microbatches: tuple[Microbatch, ...] = ()
-        self._expected: dict[str, Iterator[Place]] = {}
+        self._expected: dict[str, Iterator[Turn]] = {}
         self._has_turned = False
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
         for group in dict.fromkeys((self.pp_group, self._gradient_group)):
@@ -117,7 +121,7 @@ class PipelineCommunicator:
 
     def end(self) -> None:
         """Wait until everything sent in this step has left; nothing may be left to receive or to take."""
-        left = [name for name, places in self._expected.items() if next(places, None) is not None]
+        left = [name for name, turns in self._expected.items() if next(turns, None) is not None]
         assert not left and not self._inbox, f"the step ended with messages left: {left}, {list(self._inbox)}"
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
@@ -199,9 +203,9 @@ class PipelineCommunicator:
                 # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
                 activations.send(output.detach(), self._next)
         if recv_forward:
-            place = next(self._expected["recv_forward"])
-            spec, microbatch = self._at(place)
-            self._inbox[place] = received = activations.receive(
+            turn = next(self._expected["recv_forward"])
+            spec, microbatch = self._at(turn)
+            self._inbox[turn] = received = activations.receive(
                 self._shape(spec.receives, microbatch), self._previous, self._like)
             if received is not None and self._placement.gradient_flows(spec.receives, bool(microbatch.image_grids)):
                 arrived = received
@@ -213,11 +217,12 @@ class PipelineCommunicator:
         if recv_backward:
             spec, microbatch = self._at(next(self._expected["recv_backward"]))
             output_gradient = gradients.receive(self._gradient_shape(spec.sends, microbatch), self._next, self._like)
-        self._run(activations, gradients)
+        with self._journal.during(Work.EXCHANGE):
+            self._run(activations, gradients)
         return None if arrived is None else arrived.requires_grad_(), output_gradient
 
-    def _at(self, place: Place) -> tuple[StageSpec, Microbatch]:
-        microbatch, chunk = place
+    def _at(self, turn: Turn) -> tuple[StageSpec, Microbatch]:
+        microbatch, chunk = turn
         return self._specs[chunk], self._microbatches[microbatch]
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:

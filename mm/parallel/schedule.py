@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan
+from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import group_size
 from mm.parallel.pipeline import PipelineCommunicator
@@ -31,6 +32,7 @@ def run_schedule(
     the head.  Summed over data-parallel ranks it is the loss of the global batch.
     """
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
+    journal: Journal = chunks[0].journal
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
 
     def forward_step(
@@ -38,8 +40,12 @@ def run_schedule(
     ) -> tuple[Tensor, object]:
         chunk: Any = wrapped.module
         number, microbatch = next(microbatches)
-        inputs = chunk.prepare(microbatch, plan.totals)
-        output = wrapped(inputs, communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None)
+        place = chunk.spec.chunk, number
+        with journal.during(Work.INPUTS, *place):
+            inputs = chunk.prepare(microbatch, plan.totals)
+        with journal.during(Work.FORWARD, *place):
+            output = wrapped(inputs, communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None)
+        journal.follow_backward(output, *place)
         if chunk.spec.has_head:
             total.add_(output.detach())
         return output, _loss_is_output
@@ -92,6 +98,12 @@ def finalize_gradients(
     in bucket order, which is the order in which a rank with images reports them: no rank ever waits for another's
     images.
     """
+    chunk: Any = models[0].module
+    with chunk.journal.during(Work.REDUCTION):
+        _reduce(models, tied_group, force_all_reduce)
+
+
+def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_reduce: bool) -> None:
     for model in reversed(models):
         if model.ddp_config.overlap_param_gather:
             for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these

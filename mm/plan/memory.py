@@ -73,10 +73,10 @@ class LayerBytes:
 
 
 def layer_bytes(
-    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, cuts_rows: bool = False
+    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1
 ) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output.  ``cuts_rows``: sequence parallelism."""
-    whole, num_pieces = tower.hidden_size * width, tp_size if cuts_rows else 1
+    """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``: as ``ChunkMemory`` has it."""
+    whole = tower.hidden_size * width
     hidden = whole // num_pieces
     q = tower.num_attention_heads * tower.head_dim // tp_size * width
     k = tower.num_query_groups * tower.head_dim // tp_size * width
@@ -87,7 +87,7 @@ def layer_bytes(
         attention=2 * (q + k) + FP32 * tower.num_attention_heads // tp_size,
         swiglu_input=2 * local_ffn * width,
         swiglu_output=local_ffn * width,
-        gathered=whole if cuts_rows else 0,
+        gathered=whole if num_pieces > 1 else 0,
     )
 
 
@@ -100,11 +100,8 @@ class ChunkMemory:
     spec: StageSpec
     tp_size: int
     precision: str
-    sequence_parallel: bool = False
-
-    @property
-    def cuts_rows(self) -> bool:
-        return self.sequence_parallel and self.tp_size > 1
+    num_pieces: int = 1
+    """Into how many the rows between two linear layers are cut: ``tp_size`` under sequence parallelism."""
 
     @property
     def width(self) -> int:
@@ -154,11 +151,11 @@ class ChunkMemory:
 
     def _layer_bytes(self, tower: VisionConfig | LanguageConfig, part: str) -> LayerBytes:
         fused = next(w for w in self._weights if w.part == part and w.fusion is Fusion.GATE_UP)
-        return layer_bytes(tower, _held_shape(fused, self.tp_size)[0] // 2, self.tp_size, self.width, self.cuts_rows)
+        return layer_bytes(tower, _held_shape(fused, self.tp_size)[0] // 2, self.tp_size, self.width, self.num_pieces)
 
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
-        merged, num_pieces = vision.spatial_merge_size**2, self.tp_size if self.cuts_rows else 1
+        merged, num_pieces = vision.spatial_merge_size**2, self.num_pieces
         kept = sum(layer.kept(keeps) for layer, keeps in self._vision_layers())
         if kept:  # tables of cos and sin, in both orders of rows; the indices of both orders and back
             kept += 2 * 2 * vision.head_dim * FP32 + 2 * INT64
@@ -198,11 +195,11 @@ class StageMemory:
     @classmethod
     def of(
         cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        sequence_parallel: bool = False,
+        num_pieces: int = 1,
     ) -> "StageMemory":  # fmt: skip
         specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
         return cls(tuple(
-            ChunkMemory(model, placement, spec, tp_size, precision, sequence_parallel) for spec in specs))
+            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces) for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
         """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""

@@ -6,7 +6,7 @@ Pure arithmetic; the schedule's order is that of ``mm.parallel.order``.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mm.parallel.order import Place, backward_order, forward_order, num_warmup_steps
+from mm.parallel.order import stage_steps
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SlotSeconds:
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedStep:
     """One step of a stage."""
 
     is_forward: bool
@@ -29,23 +29,12 @@ class Work:
     end: float
 
 
-def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> list[tuple[bool, Place]]:
-    """Forward (True) and backward steps of a stage, in their order."""
-    forward = forward_order(num_microbatches, num_stages, num_chunks)
-    backward = backward_order(forward)
-    num_warmup = num_warmup_steps(num_microbatches, stage, num_stages, num_chunks)
-    steps = [(True, place) for place in forward[:num_warmup]]
-    for ahead, behind in zip(forward[num_warmup:], backward, strict=False):
-        steps += [(True, ahead), (False, behind)]
-    return steps + [(False, place) for place in backward[len(forward) - num_warmup :]]
-
-
-def simulate(slots: Sequence[SlotSeconds], num_microbatches: int, num_stages: int) -> list[list[Work]]:
+def simulate(slots: Sequence[SlotSeconds], num_microbatches: int, num_stages: int) -> list[list[TimedStep]]:
     """What each stage does when.  ``slots`` are in the order in which a microbatch passes them."""
     num_chunks = len(slots) // num_stages
     queues = [stage_steps(num_microbatches, stage, num_stages, num_chunks) for stage in range(num_stages)]
     done: dict[tuple[bool, int, int], float] = {}
-    timeline: list[list[Work]] = [[] for _ in range(num_stages)]
+    timeline: list[list[TimedStep]] = [[] for _ in range(num_stages)]
     while any(queues):
         for stage, queue in enumerate(queues):
             while queue:
@@ -58,7 +47,7 @@ def simulate(slots: Sequence[SlotSeconds], num_microbatches: int, num_stages: in
                 start = max(ready, timeline[stage][-1].end if timeline[stage] else 0.0)
                 seconds = slots[slot].forward if is_forward else slots[slot].backward
                 done[is_forward, microbatch, slot] = start + seconds
-                timeline[stage].append(Work(is_forward, microbatch, chunk, start, start + seconds))
+                timeline[stage].append(TimedStep(is_forward, microbatch, chunk, start, start + seconds))
     return timeline
 
 
@@ -75,4 +64,4 @@ def _ready(
 
 def step_seconds(slots: Sequence[SlotSeconds], num_microbatches: int, num_stages: int) -> float:
     """From the first stage's start to the last stage's end."""
-    return max(work.end for stage in simulate(slots, num_microbatches, num_stages) for work in stage)
+    return max(step.end for stage in simulate(slots, num_microbatches, num_stages) for step in stage)

@@ -200,8 +200,7 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
-    args = run.args
-    return StageMemory.of(run.model, placement, stage, run.tp_size, args.precision, args.sequence_parallel)
+    return StageMemory.of(run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:

@@ -21,6 +21,7 @@ from mm.errors import AgreedError
 from mm.model import flops, load
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
+from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
@@ -42,7 +43,7 @@ class Trainer:
         self.progress = state.Progress(0, 0)
         self.checkpoint: Path | None = None
         """The training checkpoint that holds the weights as they are now."""
-        stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, args.sequence_parallel)
+        stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
         if args.load is None:
             load.initialize(stage, self.mesh, args.seed, run.model.language.init_method_std)
             self.parts = Parts.build(stage, self.mesh, args)
@@ -73,13 +74,15 @@ class Trainer:
         data = self.data(last - first)
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
-            plan = next(data)
+            with self.parts.stage.journal.during(Work.DATA):
+                plan = next(data)
             result = self._step(plan, iteration)
             ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
             self._report(plan, result, ended - started)
             started = ended
             if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
-                self._save(args.save)
+                with self.parts.stage.journal.during(Work.SAVE):
+                    self._save(args.save)
                 started = time.perf_counter()
         data.close()
 

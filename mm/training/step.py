@@ -10,6 +10,7 @@ from torch import Tensor
 from mm.batch import StepPlan
 from mm.config.flags import Arguments
 from mm.model.stage import Stage
+from mm.parallel.activity import Work
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
@@ -39,7 +40,7 @@ class Parts:
                   if not stage.model.is_frozen(weight.part)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
-        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device)
+        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal)
         return cls(mesh, stage, models, optimizer, communicator)
 
 
@@ -48,7 +49,9 @@ def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
 
     Raises AgreedError on all ranks, with no weight changed, when the loss or a gradient is not finite.
     """
-    return update(parts.optimizer, forward_backward(parts, plan), lr, parts.mesh, parts.stage.device)
+    loss = forward_backward(parts, plan)
+    with parts.stage.journal.during(Work.UPDATE):
+        return update(parts.optimizer, loss, lr, parts.mesh, parts.stage.device)
 
 
 def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:

@@ -82,7 +82,7 @@ def test_sources_of_the_world_size(tmp_path):
      "does not divide text_decoder.num_attention_heads = 28"),
     (["--tensor-model-parallel-size", "8"], {"world_size": 16}, "this model allows 1, 2, 4"),
     (["--pipeline-model-parallel-size", "4"], {}, "--pipeline-model-parallel-size is 4, but the"),
-    (["--virtual-pipeline-model-parallel-size", "2"], {}, "have 1 virtual chunks; change one of the two"),
+    (["--virtual-pipeline-model-parallel-size", "2"], {}, "have another number of virtual chunks, 1; change one"),
     (["--context-parallel-size", "2"], {}, "--context-parallel-size is 2; this version supports 1"),
     ([], {"world_size": 7}, "The world size is 7, not a multiple of tensor x pipeline parallel size = 1 x 2 = 2; "
                             "nearest: 6 or 8 ranks"),
@@ -107,8 +107,8 @@ def test_sources_of_the_world_size(tmp_path):
      "cannot come before the last ViT layer"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
                     f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}},
-     "--global-batch-size is 4, which makes 1 microbatches; virtual chunks need at least one for each of the 2 stages; "
-     "nearest: 8"),
+     "--global-batch-size is 4; microbatches of a replica: 1, but virtual chunks need at least one for each of the 2 "
+     "stages; nearest: 8"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [[32], [0]], f"{LANGUAGE}.pipeline_num_layers": [[4], [24]]}},
      "have 2 virtual chunks on one stage, which needs none: give flat lists"),
     ([], {"model": {f"{LANGUAGE}.bf16": False}}, "text_decoder.bf16 is false; change the flag or the file"),

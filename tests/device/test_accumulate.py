@@ -67,7 +67,9 @@ def test_the_product_is_added_in_fp32(dtype, npu, cuda_form_on_the_cpu) -> None:
         assert_accumulates(form, dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuBLAS is on CUDA devices only")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device here, and cuBLAS runs on no other; see the CPU's form above"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_on_cuda(dtype) -> None:
     gradient, x = (tensor.cuda() for tensor in rows(dtype))

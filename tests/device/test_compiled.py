@@ -32,7 +32,9 @@ def compiled_so_far() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count
 
 
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels are for CUDA devices only")
+on_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device here, and Triton's kernels run on no other; see the CPU's"
+)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])

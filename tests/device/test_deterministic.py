@@ -54,7 +54,7 @@ def test_variables_that_let_results_differ_are_refused_together() -> None:
     assert environment == given and not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention is on CUDA devices only")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here, and FlashAttention runs on no other")
 def test_attentions_backward_on_cuda_gives_the_same_bits() -> None:
     """Without the switch its sums are atomic additions in any order."""
     from mm.device.attention import Segments, cuda_attention

@@ -1,6 +1,6 @@
 """The layouts whose loss, gradients and first update must equal transformers'."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mm.batch import Grid
@@ -66,6 +66,12 @@ class Case:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def without_layout(self) -> "Case":
+        """The same training on one rank: what transformers does."""
+        return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
+                       overlap=False, recompute=None, logit_rows=None, sequence_parallel=False)
 
 
 ALL = ("vision", "projector", "language")

@@ -48,7 +48,7 @@ def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
 
 
 def test_sequence_parallel_ranks_share_rows_too() -> None:
-    whole, half = (layer_bytes(model_3b().language, 11008, 2, 2, cuts_rows) for cuts_rows in (False, True))
+    whole, half = (layer_bytes(model_3b().language, 11008, 2, 2, num_pieces) for num_pieces in (1, 2))
     assert (whole.residuals, whole.norm_outputs, whole.input) == (2 * half.residuals, 2 * half.norm_outputs, 4096)
     assert (half.attention, half.swiglu_input, half.input) == (whole.attention, whole.swiglu_input, 2048)
     assert whole.gathered == 0 and half.gathered == 4096

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.plan.simulation import SlotSeconds, simulate, stage_steps, step_seconds
+from mm.parallel.order import stage_steps
+from mm.plan.simulation import SlotSeconds, simulate, step_seconds
 
 SECONDS = st.floats(0.1, 3.0)
 
@@ -42,16 +43,16 @@ def test_no_step_is_too_early_and_no_stage_does_two_things(data, num_stages, num
                                min_size=num_stages * num_chunks, max_size=num_stages * num_chunks))
     timeline = simulate(slots, num_microbatches, num_stages)
     ends = {}
-    for stage, works in enumerate(timeline):
-        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(works))
-        assert [(work.is_forward, (work.microbatch, work.chunk)) for work in works] == stage_steps(
+    for stage, steps in enumerate(timeline):
+        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(steps))
+        assert [(step.is_forward, (step.microbatch, step.chunk)) for step in steps] == stage_steps(
             num_microbatches, stage, num_stages, num_chunks)
-        ends |= {(work.is_forward, work.microbatch, work.chunk * num_stages + stage): work for work in works}
+        ends |= {(step.is_forward, step.microbatch, step.chunk * num_stages + stage): step for step in steps}
     assert len(ends) == 2 * num_microbatches * len(slots)
-    for (is_forward, microbatch, slot), work in ends.items():
+    for (is_forward, microbatch, slot), step in ends.items():
         if is_forward and slot:
-            assert work.start >= ends[True, microbatch, slot - 1].end - 1e-9
+            assert step.start >= ends[True, microbatch, slot - 1].end - 1e-9
         if not is_forward:
-            assert work.start >= ends[True, microbatch, slot].end - 1e-9
+            assert step.start >= ends[True, microbatch, slot].end - 1e-9
         if not is_forward and slots[slot].backward and slot < len(slots) - 1:
-            assert work.start >= ends[False, microbatch, slot + 1].end - 1e-9
+            assert step.start >= ends[False, microbatch, slot + 1].end - 1e-9

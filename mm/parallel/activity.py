@@ -1,0 +1,92 @@
+"""What a rank is doing now: which work, of which chunk and microbatch.
+
+The engine says it here as it goes along; whoever wants to know it looks, or listens.  What becomes of it (a report of
+a stalled run, a picture of a step) is not known here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Work(StrEnum):
+    """Kinds of work of a rank."""
+
+    DATA = "waits for data"
+    INPUTS = "inputs"
+    """What a chunk needs of a microbatch, planned on the host and copied to the device."""
+    FORWARD = "forward"
+    VISION_FORWARD = "ViT forward"
+    LANGUAGE_FORWARD = "LLM forward"
+    BACKWARD = "backward"
+    EXCHANGE = "messages"
+    REDUCTION = "gradient reduction"
+    UPDATE = "update"
+    SAVE = "saves"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """One piece of work; chunk and microbatch are None where it is about none or all of them."""
+
+    work: Work
+    chunk: int | None = None
+    microbatch: int | None = None
+
+
+class Listener(Protocol):
+    """Hears when activities begin and end; those of one rank may lie inside each other."""
+
+    def begin(self, activity: Activity) -> None: ...
+
+    def end(self, activity: Activity) -> None: ...
+
+
+class Journal:
+    """The activity of this rank.  Without a listener it costs two assignments for each."""
+
+    def __init__(self) -> None:
+        self.now: Activity | None = None
+        self.listener: Listener | None = None
+
+    @contextmanager
+    def during(self, work: Work, chunk: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """While the body runs, this rank does ``work``; chunk and microbatch are those around it unless given."""
+        around = self.now
+        activity = Activity(work, chunk, microbatch)
+        if around is not None and chunk is None and microbatch is None:
+            activity = replace(around, work=work)
+        self._begin(activity)
+        try:
+            yield
+        finally:
+            self._end(activity, around)
+
+    def follow_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
+        """Tell of the backward pass from ``output``, which autograd begins and ends later."""
+        if not output.requires_grad:
+            return
+        activity = Activity(Work.BACKWARD, chunk, microbatch)
+        engine: Any = torch.autograd.Variable._execution_engine
+
+        def begin(_: Tensor) -> None:
+            around = self.now
+            self._begin(activity)
+            engine.queue_callback(lambda: self._end(activity, around))
+
+        output.register_hook(begin)
+
+    def _begin(self, activity: Activity) -> None:
+        self.now = activity
+        if self.listener is not None:
+            self.listener.begin(activity)
+
+    def _end(self, activity: Activity, around: Activity | None) -> None:
+        if self.listener is not None:
+            self.listener.end(activity)
+        self.now = around
