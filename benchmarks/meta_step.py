@@ -10,6 +10,7 @@ timed: kernels are what the host must launch, bytes and FLOPs are what these ker
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Case:
     stage: int = 0
     """The pipeline stage that is traced."""
     sequence_parallel: bool = False
+    cp_size: int = 1
+    is_ring: bool = False
 
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
@@ -74,7 +77,7 @@ class Trace:
     """What a step did."""
 
     num_tokens: int
-    """Of one microbatch; so are the two below."""
+    """Of one microbatch, as far as this rank holds it; so are the two below."""
     num_patches: int
     num_targets: int
     model_flops: float
@@ -110,10 +113,11 @@ def trace(case: Case) -> Trace:
     from mm.parallel import mesh as parallel
 
     model, recorder = case.model(), Recorder()
-    world_size = case.tp_size * model.num_stages
-    dist.init_process_group("fake", store=FakeStore(), rank=case.stage * case.tp_size, world_size=world_size)
+    stage_size = case.tp_size * case.cp_size
+    world_size = stage_size * model.num_stages
+    dist.init_process_group("fake", store=FakeStore(), rank=case.stage * stage_size, world_size=world_size)
     try:
-        mesh = parallel.build_mesh(model, case.tp_size, timedelta(minutes=1))
+        mesh = parallel.build_mesh(model, case.tp_size, timedelta(minutes=1), case.cp_size, case.is_ring)
         return _step(case, model, mesh, recorder)
     finally:
         parallel.stop()
@@ -123,6 +127,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
+    from mm.data.owner import deal_images, own_pixels
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
     from mm.training.step import Parts, step
@@ -141,7 +146,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
     ])  # fmt: skip
-    batch = [random_microbatch(model, [SAMPLE] * case.num_samples, seed) for seed in range(case.num_microbatches)]
+    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model.vision, case.cp_size)
+             for seed in range(case.num_microbatches)]
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
         stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel)
@@ -152,14 +158,14 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         parts.optimizer.prepare_grads()
         parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
         recorder.start()
-        step(parts, StepPlan(tuple(batch), totals), lr=1e-5)
+        step(parts, StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals), lr=1e-5)
     operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}
     for (phase, name), tally in recorder.tallies.items():
         operators[phase][name] = tally
     return Trace(
-        num_tokens=batch[0].num_tokens,
-        num_patches=batch[0].num_patches,
-        num_targets=batch[0].num_target_tokens,
+        num_tokens=mesh.context.num_tokens(batch[0]),
+        num_patches=sum(map(math.prod, mesh.context.image_grids(batch[0]))),
+        num_targets=_num_targets(batch[0], mesh),
         model_flops=training_flops(model, totals),
         operators=operators,
         host_reads=dict(recorder.host_reads),
@@ -169,6 +175,13 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         in_flight_bytes=recorder.in_flight_bytes or 0,
         peak_bytes=recorder.peak_bytes,
     )
+
+
+def _num_targets(microbatch: "Microbatch", mesh: "Mesh") -> int:  # noqa: F821
+    from mm.batch import IGNORE_INDEX
+
+    rows = mesh.context.share(microbatch).here
+    return int((microbatch.labels[rows] != IGNORE_INDEX).sum())
 
 
 def report(traced: Trace, num_operators: int = 12) -> str:

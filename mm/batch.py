@@ -33,10 +33,13 @@ class Microbatch:
     """Tokens of each sample."""
     image_grids: tuple[Grid, ...]
     pixel_values: Tensor | None
-    """[num_patches, channels x frames x height x width], float32 as read and in the model's dtype in a ``StepPlan``;
-    None without images, and on every rank that does not hold the patch embedding."""
+    """[num_patches, channels x frames x height x width], float32 as read and in the model's dtype in a ``StepPlan``,
+    there of the images that ``image_ranks`` gives this rank; None without any, and on every rank that does not hold the
+    patch embedding."""
     num_cut_images: int = 0
     """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
+    image_ranks: tuple[int, ...] = ()
+    """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -103,8 +106,8 @@ class BatchTotals:
             num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
             num_microbatches=len(microbatches),
             num_causal_pairs=sum(s * (s + 1) // 2 for m in microbatches for s in m.segment_lengths),
-            num_image_pairs=sum(t * (h * w) ** 2 for t, h, w in grids),
-            num_window_pairs=sum(t * _squares(h, window) * _squares(w, window) for t, h, w in grids),
+            num_image_pairs=sum(map(image_pairs, grids)),
+            num_window_pairs=sum(window_pairs(grid, window) for grid in grids),
         )
 
 
@@ -114,6 +117,18 @@ def targets_per_segment(microbatch: Microbatch) -> Tensor:
     segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     is_target = (microbatch.labels != IGNORE_INDEX).long()
     return torch.zeros_like(lengths).index_add_(0, segments, is_target)
+
+
+def image_pairs(grid: Grid) -> int:
+    """Pairs of patches in a full-attention layer of the ViT, which looks at each temporal slice alone."""
+    t, h, w = grid
+    return t * (h * w) ** 2
+
+
+def window_pairs(grid: Grid, window: int) -> int:
+    """Pairs of patches in a layer with windows of ``window`` patches a side."""
+    t, h, w = grid
+    return t * _squares(h, window) * _squares(w, window)
 
 
 def _squares(size: int, window: int) -> int:

@@ -68,6 +68,11 @@ MEMORY_CASES = {
                                            sequence_parallel=True),
     "3B, few layers, TP 2, sequence, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                                            recompute="full", sequence_parallel=True),
+    "3B, few layers, Ulysses 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2),
+    "3B, few layers, Ulysses 4": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=4, freeze=FROZEN_VIT),
+    "3B, few layers, ring of 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2, is_ring=True),
+    "7B, few layers, TP 2, sequence, ring of 2": Case("7b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
+                                                      cp_size=2, is_ring=True, sequence_parallel=True),
 }
 
 
@@ -134,7 +139,7 @@ def formulas(case: Case) -> StageMemory:
     model = case.model()
     placement = model.placement()
     return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16",
-                          case.tp_size if case.sequence_parallel else 1)
+                          case.tp_size if case.sequence_parallel else 1, 1 if case.is_ring else case.cp_size)
 
 
 def rows_of(step: Trace) -> Rows:

@@ -87,8 +87,9 @@ def split(draw: st.DrawFn, num_layers: int, num_slots: int, full: int) -> list[i
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     tp = draw(st.sampled_from((1, 2)))
-    pp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if size * tp <= MAX_RANKS]))
-    dp = draw(st.sampled_from([size for size in (1, 2) if size * tp * pp <= MAX_RANKS]))
+    cp = draw(st.sampled_from([size for size in (1, 2, 4) if size * tp <= MAX_RANKS]))
+    pp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if size * tp * cp <= MAX_RANKS]))
+    dp = draw(st.sampled_from([size for size in (1, 2) if size * tp * cp * pp <= MAX_RANKS]))
     num_chunks = draw(st.integers(1, 3)) if pp > 1 else 1
     num_slots = pp * num_chunks
     last = draw(st.integers(0, num_slots - 1))  # slot of the last ViT layer
@@ -116,6 +117,8 @@ def cases(draw: st.DrawFn) -> Case:
         recompute=draw(st.sampled_from((None, "uniform", "block", "selective"))),
         logit_rows=draw(st.sampled_from((None, 3))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
+        cp=cp,
+        ring=tp * cp > 4 or (cp > 1 and draw(st.booleans())),  # of the 4 heads Ulysses leaves at least one
     )  # fmt: skip
 
 

@@ -64,6 +64,9 @@ class Arguments:
         None, description="chunks of each stage; must equal the number of the pipeline lists; absent = that number")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the tokens over the tensor-parallel ranks")
+    context_parallel_size: Count = Field(1, description="ranks that share out the tokens and images of a microbatch")
+    context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = Field("ulysses_cp_algo", description=(
+        "exchange heads for tokens (ulysses_cp_algo), or send keys and values around a ring (megatron_cp_algo)"))
     distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
 
     # Batches and steps
@@ -137,6 +140,8 @@ class Arguments:
     log_interval: Count = Field(100, description="steps between log lines")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
+    dry_run_patches: NaturalNumber | None = Field(
+        None, description="patches of a microbatch in the dry run's memory; absent = none, and as many as tokens allow")
     dry_run: bool = Field(False, description="check everything, print what each stage would hold, and stop")
     check: bool = Field(False, description="check everything, what must be there and every sample too, and stop")
 
@@ -271,7 +276,7 @@ class _Help(argparse.HelpFormatter):
 def _parser() -> argparse.ArgumentParser:
     """All known flags, each taking any number of strings: values are checked later, all of them at once."""
     parser = argparse.ArgumentParser(
-        "mm.train", description="Train Qwen2.5-VL with tensor, pipeline and data parallelism.",
+        "mm.train", description="Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
         usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X "
               "[flags]",
         allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)

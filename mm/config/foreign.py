@@ -41,7 +41,6 @@ def _all(row: Row, words: str) -> dict[str, Row]:
 
 _KERNEL = Inert("the device chooses its kernels")
 _NO_TRUST = "code out of a model directory is never run"
-_NO_CONTEXT_PARALLEL = "context parallelism is not supported by this version"
 
 FLAGS: Mapping[str, FlagRow] = {
     **_all(Inert("the model JSON decides"),
@@ -60,7 +59,6 @@ FLAGS: Mapping[str, FlagRow] = {
     "--use-mcore-models": Inert("megatron-core is the only engine"),
     **_all(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
-    "--context-parallel-algo": Inert(_NO_CONTEXT_PARALLEL),
     "--mm-tool": Inert("the profiler is not configured by that file"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
@@ -77,7 +75,6 @@ FLAGS: Mapping[str, FlagRow] = {
            "--recompute-norm --recompute-activation-function"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
-    "--context-parallel-size": Fixed(("1",), "this version supports 1"),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
     **_all(Fixed((), "LoRA is not supported by this version"),
            "--lora-target-modules --lora-target-parameters --lora-apply-modules --lora-mixed-training "
@@ -125,7 +122,7 @@ _TOWER: dict[str, Row] = {
     "normalization": Fixed(("RMSNorm",)),
     **_all(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
     **_all(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),
-    "context_parallel_size": Fixed((1, None), _NO_CONTEXT_PARALLEL),
+    "context_parallel_size": Inert("the command line flag decides"),
     "sequence_parallel": Inert("the command line flag decides"),
     **_all(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
 }
@@ -153,7 +150,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "post_layer_norm": Fixed((False,)),
         "canonical_model": _STRUCTURE,
         "attention_mask_type": Inert("attention runs over variable-length segments, without masks"),
-        "use_vit_dp": Inert("it concerns context parallelism only"),
+        "use_vit_dp": Inert("always on: context-parallel ranks share out whole images"),
         **_all(_UNUSED, "llm_hidden_size intermediate_size"),
         "init_method_std": _INIT,
     },

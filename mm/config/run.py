@@ -53,6 +53,16 @@ class Run:
         return self.args.tensor_model_parallel_size
 
     @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.args.context_parallel_size
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether context parallelism sends keys and values around; else it exchanges heads."""
+        return self.args.context_parallel_algo == "megatron_cp_algo"
+
+    @property
     def num_pieces(self) -> int:
         """Into how many sequence parallelism cuts rows; 1 without it."""
         return self.tp_size if self.args.sequence_parallel else 1
@@ -70,7 +80,7 @@ class Run:
     @property
     def dp_size(self) -> int:
         """Data-parallel size: model replicas, which is what the world size leaves over."""
-        return self.world_size // (self.tp_size * self.num_stages)
+        return self.world_size // (self.tp_size * self.cp_size * self.num_stages)
 
     @property
     def global_batch_size(self) -> int:
@@ -118,7 +128,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     notes = (*usage_notes(words), *_notes(args), *_rate_notes(args, model.value), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
-    refuse((*problems, *_layout_problems(run), *_model_problems(run, model.document)))
+    refuse((*problems, *_layout_problems(run), *_context_problems(run), *_model_problems(run, model.document)))
     return run
 
 
@@ -194,7 +204,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
 
 def _layout_problems(run: Run) -> Iterator[str]:
     """Where ranks, stages, heads and batches do not divide."""
-    args, replica_size = run.args, run.tp_size * run.num_stages
+    args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
     counts = {
         "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
         "text_decoder.num_query_groups": run.model.language.num_query_groups,
@@ -217,8 +227,10 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag may be left "
                f"out)")
     if run.world_size % replica_size:
-        yield (f"The world size is {run.world_size}, not a multiple of tensor x pipeline parallel size = "
-               f"{run.tp_size} x {run.num_stages} = {replica_size}; nearest: "
+        sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
+        used = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+        yield (f"The world size is {run.world_size}, not a multiple of {' x '.join(used)} parallel size = "
+               f"{' x '.join(map(str, used.values()))} = {replica_size}; nearest: "
                f"{_nearest_multiples(run.world_size, replica_size)} ranks")
     elif run.global_batch_size % (unit := args.micro_batch_size * run.dp_size):
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
@@ -230,6 +242,21 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"{unit * run.num_stages}")
 
 
+def _context_problems(run: Run) -> Iterator[str]:
+    """Ulysses gives each context-parallel rank a part of the heads that a tensor-parallel rank has."""
+    language, tp_size = run.model.language, run.tp_size
+    if run.is_ring or run.cp_size == 1 or tp_size not in run.model.tp_sizes:
+        return
+    num_heads, num_groups = language.num_attention_heads // tp_size, language.num_query_groups // tp_size
+    legal = [size for size in range(1, num_heads + 1)
+             if num_heads % size == 0 and (num_groups % size == 0 or size % num_groups == 0)]
+    if run.cp_size not in legal:
+        yield (f"--context-parallel-size is {run.cp_size}, but with ulysses_cp_algo it must divide the {num_heads} "
+               f"heads (and divide or be a multiple of the {num_groups} groups of keys) that each of {tp_size} "
+               f"tensor-parallel ranks has of {run.args.mm_model}: {', '.join(map(str, legal))}; "
+               f"--context-parallel-algo megatron_cp_algo takes any size")
+
+
 def _nearest_multiples(number: int, unit: int) -> str:
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
@@ -238,6 +265,10 @@ def _nearest_multiples(number: int, unit: int) -> str:
 def _model_problems(run: Run, document: Document) -> Iterator[str]:
     """Where the model JSON contradicts the flags."""
     args, limit = run.args, run.model.language.max_position_embeddings
+    most_patches = args.seq_length * args.micro_batch_size * run.model.vision.spatial_merge_size**2
+    if args.dry_run_patches is not None and args.dry_run_patches > most_patches:
+        yield (f"--dry-run-patches is {args.dry_run_patches}, but the {args.seq_length} x {args.micro_batch_size} "
+               f"tokens of a microbatch (--seq-length x --micro-batch-size) hold at most {most_patches}")
     if args.seq_length > limit:
         yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
                f"{args.mm_model}")

@@ -7,7 +7,8 @@ does this for step n+1 while step n computes; it alone uses the mesh's replica, 
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from queue import Queue
 from threading import Semaphore, Thread
@@ -20,7 +21,9 @@ from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config.model import VisionConfig
 from mm.device.device import Device
 from mm.errors import AgreedError
+from mm.model.flops import image_flops
 from mm.parallel.agreement import all_problems, attempt
+from mm.parallel.context import Context, deal, images_of
 from mm.parallel.mesh import Mesh
 
 
@@ -89,13 +92,13 @@ class DataOwner(Iterator[StepPlan]):
         if mesh.owns_data:
             message = torch.tensor(list(json.dumps(problems).encode()))
             payload = torch.cat([counts, *([message] if problems else _to_numbers(microbatches or []))])
-        if mesh.tp_size * mesh.pp_size > 1:
+        if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
             payload = _share(payload, mesh)
         assert payload is not None, "a rank without peers owns the data"
         counts, contents = payload[: len(counts)], payload[len(counts) :]
         if counts[0]:
             raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
-        light = _from_numbers(contents)
+        light = [deal_images(one, self._vision, mesh.cp_size) for one in _from_numbers(contents)]
         pixels = self._share_pixels(microbatches, light)
         return StepPlan(
             tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
@@ -105,20 +108,49 @@ class DataOwner(Iterator[StepPlan]):
     def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
         """Pixel values of each microbatch where this rank needs them, ready to be copied; None elsewhere."""
         given = [None] * len(light) if owned is None else [microbatch.pixel_values for microbatch in owned]
-        return [self._share_pixels_of(one.num_patches, mine) for one, mine in zip(light, given, strict=True)]
+        return [self._share_pixels_of(one, mine) for one, mine in zip(light, given, strict=True)]
 
-    def _share_pixels_of(self, num_patches: int, owned: Tensor | None) -> Tensor | None:
-        mesh = self._mesh
-        if num_patches == 0 or (mesh.pixel_group is None and owned is None):
-            return None
-        if owned is None:
-            pixels = torch.empty(num_patches, self._vision.patch_elements, dtype=self._dtype)
-        else:
-            pixels = owned.to(self._dtype)
-        if mesh.pixel_group is not None:
-            # as bytes, because not every gloo knows every dtype
-            dist.broadcast(pixels.view(torch.uint8), src=mesh.replica_owner, group=mesh.pixel_group)
-        return self._device.pin(pixels) if self._holds_patch_embedding else None
+    def _share_pixels_of(self, microbatch: Microbatch, owned: Tensor | None) -> Tensor | None:
+        """The owner, which has those of all images, sends to each rank of the context axis what that holds."""
+        mesh, kept = self._mesh, None
+        for rank, group in enumerate(mesh.pixel_groups):
+            images = images_of(microbatch, rank if mesh.cp_size > 1 else None)
+            if not images or (group is None and owned is None):
+                continue
+            if owned is None:
+                num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
+                pixels = torch.empty(num_patches, self._vision.patch_elements, dtype=self._dtype)
+            else:
+                pixels = _pixels_of(owned, microbatch, images).to(self._dtype)
+            if group is not None:
+                # as bytes, because not every gloo knows every dtype
+                dist.broadcast(pixels.view(torch.uint8), src=mesh.replica_owner, group=group)
+            kept = pixels if rank == mesh.cp_rank else kept
+        return self._device.pin(kept) if kept is not None and self._holds_patch_embedding else None
+
+
+def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) -> Microbatch:
+    """``microbatch`` with a rank of the context axis for each image, so that the ViT's work is even.
+
+    A function of the grids: every rank finds the same.
+    """
+    if num_ranks == 1:
+        return microbatch
+    costs = [image_flops(vision, grid) for grid in microbatch.image_grids]
+    return replace(microbatch, image_ranks=deal(costs, num_ranks))
+
+
+def own_pixels(microbatch: Microbatch, context: Context) -> Microbatch:
+    """``microbatch``, which has the pixels of all images, with those that this rank of the context axis holds."""
+    pixels, images = microbatch.pixel_values, context.images(microbatch)
+    own = _pixels_of(pixels, microbatch, images) if pixels is not None and images else None
+    return replace(microbatch, pixel_values=own)
+
+
+def _pixels_of(pixels: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
+    """The rows of some images, in their order."""
+    parts = pixels.split([math.prod(grid) for grid in microbatch.image_grids])
+    return pixels if len(images) == len(parts) else torch.cat([parts[image] for image in images])
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:

@@ -156,7 +156,7 @@ def _npu_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
     _check_cover(q, segments)
     # without a mask the operator ignores sparse_mode and attends to everything
-    masking = {"atten_mask": _npu_causal_mask(q.device), "sparse_mode": 3} if causal else {}
+    masking = {"atten_mask": npu_causal_mask(q.device), "sparse_mode": 3} if causal else {}
     starts = range(0, len(segments.lengths), NPU_MAX_SEGMENTS)
     chunks = [segments.lengths[start : start + NPU_MAX_SEGMENTS] for start in starts]
     sizes = [sum(chunk) for chunk in chunks]
@@ -178,8 +178,8 @@ def _npu_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: boo
 
 
 @functools.cache
-def _npu_causal_mask(device: torch.device) -> Tensor:
-    """True where a key is hidden from a query.  4 MiB, the same for every call."""
+def npu_causal_mask(device: torch.device) -> Tensor:
+    """The compressed mask of ``sparse_mode`` 3: True where a key is hidden.  4 MiB, the same for every call."""
     side = NPU_CAUSAL_MASK_SIDE
     return torch.ones(side, side, dtype=torch.bool, device=device).triu(1)
 

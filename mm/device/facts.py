@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mm.device.device import Device
+from mm.device.partial_attention import PartialAttention
 
 _PACKAGES = ("torch", "torch_npu", "megatron-core", "transformer_engine", "apex", "flash-attn")
 _CANN_VERSION_FILES = "*-linux/ascend_toolkit_install.info"
@@ -67,7 +68,9 @@ def _versions() -> dict[str, str]:
 
 
 def _name(kernel: Any) -> str:
-    """``module.name`` of a function or class; of the class where it is one's method, as autograd's ``apply`` is."""
+    """``module.name`` of a function or class; of the class where it is one's method, as autograd's ``apply`` is, and of
+    the forward function where there is a pair."""
+    kernel = kernel.forward if isinstance(kernel, PartialAttention) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel
     return f"{kernel.__module__}.{kernel.__qualname__}"

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.device import pointwise
+from mm.device import partial_attention, pointwise
 from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
 from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
+from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
 
@@ -17,6 +18,7 @@ class Kernels:
     """One operator of each sort."""
 
     attention: Kernel
+    partial_attention: PartialAttention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     swiglu: Callable[[Tensor], Tensor]
@@ -64,10 +66,11 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> 
     """
     if kind == "npu":
         rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
-        return Kernels(npu_attention, npu_rms_norm, npu_swiglu, rope, npu_accumulate)
+        return Kernels(npu_attention, partial_attention.NPU, npu_rms_norm, npu_swiglu, rope, npu_accumulate)
     if kind == "cuda":
         return Kernels(
             cuda_attention,
+            partial_attention.CUDA,
             rms_norm,
             pointwise.swiglu_of(fuse(pointwise.swiglu), fuse(pointwise.swiglu_gradient_fusable)),
             pointwise.rope_of(
@@ -77,6 +80,7 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> 
         )
     return Kernels(
         cpu_attention,
+        partial_attention.PLAIN,
         rms_norm,
         pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
         pointwise.rope_of(pointwise.rope, pointwise.rope_gradient),

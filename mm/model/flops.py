@@ -4,9 +4,10 @@ Counts real tokens and real patches, the ViT included and padding excluded.  Cau
 looks at; recomputation does not count, because it is no part of the model.
 """
 
+import math
 from dataclasses import dataclass
 
-from mm.batch import BatchTotals
+from mm.batch import BatchTotals, Grid, image_pairs, window_pairs
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
 
 
@@ -21,7 +22,14 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, totals: BatchTotals) -> ForwardFlops:
     """Forward FLOPs of a batch; matrix products only, biases and norms left out."""
-    return ForwardFlops(_vision(model.vision, totals), _projector(model, totals), _language(model.language, totals))
+    vision = _vision(model.vision, totals.num_patches, totals.num_image_pairs, totals.num_window_pairs)
+    return ForwardFlops(vision, _projector(model, totals), _language(model.language, totals))
+
+
+def image_flops(vision: VisionConfig, grid: Grid) -> float:
+    """Forward FLOPs of one image in the ViT."""
+    pairs = image_pairs(grid), window_pairs(grid, vision.window_attn_size // vision.patch_size)
+    return _vision(vision, math.prod(grid), *pairs)
 
 
 def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
@@ -35,13 +43,13 @@ def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
     return flops
 
 
-def _vision(vision: VisionConfig, totals: BatchTotals) -> float:
+def _vision(vision: VisionConfig, num_patches: int, num_image_pairs: int, num_window_pairs: int) -> float:
     hidden = vision.hidden_size
     num_full = len(vision.fullatt_block_indexes)
     per_patch = vision.num_layers * (4 * hidden**2 + 3 * hidden * vision.ffn_hidden_size)
     per_patch += vision.patch_elements * hidden
-    pairs = num_full * totals.num_image_pairs + (vision.num_layers - num_full) * totals.num_window_pairs
-    return 2.0 * totals.num_patches * per_patch + 4.0 * hidden * pairs
+    pairs = num_full * num_image_pairs + (vision.num_layers - num_full) * num_window_pairs
+    return 2.0 * num_patches * per_patch + 4.0 * hidden * pairs
 
 
 def _projector(model: ModelConfig, totals: BatchTotals) -> float:

@@ -1,5 +1,6 @@
 """The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +14,65 @@ from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cut_rows import CutRows, gather_rows
+from mm.model.exchange import Exchange, Ulysses
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.loss import LossInputs
+from mm.model.ring import Ring
 from mm.model.rope import mrope_cos_sin
-from mm.model.rows import replace_rows
+from mm.model.rows import Order, replace_rows
 from mm.model.vocabulary import OutputLayer, VocabularyEmbedding
+from mm.parallel.context import Share
 from mm.parallel.pieces import Pieces
 from mm.placement import StageSpec
 
 
 def language_inputs(
     microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: Device,
-    cut_group: dist.ProcessGroup | None = None,
+    cut_group: dist.ProcessGroup | None = None, share: Share | None = None,
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
 
-    ``cut_group``: the ranks that cut rows among them.
+    ``share``: what context-parallel ranks hold of the row; ``cut_group``: the ranks that cut this rank's rows.
     """
-    positions = device.copy(microbatch.positions)
-    cos, sin = mrope_cos_sin(positions, config.kv_channels, config.rope_theta, config.mrope_section)
+    positions, across = microbatch.positions, None
+    if share is not None:
+        positions, group = positions[:, share.here], share.context.group
+        if share.context.is_ring:
+            partial = device.kernels.partial_attention
+            across = Ring.of(microbatch.segment_lengths, share.num_rows, group, partial, device.copy)
+        else:
+            across = Ulysses(group, share.num_rows)
+    cos, sin = mrope_cos_sin(device.copy(positions), config.kv_channels, config.rope_theta, config.mrope_section)
     segments = Segments.build(microbatch.segment_lengths, device.copy)
-    cut = None if cut_group is None else CutRows(Pieces(microbatch.num_tokens, cut_group))
-    return AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut)
+    cut = None if cut_group is None else CutRows(Pieces(positions.shape[1], cut_group))
+    return AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut, across)
+
+
+@dataclass(frozen=True)
+class VisualRows:
+    """Where the visual tokens of a microbatch go, on the device."""
+
+    index: Tensor
+    """int64: rows that they take, in order, counted from the first row here."""
+    exchange: Exchange | None = None
+    """From the context-parallel ranks that made them to those that hold their rows."""
+    needs_gradient: bool = False
+    """Of the exchange: whether a rank that made none must take part in its backward pass."""
+    cut: CutRows | None = None
+    """Of those that were made here, which come in pieces of their own; None also where none were made."""
+    here: slice | None = None
+    """Those whose rows are in this piece."""
+
+    def collect(self, visual_tokens: Tensor | None, x: Tensor) -> Tensor:
+        """From the tokens that were made here (None: none) to those whose rows are here; ``x`` is like them."""
+        if visual_tokens is None:
+            assert self.exchange is not None, "a microbatch with images came without their visual tokens"
+            visual_tokens = x.new_empty(0, x.shape[1]).requires_grad_(self.needs_gradient)
+        if self.cut is not None:
+            visual_tokens = gather_rows(visual_tokens, self.cut, sums_gradients=True)
+        if self.exchange is not None:
+            visual_tokens = self.exchange(visual_tokens)
+        return visual_tokens if self.here is None else visual_tokens[self.here]
 
 
 @dataclass(frozen=True)
@@ -44,33 +82,59 @@ class EmbeddingInputs:
     token_ids: Tensor
     """int64 [num_tokens].  At the visual tokens, which are overwritten, all sorts of ids: gradients, even theirs of 0,
     wait for each other where thousands meet on one row."""
-    visual_index: Tensor | None
-    """Rows that visual tokens take, in order, counted from the first row here; None without images."""
+    visual: VisualRows | None
+    """None without images."""
     cut: CutRows | None = None
     """As ``AttentionInputs.cut``."""
-    visual_cut: CutRows | None = None
-    """Of the visual tokens, which come in pieces of their own."""
-    visual_here: slice | None = None
-    """The visual tokens whose rows are here."""
 
 
 def embedding_inputs(
-    microbatch: Microbatch, image_token_id: int, device: Device, cut_group: dist.ProcessGroup | None = None
+    microbatch: Microbatch, image_token_id: int, device: Device, cut_group: dist.ProcessGroup | None = None,
+    share: Share | None = None, visual_gradients: bool = False,
 ) -> EmbeddingInputs:
-    cut = None if cut_group is None else CutRows(Pieces(microbatch.num_tokens, cut_group))
-    if not microbatch.image_grids:
-        return EmbeddingInputs(device.copy(microbatch.token_ids), None, cut)
+    """``visual_gradients``: whether visual tokens need gradients; the rest as in ``language_inputs``."""
     is_visual = microbatch.token_ids == image_token_id
     spread = torch.arange(microbatch.num_tokens).remainder(image_token_id)
     token_ids = torch.where(is_visual, spread, microbatch.token_ids)
-    index = is_visual.nonzero().squeeze(1)
-    if cut is None:
-        return EmbeddingInputs(device.copy(token_ids), device.copy(index))
-    rows = cut.pieces.here
-    first, stop = (int((index < end).sum()) for end in (rows.start, rows.stop))
-    visual_cut = CutRows(Pieces(len(index), cut.pieces.group))
-    index = index[first:stop] - rows.start
-    return EmbeddingInputs(device.copy(token_ids), device.copy(index), cut, visual_cut, slice(first, stop))
+    index, exchange, num_made = is_visual.nonzero().squeeze(1), None, int(is_visual.sum())
+    if share is not None:
+        token_ids = token_ids[share.here]
+        exchange = _visual_exchange(microbatch, index, share)
+        num_made, (_, index) = sum(exchange.sent), share.find(index)
+    cut = None if cut_group is None else CutRows(Pieces(len(token_ids), cut_group))
+    if not microbatch.image_grids:
+        return EmbeddingInputs(device.copy(token_ids), None, cut)
+    visual_cut = here = None
+    if cut is not None:
+        rows = cut.pieces.here
+        first, stop = (int((index < end).sum()) for end in (rows.start, rows.stop))
+        here, index = slice(first, stop), index[first:stop] - rows.start
+        visual_cut = CutRows(Pieces(num_made, cut.pieces.group)) if num_made else None
+    exchange = None if exchange is None else exchange.to_device(device.copy)
+    visual = VisualRows(device.copy(index), exchange, visual_gradients, visual_cut, here)
+    return EmbeddingInputs(device.copy(token_ids), visual, cut)
+
+
+def _visual_exchange(microbatch: Microbatch, index: Tensor, share: Share) -> Exchange:
+    """Of the visual tokens at rows ``index``: from the ranks that hold their images to those that hold the rows."""
+    context = share.context
+    patches_per_token = microbatch.num_patches // max(len(index), 1)
+    num_tokens = torch.tensor([math.prod(grid) for grid in microbatch.image_grids], dtype=torch.int64)
+    made_by = torch.tensor(microbatch.image_ranks, dtype=torch.int64)
+    made_by = made_by.repeat_interleave(num_tokens // max(patches_per_token, 1))
+    wanted_by = share.rank_of_rows()[index]
+    sent, received = wanted_by[made_by == context.rank], made_by[wanted_by == context.rank]
+
+    def counts(ranks: Tensor) -> tuple[int, ...]:
+        return tuple(torch.bincount(ranks, minlength=context.size).tolist())
+
+    return Exchange(
+        context.group,
+        send=Order.of(sent.argsort(stable=True)),
+        sent=counts(sent),
+        received=counts(received),
+        receive=Order.of(received.argsort(stable=True)).reversed(),
+    )
 
 
 class WordEmbedding(nn.Module):
@@ -82,13 +146,11 @@ class WordEmbedding(nn.Module):
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
         x = self.word_embeddings(inputs.token_ids, inputs.cut)
-        if inputs.visual_index is None:
+        if inputs.visual is None:
             return x
-        assert visual_tokens is not None, "a microbatch with images came without their visual tokens"
-        if inputs.visual_cut is not None and inputs.visual_here is not None:
-            visual_tokens = gather_rows(visual_tokens, inputs.visual_cut, sums_gradients=True)[inputs.visual_here]
-        assert visual_tokens.shape[0] == inputs.visual_index.shape[0]
-        return replace_rows(x, inputs.visual_index, visual_tokens.to(x.dtype))
+        visual_tokens = inputs.visual.collect(visual_tokens, x)
+        assert visual_tokens.shape[0] == inputs.visual.index.shape[0]
+        return replace_rows(x, inputs.visual.index, visual_tokens.to(x.dtype))
 
 
 class LanguageModel(nn.Module):

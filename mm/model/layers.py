@@ -17,7 +17,9 @@ from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cut_rows import CutRows
+from mm.model.exchange import Ulysses
 from mm.model.linear import ColumnLinear, RowLinear
+from mm.model.ring import Ring
 from mm.weights.memory import memory_ffn
 
 Tower = VisionConfig | LanguageConfig
@@ -117,6 +119,9 @@ class AttentionInputs:
     cut: CutRows | None = None
     """Under sequence parallelism: a layer gets and gives a piece of the rows, and its attention has all of them, in the
     order of ``segments``.  None: rows are whole, and in that order."""
+    across: Ulysses | Ring | None = None
+    """Under context parallelism: how attention sees the tokens of other ranks too.  Rows are those that this rank
+    holds, ``segments`` those of all ranks."""
 
 
 class SelfAttention(nn.Module):
@@ -136,7 +141,8 @@ class SelfAttention(nn.Module):
         qkv = apply_linear(self.linear_qkv, x, inputs.cut)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
-        out = self.attention(q, k, v, inputs.segments, inputs.causal)
+        attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
+        out = attention(q, k, v, inputs.segments, inputs.causal)
         return self.linear_proj(out.reshape(len(out), -1), inputs.cut)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
 from mm.config.flags import LossUnit
 from mm.device.device import Device
+from mm.parallel.context import Share
 
 MAX_LOGIT_ROWS = 1024
 """Target tokens whose logits exist at a time, with forward and backward.
@@ -27,19 +28,22 @@ class LossInputs:
     """The positions of one microbatch that have a loss, on the device."""
 
     target_index: Tensor
-    """int64 [num_targets]: rows of the packed microbatch."""
+    """int64 [num_targets]: rows of the packed microbatch, counted among those that the rank holds."""
     target_ids: Tensor
     """int64 [num_targets]"""
     weights: Tensor
     """float32 [num_targets]; they sum to 1 over the global batch."""
 
 
-def loss_inputs(microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, device: Device) -> LossInputs:
+def loss_inputs(
+    microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, device: Device, share: Share | None = None
+) -> LossInputs:
     """Pick out the target tokens and weigh them.
 
     Every unit of the global batch counts the same, and the target tokens in it share its weight: every target token,
     every sample that has one (MindSpeed-MM's ``--calculate-per-sample-loss``), or every microbatch, with a target or
-    without (MindSpeed-MM's default).  A batch without any target has no rows, so its loss is 0.
+    without (MindSpeed-MM's default).  A batch without any target has no rows, so its loss is 0.  ``share`` leaves the
+    targets that this rank of the context axis holds.
     """
     index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
     match unit:
@@ -50,6 +54,10 @@ def loss_inputs(microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, dev
             of_row = torch.repeat_interleave(counts, torch.tensor(microbatch.segment_lengths, dtype=torch.int64))
             weights = 1.0 / (of_row[index].double() * max(totals.num_target_samples, 1))
         case "microbatch":
-            share = 1.0 / (totals.num_microbatches * max(len(index), 1))
-            weights = torch.full((len(index),), share, dtype=torch.float64)
-    return LossInputs(device.copy(index), device.copy(microbatch.labels[index]), device.copy(weights.float()))
+            of_each = 1.0 / (totals.num_microbatches * max(len(index), 1))
+            weights = torch.full((len(index),), of_each, dtype=torch.float64)
+    target_ids = microbatch.labels[index]
+    if share is not None:
+        is_here, index = share.find(index)
+        target_ids, weights = target_ids[is_here], weights[is_here]
+    return LossInputs(device.copy(index), device.copy(target_ids), device.copy(weights.float()))

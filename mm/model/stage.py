@@ -24,6 +24,7 @@ from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_input
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
+from mm.placement import Message
 from mm.weights.memory import memory_shape
 from mm.weights.table import stage_weights
 
@@ -54,6 +55,8 @@ class Chunk(nn.Module):
         self.loss_unit: LossUnit = loss_unit
         self.journal = journal
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
+        self.context = mesh.context
+        self.visual_gradients = placement.gradient_flows(Message.VISUAL_TOKENS, has_images=True)
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
@@ -81,15 +84,17 @@ class Chunk(nn.Module):
         ``totals`` may be None where no loss is wanted.
         """
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
+        share = self.context.share(microbatch) if self.context.size > 1 else None
         vision = embedding = language = loss = None
-        if spec.vision_layers and microbatch.image_grids:
-            vision = vision_inputs(microbatch, model.vision, device, cut_group)
+        if spec.vision_layers and (grids := self.context.image_grids(microbatch)):
+            vision = vision_inputs(grids, microbatch.pixel_values, model.vision, device, cut_group)
         if spec.has_embedding:
-            embedding = embedding_inputs(microbatch, model.image_token_id, device, cut_group)
+            embedding = embedding_inputs(
+                microbatch, model.image_token_id, device, cut_group, share, self.visual_gradients)
         if spec.language_layers:
-            language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group)
+            language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
         if spec.has_head and totals is not None:
-            loss = loss_inputs(microbatch, totals, self.loss_unit, device)
+            loss = loss_inputs(microbatch, totals, self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss)
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:

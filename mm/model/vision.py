@@ -4,13 +4,14 @@ Rows are patches in window order (see ``mm.model.positions``) from the patch emb
 visual tokens back in reading order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mm.batch import Microbatch
+from mm.batch import Grid
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
@@ -41,25 +42,25 @@ class VisionInputs:
 
 
 def vision_inputs(
-    microbatch: Microbatch, config: VisionConfig, device: Device, cut_group: dist.ProcessGroup | None = None
+    grids: Sequence[Grid], pixels: Tensor | None, config: VisionConfig, device: Device,
+    cut_group: dist.ProcessGroup | None = None,
 ) -> VisionInputs:
-    """Plan the attention of ``microbatch``'s images.  Host work only, then one copy per tensor to ``device``.
+    """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
 
     ``cut_group``: the ranks that cut rows among them.
     """
-    plan = plan_vision(microbatch.image_grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
+    plan = plan_vision(grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     orders = {name: value.to_device(device.copy) for name, value in vars(plan).items() if isinstance(value, Order)}
-    plan = replace(plan, positions=device.copy(plan.positions), **orders)
+    num_patches, plan = len(plan.positions), replace(plan, positions=device.copy(plan.positions), **orders)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
     cos, sin = vision_cos_sin(plan.positions, config.head_dim)
     image_cos, image_sin = (cos, sin) if plan.image_order is None else map(plan.image_order, (cos, sin))
     window_cut = image_cut = token_cut = None
     if cut_group is not None:
         unit = config.spatial_merge_size**2  # patches that become one visual token stay on one rank
-        window_cut = CutRows(Pieces(microbatch.num_patches, cut_group, unit))
+        window_cut = CutRows(Pieces(num_patches, cut_group, unit))
         image_cut = replace(window_cut, order=plan.image_order)
-        token_cut = CutRows(Pieces(microbatch.num_patches // unit, cut_group), plan.token_restore.reversed())
-    pixels = microbatch.pixel_values
+        token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
     return VisionInputs(
         pixel_values=None if pixels is None else device.copy(pixels),
         plan=plan,

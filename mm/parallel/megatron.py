@@ -39,6 +39,7 @@ def parallel_config(
         kv_channels=language.kv_channels,
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
+        context_parallel_size=mesh.cp_size,
         virtual_pipeline_model_parallel_size=model.num_chunks if model.num_chunks > 1 else None,
         sequence_parallel=sequence_parallel,
         pipeline_dtype=dtype,

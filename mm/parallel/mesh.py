@@ -1,7 +1,7 @@
 """Processes and their groups: the only file that touches megatron's parallel_state.
 
-Ranks are laid out as in Megatron: tensor parallel fastest, then data parallel, then pipeline stages.  A *replica* is
-the set of ranks of one data-parallel index; they share every batch.
+Ranks are laid out as in Megatron: tensor parallel fastest, then context parallel, data parallel and pipeline stages.  A
+*replica* is the set of ranks of one data-parallel index; they share every batch.
 """
 
 import os
@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.parallel.context import Context
 
 CONTROL_TIMEOUT = timedelta(days=1)
 """Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
@@ -29,16 +30,21 @@ class Mesh:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
+    context: Context
+    """How the ranks of the context axis divide a microbatch."""
     groups: ProcessGroupCollection
     """megatron's groups, on the device's backend."""
     replica_group: dist.ProcessGroup
     """gloo, all ranks of this replica; its first rank owns the data.  Used by the data thread alone."""
     owners_group: dist.ProcessGroup | None
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
-    pixel_group: dist.ProcessGroup | None
-    """gloo, the data owner and the ranks with the patch embedding; None when that is one rank, or on other ranks."""
+    pixel_groups: tuple[dist.ProcessGroup | None, ...]
+    """For each rank of the context axis, gloo: the data owner and those of its ranks with the patch embedding; None
+    when that is one rank, or on other ranks.  Used by the data thread alone."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
@@ -54,46 +60,59 @@ class Mesh:
     def owns_data(self) -> bool:
         return self.rank == self.replica_owner
 
+    @property
+    def copy_rank(self) -> int:
+        """Of the ranks that hold the same weights, over the data and context axes: which one this is."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
-def start(device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0) -> Mesh:
+
+def start(
+    device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
+    is_ring: bool = False,
+) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group."""
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
             os.environ.setdefault(name, value)
         dist.init_process_group(device.backend, timeout=timeout)
-    return build_mesh(model, tp_size, timeout)
+    return build_mesh(model, tp_size, timeout, cp_size, is_ring)
 
 
-def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
+def build_mesh(
+    model: ModelConfig, tp_size: int, timeout: timedelta, cp_size: int = 1, is_ring: bool = False
+) -> Mesh:
     """Build the groups inside an initialised process group; tests call it once per layout."""
     placement = model.placement()
     pp_size = placement.num_stages
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
+        context_parallel_size=cp_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dp_size = world_size // (tp_size * pp_size)
+    dp_size = world_size // (tp_size * cp_size * pp_size)
 
-    def at(pp: int, dp: int, tp: int) -> int:
-        return tp + tp_size * (dp + dp_size * pp)
+    def at(pp: int, dp: int, cp: int, tp: int) -> int:
+        return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
 
-    tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
-    pp_rank, dp_rank, tp_rank = rank // (tp_size * dp_size), rank // tp_size % dp_size, rank % tp_size
+    tps, cps, dps, pps = range(tp_size), range(cp_size), range(dp_size), range(pp_size)
+    cp_rank, tp_rank = rank // tp_size % cp_size, rank % tp_size
+    pp_rank, dp_rank = rank // (tp_size * cp_size * dp_size), rank // (tp_size * cp_size) % dp_size
     patches = placement.patch_embedding_stage
     embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
-    pixel_ranks = [sorted({at(0, dp, 0)} | {at(patches, dp, tp) for tp in tps}) for dp in dps]
-    tied_ranks = [[at(embedding, dp, tp), at(head, dp, tp)] for dp in dps for tp in tps]
-    replica_group = _my_group([[at(pp, dp, tp) for pp in pps for tp in tps] for dp in dps], timeout, "gloo")
-    owners_group = _my_group([[at(0, dp, 0) for dp in dps]], timeout, "gloo")
-    pixel_group = _my_group(pixel_ranks, timeout, "gloo") if len(pixel_ranks[0]) > 1 else None
+    pixel_ranks = [[sorted({at(0, dp, 0, 0)} | {at(patches, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
+    tied_ranks = [[at(embedding, dp, cp, tp), at(head, dp, cp, tp)] for dp in dps for cp in cps for tp in tps]
+    replicas = [[at(pp, dp, cp, tp) for pp in pps for cp in cps for tp in tps] for dp in dps]
+    replica_group = _my_group(replicas, timeout, "gloo")
+    owners_group = _my_group([[at(0, dp, 0, 0) for dp in dps]], timeout, "gloo")
+    pixel_groups = [_my_group(ranks, timeout, "gloo") if len(ranks[0]) > 1 else None for ranks in pixel_ranks]
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    pipelines = [[at(pp, dp, tp) for pp in pps] for dp in dps for tp in tps]
+    pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
     gradient_group = _my_group(pipelines, timeout) if placement.num_chunks > 1 and pp_size == 2 else groups.pp
     assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
     assert gradient_group is not None, "every rank is in a pipeline"
@@ -104,16 +123,19 @@ def build_mesh(model: ModelConfig, tp_size: int, timeout: timedelta) -> Mesh:
         tp_size=tp_size,
         pp_rank=pp_rank,
         pp_size=pp_size,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
+        context=Context(groups.cp, is_ring),
         groups=groups,
         replica_group=replica_group,
         owners_group=owners_group,
-        pixel_group=pixel_group,
+        pixel_groups=tuple(pixel_groups),
         control_group=control_group,
         tied_group=tied_group,
         gradient_group=gradient_group,
-        replica_owner=at(0, dp_rank, 0),
+        replica_owner=at(0, dp_rank, 0, 0),
     )
 
 

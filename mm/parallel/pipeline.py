@@ -4,6 +4,7 @@ Our communicator takes the place of megatron-core's: it reads shapes and gradien
 is no shape exchange and no wait for the device in the loop, and a boundary that carries nothing exchanges nothing.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator
 
@@ -15,24 +16,31 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
+from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, backward_order, forward_order
 from mm.parallel.pieces import piece_of
 from mm.placement import Message, StageSpec
 
 
-def message_shape(message: Message, microbatch: Microbatch, model: ModelConfig) -> tuple[int, int] | None:
-    """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses."""
-    match message:
-        case Message.NOTHING:
-            return None
-        case Message.PATCHES:
-            rows, width = microbatch.num_patches, model.vision.hidden_size
-        case Message.VISUAL_TOKENS:
-            rows, width = microbatch.num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
-        case Message.HIDDEN_STATES:
-            rows, width = microbatch.num_tokens, model.language.hidden_size
-    return (rows, width) if rows else None
+def message_shape(
+    message: Message, microbatch: Microbatch, model: ModelConfig, context: Context
+) -> tuple[int, int] | None:
+    """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses.
+
+    These are the rows that this rank of the context axis holds: of hidden states perhaps none, and then there is a
+    message though nothing is sent.
+    """
+    if message is Message.NOTHING:
+        return None
+    if message is Message.HIDDEN_STATES:
+        return context.num_tokens(microbatch), model.language.hidden_size
+    num_patches = sum(map(math.prod, context.image_grids(microbatch)))
+    if not num_patches:
+        return None
+    if message is Message.PATCHES:
+        return num_patches, model.vision.hidden_size
+    return num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
 
 
 def piece_shape(
@@ -83,7 +91,7 @@ class PipelineCommunicator:
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
-        self._gradient_group = mesh.gradient_group
+        self._gradient_group, self._context = mesh.gradient_group, mesh.context
         self._journal = journal
         self._placement, self._model = model.placement(), model
         self._dtype = parallel.pipeline_dtype
@@ -226,7 +234,7 @@ class PipelineCommunicator:
         return self._specs[chunk], self._microbatches[microbatch]
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
-        shape = message_shape(message, microbatch, self._model)
+        shape = message_shape(message, microbatch, self._model, self._context)
         return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
 
     def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
@@ -237,8 +245,10 @@ class PipelineCommunicator:
     def _run(self, *batches: _Batch) -> None:
         """Issue each as one batch; wait for receives, and keep what is sent alive until it has left.
 
-        With gloo, only waiting for a send shows that it has left.  A neighbour is never more than a pipeline's depth of
-        messages behind in either direction, so waiting for one twice that old never holds both sides up.
+        Where NCCL and HCCL give one work for a batch, its sends are waited for with its receives.  A batch of sends is
+        not waited for: so a stage to which no gradient comes back runs ahead of the next, within the limit.  With gloo,
+        only waiting for a send shows that it has left.  A neighbour that sends back is never more than a pipeline's
+        depth of messages behind, so waiting for one twice that old never holds both sides up.
         """
         limit = 4 * self.pp_group.size() * len(self._specs)
         while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):
@@ -246,13 +256,13 @@ class PipelineCommunicator:
         receiving: list[dist.Work] = []
         for batch in batches:
             works = dist.batch_isend_irecv(batch.operations) if batch.operations else []
-            if len(works) != len(batch.operations):  # one work for the whole batch, as NCCL gives
-                receiving += works
-                continue
-            for operation, work in zip(batch.operations, works, strict=True):
-                if operation.op is dist.isend:
+            is_one = len(works) < len(batch.operations)  # as NCCL gives
+            has_receives = any(operation.op is dist.irecv for operation in batch.operations)
+            for operation, work in zip(batch.operations, works * len(batch.operations) if is_one else works,
+                                       strict=True):
+                if operation.op is dist.isend and not (is_one and has_receives):
                     self._in_flight.append((work, operation.tensor))
-                else:
+                elif operation.op is dist.irecv:
                     receiving.append(work)
         for work in receiving:
             work.wait()

@@ -73,18 +73,20 @@ class LayerBytes:
 
 
 def layer_bytes(
-    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1
+    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1,
+    ulysses_size: int = 1,
 ) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``: as ``ChunkMemory`` has it."""
+    """``local_ffn``: columns of one rank's SwiGLU output.  The last two are as ``ChunkMemory`` has them."""
     whole = tower.hidden_size * width
     hidden = whole // num_pieces
     q = tower.num_attention_heads * tower.head_dim // tp_size * width
-    k = tower.num_query_groups * tower.head_dim // tp_size * width
+    k = max(tower.num_query_groups // tp_size, ulysses_size) * tower.head_dim * width
+    exchanged = q if ulysses_size > 1 else 0  # attention's output as it was made, and as it is used
     return LayerBytes(
         input=hidden,
         residuals=2 * hidden + 2 * FP32 // num_pieces,
         norm_outputs=2 * hidden,
-        attention=2 * (q + k) + FP32 * tower.num_attention_heads // tp_size,
+        attention=2 * (q + k) + exchanged + FP32 * tower.num_attention_heads // tp_size,
         swiglu_input=2 * local_ffn * width,
         swiglu_output=local_ffn * width,
         gathered=whole if num_pieces > 1 else 0,
@@ -102,6 +104,8 @@ class ChunkMemory:
     precision: str
     num_pieces: int = 1
     """Into how many the rows between two linear layers are cut: ``tp_size`` under sequence parallelism."""
+    ulysses_size: int = 1
+    """Context-parallel ranks that exchange heads for tokens; a ring's ranks keep no more than one rank does."""
 
     @property
     def width(self) -> int:
@@ -151,7 +155,9 @@ class ChunkMemory:
 
     def _layer_bytes(self, tower: VisionConfig | LanguageConfig, part: str) -> LayerBytes:
         fused = next(w for w in self._weights if w.part == part and w.fusion is Fusion.GATE_UP)
-        return layer_bytes(tower, _held_shape(fused, self.tp_size)[0] // 2, self.tp_size, self.width, self.num_pieces)
+        ulysses_size = self.ulysses_size if part == "language" else 1
+        local_ffn = _held_shape(fused, self.tp_size)[0] // 2
+        return layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size)
 
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
@@ -195,11 +201,11 @@ class StageMemory:
     @classmethod
     def of(
         cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        num_pieces: int = 1,
+        num_pieces: int = 1, ulysses_size: int = 1,
     ) -> "StageMemory":  # fmt: skip
         specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
         return cls(tuple(
-            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces) for spec in specs))
+            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size) for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
         """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""

@@ -48,7 +48,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     num_params = sum(size for size, _ in sizes)
     num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
     state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
-    num_shards = run.dp_size if run.args.use_distributed_optimizer else 1
+    num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
@@ -90,13 +90,19 @@ def _run_lines(run: Run) -> list[str]:
     args = run.args
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
-        f"Ranks     {run.world_size} ranks = tensor {run.tp_size} x pipeline {run.num_stages} x data {run.dp_size}",
+        f"Ranks     {run.world_size} ranks = {_ranks(run)}",
         f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
         f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
         f"Training  {args.train_iters} steps in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
+
+
+def _ranks(run: Run) -> str:
+    algorithm = run.args.context_parallel_algo.removesuffix("_cp_algo")
+    context = f" x context {run.cp_size} ({algorithm})" if run.cp_size > 1 else ""
+    return f"tensor {run.tp_size}{context} x pipeline {run.num_stages} x data {run.dp_size}"
 
 
 def _stage_table(run: Run, placement: Placement) -> list[str]:
@@ -167,7 +173,7 @@ def _boundary_lines(run: Run, placement: Placement) -> list[str]:
 
 
 def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
-    copies = run.tp_size * run.dp_size
+    copies = run.tp_size * run.cp_size * run.dp_size
     fullest = max(range(len(sizes)), key=lambda index: sizes[index].total_bytes)
     return [
         f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",
@@ -175,17 +181,27 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
     ]
 
 
-TEXT, VISUAL = "text", "visual"
+TEXT, VISUAL, STATED = "text", "visual", "stated"
 
 
 def longest_microbatches(run: Run) -> dict[str, Rows]:
-    """The two longest microbatches between which all others lie: all text, every token a target, and all visual
-    tokens, which are never targets.  What memory a mixture needs lies between theirs too."""
-    num_tokens = run.args.seq_length * run.args.micro_batch_size
-    return {
-        TEXT: Rows(num_tokens, num_patches=0, num_targets=num_tokens),
-        VISUAL: Rows(num_tokens, num_tokens * run.model.vision.spatial_merge_size**2, num_targets=0),
-    }
+    """What a rank holds of the two longest microbatches between which all others lie: all text, every token a target,
+    and all visual tokens, which are never targets.  What memory a mixture needs lies between theirs too.  With
+    ``--dry-run-patches``: of the one that has these, and else text.
+
+    Images are dealt whole to context-parallel ranks, so one of them may have one more than its share.
+    """
+    num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
+    largest_image = run.data.image_max_pixels // run.model.vision.patch_size**2
+
+    def rows(num_patches: int) -> Rows:
+        num_text = num_tokens - num_patches // per_token
+        share = -(-num_patches // run.cp_size) + largest_image
+        return Rows(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
+
+    if run.args.dry_run_patches is not None:
+        return {STATED: rows(run.args.dry_run_patches)}
+    return {TEXT: rows(0), VISUAL: rows(num_tokens * per_token)}
 
 
 def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
@@ -200,7 +216,9 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
-    return StageMemory.of(run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces)
+    ulysses_size = 1 if run.is_ring else run.cp_size
+    return StageMemory.of(
+        run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
@@ -215,21 +233,37 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
                      memory.working_bytes(held), memory.peak_bytes(held, run.num_microbatches, size.total_bytes))
             num_in_flight = "+".join(map(str, memory.in_flight(held, run.num_microbatches)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
-    num_tokens, num_patches = kinds[VISUAL].num_tokens, kinds[VISUAL].num_patches
     return [
         "Memory at the worst moment (one rank each; GiB; by formula, not measured):",
         *_aligned(rows),
-        f"Each microbatch in flight is taken to have {num_tokens:,} tokens (--seq-length x --micro-batch-size): all",
-        f"text, every token a target, or all visual ({num_patches:,} patches); a mixture needs something between.  The",
-        "peak has the logits or a layer's work, whichever is more.  Not counted: the driver, communication buffers and",
-        "gaps between allocations.",
+        *_microbatch_lines(run, kinds),
+        "The peak has the logits or a layer's work, whichever is more.  Not counted: the driver, communication buffers",
+        "and gaps between allocations.",
     ]
+
+
+def _microbatch_lines(run: Run, kinds: dict[str, Rows]) -> list[str]:
+    """Which microbatches the memory is for."""
+    num_tokens = run.args.seq_length * run.args.micro_batch_size
+    start = f"Each microbatch in flight is taken to have {num_tokens:,} tokens (--seq-length x --micro-batch-size):"
+    if STATED in kinds:
+        lines = [start, f"{run.args.dry_run_patches:,} patches (--dry-run-patches), and text, every token a target."]
+    else:
+        num_patches = num_tokens * run.model.vision.spatial_merge_size**2
+        lines = [start, f"all text, every token a target, or all visual ({num_patches:,} patches); a mixture needs",
+                 "something between."]
+    if run.cp_size > 1:
+        held = kinds.get(STATED, kinds.get(VISUAL))
+        assert held is not None, "one of the two is asked for"
+        lines += [f"Of it a context-parallel rank holds {held.num_tokens:,} tokens and at most {held.num_patches:,} "
+                  f"patches: its share, and one image of", "image_max_pixels more, because images are dealt whole."]
+    return lines
 
 
 def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Which of the devices that we know are large enough."""
     found = peaks(run, placement, sizes)
-    (least_kind, least), (worst_kind, worst) = sorted(found.items(), key=lambda item: item[1])
+    (least_kind, least), *_, (worst_kind, worst) = sorted(2 * list(found.items()), key=lambda item: item[1])
     names: dict[int, list[str]] = {}
     for name, size in MEMORY_BYTES.items():
         names.setdefault(size, []).append(name)
@@ -241,7 +275,8 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         else:
             (partly if size >= least else small).append(f"{device})")
     return [
-        f"Peak      {_gib(worst)} GiB a rank when microbatches are all {worst_kind}, {_gib(least)} when {least_kind}",
+        f"Peak      {_gib(worst)} GiB a rank" + (
+            f" when microbatches are all {worst_kind}, {_gib(least)} when {least_kind}" if len(found) > 1 else ""),
         *(f"Fits      {device}" for device in fits),
         *(f"In part   {device}: enough for all {least_kind}, not for all {worst_kind}" for device in partly),
         *([f"Too small {', '.join(small)}"] if small else []),

@@ -117,14 +117,14 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
     stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in parts.stage.weights
               if stored_name(weight) == weight.name and (weight.tp_dim is not None or mesh.tp_rank == 0)}
     planned: list[tuple[Piece, Values]] = []
-    if mesh.dp_rank == 0:
+    if mesh.copy_rank == 0:
         file = f"weights_{rank}.safetensors"
         for name, memory in stored.items():
             parameter = parts.stage.get_parameter(name)
             piece = Piece.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
             planned.append((piece, partial(_real_values, memory, parameter)))
-    if mesh.dp_rank == 0 or is_split(parts.optimizer):
-        file = f"optimizer_{rank}_dp{mesh.dp_rank:02d}.safetensors"
+    if mesh.copy_rank == 0 or is_split(parts.optimizer):
+        file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
         for state in (state for state in owned if state.name in stored):
             memory = stored[state.name]
             start, stop = memory.real_range(state.start, state.stop)

@@ -37,7 +37,8 @@ class Trainer:
 
     def __init__(self, run: Run, device: Device) -> None:
         args, self.run, self.device = run.args, run, device
-        self.mesh = parallel.start(device, run.model, run.tp_size, args.distributed_timeout_minutes)
+        self.mesh = parallel.start(
+            device, run.model, run.tp_size, args.distributed_timeout_minutes, run.cp_size, run.is_ring)
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
         self.progress = state.Progress(0, 0)

@@ -86,9 +86,9 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
     """fp32 [loss, squared norm of the gradients], summed over all ranks; each is there once.
 
     The squared norm is kept in fp32, as megatron does (NPUs have no fp64): a norm above 1.8e19 counts as not finite.
-    Tensor-parallel ranks of the last stage hold the same loss.  Data-parallel ranks hold the same gradients without the
-    distributed optimizer, and different cuts of them with it; what tensor-parallel ranks or tied stages hold twice is
-    left out by megatron.
+    Tensor-parallel ranks of the last stage hold the same loss.  Data- and context-parallel ranks hold the same
+    gradients without the distributed optimizer, and different cuts of them with it; what tensor-parallel ranks or tied
+    stages hold twice is left out by megatron.
     """
     squares = torch.zeros_like(loss)
     for one in inner:
@@ -96,7 +96,7 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (no public name)
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
-            squares += _counted(square, _is_split(one) or mesh.dp_rank == 0)
+            squares += _counted(square, _is_split(one) or mesh.copy_rank == 0)
     sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
     dist.all_reduce(sums)
     return sums

@@ -98,7 +98,6 @@ def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
 
 
 @pytest.mark.parametrize(("flag", "legal", "what"), [
-    ("--context-parallel-size", "1", "--context-parallel-size is 2; this version supports 1"),
     ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
     ("--ai-framework", "pytorch", "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore"),
 ])

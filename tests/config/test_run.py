@@ -83,7 +83,16 @@ def test_sources_of_the_world_size(tmp_path):
     (["--tensor-model-parallel-size", "8"], {"world_size": 16}, "this model allows 1, 2, 4"),
     (["--pipeline-model-parallel-size", "4"], {}, "--pipeline-model-parallel-size is 4, but the"),
     (["--virtual-pipeline-model-parallel-size", "2"], {}, "have another number of virtual chunks, 1; change one"),
-    (["--context-parallel-size", "2"], {}, "--context-parallel-size is 2; this version supports 1"),
+    (["--context-parallel-size", "3"], {"world_size": 6},
+     "with ulysses_cp_algo it must divide the 28 heads (and divide or be a multiple of the 4 groups of keys) that each "
+     "of 1 tensor-parallel ranks has of"),
+    (["--context-parallel-size", "3"], {"world_size": 6}, "1, 2, 4, 28; --context-parallel-algo megatron"),
+    (["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"], {"world_size": 16}, "the 14 heads"),
+    (["--context-parallel-size", "2"], {"world_size": 6},
+     "not a multiple of tensor x context x pipeline parallel size = 1 x 2 x 2 = 4; nearest: 4 or 8 ranks"),
+    (["--context-parallel-algo", "hybrid_cp_algo"], {},
+     "--context-parallel-algo is 'hybrid_cp_algo'; expected one of ulysses_cp_algo, megatron_cp_algo"),
+    (["--dry-run-patches", "5000"], {}, "of a microbatch (--seq-length x --micro-batch-size) hold at most 4096"),
     ([], {"world_size": 7}, "The world size is 7, not a multiple of tensor x pipeline parallel size = 1 x 2 = 2; "
                             "nearest: 6 or 8 ranks"),
     ([], {"world_size": 1}, "nearest: 2 ranks"),

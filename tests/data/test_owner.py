@@ -1,13 +1,16 @@
 """Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded."""
 
 import json
+import math
 import operator
 from dataclasses import replace
 from functools import reduce
 
 import pytest
+import torch
 
-from mm.batch import BatchTotals
+from mm.batch import BatchTotals, Microbatch
+from mm.data.owner import deal_images
 from tests.launch import torchrun
 from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
 
@@ -29,6 +32,15 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
     return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
 
 
+def with_pixels_of(microbatch: Microbatch, rank: int) -> Microbatch:
+    """Of the images of one rank of the context axis."""
+    if microbatch.pixel_values is None or not microbatch.image_ranks:
+        return microbatch
+    parts = microbatch.pixel_values.split([math.prod(grid) for grid in microbatch.image_grids])
+    own = [part for part, holder in zip(parts, microbatch.image_ranks, strict=True) if holder == rank]
+    return replace(microbatch, pixel_values=torch.cat(own) if own else None)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layout) -> None:
     placement = layout.config.placement()
@@ -37,7 +49,8 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
         holds_pixels = placement[mine["place"]["pp"]].has_patch_embedding
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
-            expected = [fingerprint(microbatch) for microbatch in owned]
+            dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in owned]
+            expected = [fingerprint(with_pixels_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
             if not holds_pixels:
                 expected = [microbatch | {"pixels": None} for microbatch in expected]
             assert given["microbatches"] == expected, (rank, step)
@@ -68,7 +81,7 @@ def test_pixels_are_pinned_by_the_data_thread(received: list[dict], case: str) -
 def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], layout: Layout) -> None:
     for rank in RANKS:
         mine = received[rank][layout.name]
-        is_first = mine["place"]["pp"] == mine["place"]["tp"] == 0
+        is_first = mine["place"]["pp"] == mine["place"]["cp"] == mine["place"]["tp"] == 0
         assert mine["owns_data"] == is_first
         assert mine["num_asked"] == (len(STEPS) if is_first else None)
 

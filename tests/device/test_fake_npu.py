@@ -23,8 +23,12 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "pp2": (2, "model_2", "fp32", ()),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
     "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2")),
+    "cp2-ring-bf16": (2, "model_1", "bf16", ("--bf16", "--context-parallel-size", "2", "--context-parallel-algo",
+                                             "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
+AXIS_GROUPS = {"tp2": "TENSOR_MODEL_PARALLEL_GROUP", "cp2": "CONTEXT_PARALLEL_GROUP"}
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {
     # of loss, gradient norm and exported weights, relative
@@ -127,6 +131,6 @@ def test_groups_that_a_run_uses(inputs: Path) -> None:
     """Each group that HCCL uses holds buffers.  Loss and norm go through the one of all ranks, which megatron uses."""
     common = {"default_pg", "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"}
     for name in LAYOUTS:
-        expected = common | ({"TENSOR_MODEL_PARALLEL_GROUP"} if name.startswith("tp2") else set())
+        expected = common | {group for axis, group in AXIS_GROUPS.items() if name.startswith(axis)}
         for rank in results(inputs, name):
             assert {group for _, group, _ in rank["collectives"]} == expected, name

@@ -120,7 +120,8 @@ def test_gradients_that_count_for_nothing_do_not_meet_on_one_row() -> None:
     packed = microbatch([random_sample(torch.Generator(), ((1, 24, 24),), 12)])
     found = embedding_inputs(packed, IMAGE, Device.pick("cpu"))
     is_visual = packed.token_ids == IMAGE
-    assert torch.equal(found.visual_index, is_visual.nonzero().squeeze(1)) and len(found.visual_index) == 144
+    assert found.visual is not None and len(found.visual.index) == 144
+    assert torch.equal(found.visual.index, is_visual.nonzero().squeeze(1))
     assert found.token_ids[is_visual].bincount().max() == 1 and found.token_ids.max() < TINY_VOCAB
     assert torch.equal(found.token_ids[~is_visual], packed.token_ids[~is_visual])
 

@@ -38,6 +38,9 @@ class Case:
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
     sequence_parallel: bool = False
+    cp: int = 1
+    ring: bool = False
+    """Whether context parallelism is a ring; else Ulysses."""
     clip_grad: float = 0.0
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
     groups: bool = False
@@ -65,13 +68,13 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def without_layout(self) -> "Case":
         """The same training on one rank: what transformers does."""
         return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
-                       overlap=False, recompute=None, logit_rows=None, sequence_parallel=False)
+                       overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False)
 
 
 ALL = ("vision", "projector", "language")
@@ -115,6 +118,22 @@ CASES = (
     Case("tp2-sp-language-frozen", tp=2, sequence_parallel=True, freeze=("language",)),
     Case("tp2-sp-vision-frozen", tp=2, sequence_parallel=True, freeze=("vision",)),
     Case("tp2-sp-clipped", tp=2, sequence_parallel=True, clip_grad=1e-6),
+    Case("cp2", cp=2),
+    Case("cp2-one-sample", cp=2, micro_batch_size=1),
+    Case("cp2-tied", cp=2, tied=True),
+    Case("cp2-text-only", cp=2, batch="text"),
+    Case("cp2-language-frozen", cp=2, freeze=("language",)),
+    Case("cp2-vision-frozen", cp=2, freeze=("vision",)),
+    Case("cp2-only-projector", cp=2, freeze=("vision", "language")),
+    Case("cp2-only-language", cp=2, freeze=("vision", "projector")),
+    Case("cp2-recompute", cp=2, recompute="uniform"),
+    Case("cp2-overlap", cp=2, overlap=True, micro_batch_size=1),
+    Case("cp2-distributed-optimizer", cp=2, distributed_optimizer=True),
+    Case("cp2-per-sample", cp=2, loss_unit="sample"),
+    Case("ring2", cp=2, ring=True),
+    Case("ring2-one-sample", cp=2, ring=True, micro_batch_size=1),
+    Case("ring2-language-frozen", cp=2, ring=True, freeze=("language",), tied=True),
+    Case("ring2-selective-recompute", cp=2, ring=True, recompute="selective", loss_unit="microbatch"),
     Case("tp1-groups", groups=True),
     Case("tp2-groups", tp=2, groups=True),
     Case("tp2-clipped", tp=2, clip_grad=1e-6),
@@ -192,6 +211,22 @@ CASES = (
     Case("tp2-dp2-sp-distributed-optimizer-overlap", tp=2, dp=2, batch="images on one rank", sequence_parallel=True,
          distributed_optimizer=True, overlap=True),
     Case("tp2-pp2-sp-vision-frozen", (3, 1), (0, 4), tp=2, sequence_parallel=True, freeze=("vision",)),
+    Case("cp4", cp=4),
+    Case("cp4-one-sample", cp=4, micro_batch_size=1),
+    Case("tp2-cp2", tp=2, cp=2),
+    Case("tp2-cp2-sp", tp=2, cp=2, sequence_parallel=True),
+    Case("tp2-cp2-sp-one-sample-selective-recompute", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1,
+         recompute="selective"),
+    Case("cp2-pp2", (3, 1), (0, 4), cp=2),
+    Case("cp2-pp2-tied-one-sample", (4, 0), (1, 3), cp=2, tied=True, micro_batch_size=1),
+    Case("cp2-pp2-vpp2-vision-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), cp=2, freeze=("vision",)),
+    Case("cp2-pp2-only-projector", (3, 1), (0, 4), cp=2, freeze=("vision", "language")),
+    Case("cp2-dp2-images-on-one-rank-overlap", cp=2, dp=2, batch="images on one rank", distributed_optimizer=True,
+         overlap=True),
+    Case("ring4", cp=4, ring=True),
+    Case("ring4-one-sample-recompute", cp=4, ring=True, micro_batch_size=1, recompute="uniform"),
+    Case("tp2-ring2-sp", tp=2, cp=2, ring=True, sequence_parallel=True),
+    Case("ring2-pp2-vision-frozen", (3, 1), (0, 4), cp=2, ring=True, freeze=("vision",), distributed_optimizer=True),
     Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
 )
 

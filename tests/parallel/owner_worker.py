@@ -29,6 +29,7 @@ class Layout:
     language: tuple[int, ...]
     tp: int
     dp: int
+    cp: int = 1
 
     @property
     def config(self) -> ModelConfig:
@@ -42,6 +43,10 @@ LAYOUTS = (
     Layout("dp2-pp2-patches-on-second", (0, 4), (0, 4), tp=1, dp=2),
     Layout("pp4-patches-on-second", (0, 2, 2, 0), (0, 0, 1, 3), tp=1, dp=1),
     Layout("tp2-dp2", (4,), (4,), tp=2, dp=2),
+    Layout("cp2-dp2", (4,), (4,), tp=1, dp=2, cp=2),
+    Layout("cp2-pp2-patches-on-second", (0, 4), (0, 4), tp=1, dp=1, cp=2),
+    Layout("tp2-cp2", (4,), (4,), tp=2, dp=1, cp=2),
+    Layout("cp4", (4,), (4,), tp=1, dp=1, cp=4),
 )
 
 ONE, TWO = ((1, 4, 6),), ((1, 2, 4), (2, 4, 4))
@@ -130,7 +135,7 @@ def receive(layout: Layout, failure: Exception | None = None, dtype: str = "floa
 
     config = layout.config
     placement = config.placement()
-    mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60))
+    mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp)
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     device = PinsOnCpu(**vars(Device.pick("cpu")))
@@ -150,7 +155,7 @@ def receive(layout: Layout, failure: Exception | None = None, dtype: str = "floa
         owner.close()
     parallel.stop_mesh()
     return {
-        "place": {"tp": mesh.tp_rank, "pp": mesh.pp_rank, "dp": mesh.dp_rank},
+        "place": {"tp": mesh.tp_rank, "cp": mesh.cp_rank, "pp": mesh.pp_rank, "dp": mesh.dp_rank},
         "owns_data": mesh.owns_data,
         "num_asked": None if loader is None else loader.num_asked,
         "steps": steps,

@@ -26,6 +26,7 @@ from torch import Tensor  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
+from mm.data.owner import deal_images, own_pixels  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
@@ -137,7 +138,7 @@ class Engine:
     def loss(self) -> float:
         """Of the global batch, by a forward and backward pass: each rank's share, every one of a head's ranks once."""
         loss = forward_backward(self.parts, self.plan)
-        dist.all_reduce(loss, group=self.parts.mesh.groups.dp)
+        dist.all_reduce(loss, group=self.parts.mesh.groups.dp_cp)
         dist.all_reduce(loss, group=self.parts.mesh.groups.pp)
         return float(loss)
 
@@ -167,7 +168,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + ["--overlap-grad-reduce"] * case.overlap
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
-    mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2))
+    mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)
     stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit, case.sequence_parallel)
     for chunk in stage.chunks:
         if case.logit_rows is not None and chunk.spec.has_head:
@@ -177,25 +178,26 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         set_weight(stage, weight, shard(weight, whole(weight, before), case.tp, mesh.tp_rank), mesh)
     batches = [[microbatch(pair) for pair in rank] for rank in batch_of(case)]
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
-    plan = StepPlan(tuple(batches[mesh.dp_rank]), totals)
+    mine = (deal_images(one, config.vision, case.cp) for one in batches[mesh.dp_rank])
+    plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
     return Engine(case, config, placement, Parts.build(stage, mesh, args), weights, plan)
 
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.models)}
-    copies = 1 if engine.case.distributed_optimizer else engine.case.dp
+    copies = 1 if engine.case.distributed_optimizer else engine.case.dp * engine.case.cp
     errors, uncovered = {}, []
     for name, parameter in engine.parts.stage.named_parameters():
         if not parameter.requires_grad:
             continue
         start, end = ranges.get(name, (0, 0))
         covered = torch.tensor(end - start)
-        dist.all_reduce(covered, group=engine.parts.mesh.groups.dp)
+        dist.all_reduce(covered, group=engine.parts.mesh.groups.dp_cp)
         if int(covered) != parameter.numel() * copies:
             uncovered.append(name)
         pair = (parameter.main_grad.flatten()[start:end], engine.cut(expected, name).flatten()[start:end])
-        errors[name] = relative_error([pair], engine.parts.mesh.groups.dp)
+        errors[name] = relative_error([pair], engine.parts.mesh.groups.dp_cp)
     return errors, uncovered
 
 
@@ -248,7 +250,7 @@ def run_case(case: Case) -> dict:
         "gradient_error": worst[0][0],
         "gradient_worst": worst[0][1],
         "num_gradients": sum(len(g[0]) for g in gathered),
-        "expected_gradients": case.tp * case.dp * sum(
+        "expected_gradients": case.tp * case.cp * case.dp * sum(
             weight.part not in case.freeze
             for spec in engine.placement.slots
             for weight in stage_weights(engine.config, spec)

@@ -38,7 +38,8 @@ def run_of(size: str, vision: list, language: list, world_size: int, *, freeze: 
             model.language, pipeline_num_layers=nested(language), freeze="l" in freeze, recompute=recompute),
     )
     args = Arguments(
-        mm_model="m.json", mm_data="d.json", micro_batch_size=1, seq_length=seq_length, train_iters=1, lr=0.0, **flags)
+        mm_model="m.json", mm_data="d.json", seq_length=seq_length, train_iters=1, lr=0.0,
+        **{"micro_batch_size": 1, **flags})
     return Run(args, model, DataConfig("hf", ("d.json",)), world_size, ("a note",))
 
 
@@ -156,8 +157,24 @@ def test_memory_of_each_stage():
                        memory.working_bytes(rows), memory.peak_bytes(rows, 8, size.total_bytes))
             (line,) = [line for line in text.splitlines() if line.split()[:2] == [str(spec.stage), kind]]
             assert line.split()[2:] == [str(num_in_flight), *(f"{number / 2**30:.2f}" for number in numbers)]
-    assert "have 1,024 tokens (--seq-length x --micro-batch-size): all\n" in text
+    assert "have 1,024 tokens (--seq-length x --micro-batch-size):\nall text" in text
     assert "or all visual (4,096 patches)" in text
+
+
+def test_a_stated_number_of_patches():
+    run = run_of("3b", [32], [36], 1, dry_run_patches=1000)
+    (rows,) = longest_microbatches(run).values()
+    assert (rows.num_tokens, rows.num_patches, rows.num_targets) == (1024, 1000, 1024 - 250)
+    assert "1,000 patches (--dry-run-patches), and text" in stage_report(run)
+
+
+def test_context_parallel_ranks_hold_their_share_and_one_image_more():
+    run = run_of("3b", [32], [36], 4, context_parallel_size=4, micro_batch_size=10)
+    visual = longest_microbatches(run)[VISUAL]
+    assert (visual.num_tokens, visual.num_patches) == (2560, 10240 + 768 * 768 // 14**2)
+    text = stage_report(run)
+    assert "4 ranks = tensor 1 x context 4 (ulysses) x pipeline 1 x data 1" in text
+    assert "a context-parallel rank holds 2,560 tokens and at most 13,249 patches: its share, and one image" in text
 
 
 def test_chunks_stand_in_the_table_and_count_for_their_stage():

@@ -50,8 +50,9 @@ def npu_fusion_attention(
     seed=0,
     offset=0,
 ):
-    """softmax(scale * q k^T, masked) v; returns the seven outputs, of which only the first is filled."""
-    unused = {
+    """softmax(scale * q k^T, masked) v; returns the seven outputs: the first, and with TND the largest score and the
+    sum of exponentials of each query, eight times [T, N, 8]."""
+    _refuse_unused("npu_fusion_attention", {
         "pse": pse,
         "padding_mask": padding_mask,
         "prefix": prefix,
@@ -59,26 +60,107 @@ def npu_fusion_attention(
         "dropout_mask": dropout_mask,
         "softmax_layout": softmax_layout or None,
         "keep_prob": None if keep_prob == 1.0 else keep_prob,
-    }
-    for name, given in unused.items():
-        if given is not None:
-            raise NotImplementedError(f"the stand-in for npu_fusion_attention has no {name}")
+    })
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _FLOATS:
         raise RuntimeError(f"q, k, v must share one of {_FLOATS}: {query.dtype}, {key.dtype}, {value.dtype}")
     _check_mask(atten_mask, sparse_mode)
+    row_max = total = query.new_empty(0, dtype=torch.float32)
     if input_layout == "TND":
-        out = _varlen(query, key, value, head_num, actual_seq_qlen, actual_seq_kvlen, atten_mask, sparse_mode, scale)
+        segments = _segments(query, key, value, head_num, actual_seq_qlen, actual_seq_kvlen)
+        out, row_max, total = _varlen(query, key, value, segments, atten_mask, sparse_mode, scale)
     elif input_layout in ("BSND", "BNSD"):
         if actual_seq_qlen is not None or actual_seq_kvlen is not None:
             raise RuntimeError(f"actual_seq_qlen and actual_seq_kvlen belong to TND, not to {input_layout}")
         out = _batched(query, key, value, head_num, input_layout, atten_mask, sparse_mode, scale)
     else:
         raise NotImplementedError(f"the stand-in for npu_fusion_attention has no layout {input_layout}")
-    empty = query.new_empty(0, dtype=torch.float32)
-    return out, empty, empty, query.new_empty(0), seed, offset, 0
+    return out, row_max, total, query.new_empty(0), seed, offset, 0
 
 
-def _varlen(query, key, value, head_num, q_ends, kv_ends, mask, sparse_mode, scale):
+def npu_fusion_attention_grad(
+    query,
+    key,
+    value,
+    dy,
+    head_num,
+    input_layout,
+    *,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    softmax_max=None,
+    softmax_sum=None,
+    softmax_in=None,
+    attention_in=None,
+    scale_value=1.0,
+    keep_prob=1.0,
+    pre_tockens=2147483647,
+    next_tockens=2147483647,
+    inner_precise=0,
+    seed=0,
+    offset=0,
+    numels=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+    softmax_layout="",
+    sink=None,
+):
+    """Gradients of q, k and v (and of what is not given) by the statistics and output of the forward pass; TND only."""
+    _refuse_unused("npu_fusion_attention_grad", {
+        "pse": pse,
+        "padding_mask": padding_mask,
+        "prefix": prefix,
+        "sink": sink,
+        "softmax_in": softmax_in,
+        "softmax_layout": softmax_layout or None,
+        "keep_prob": None if keep_prob == 1.0 else keep_prob,
+        "input_layout": None if input_layout == "TND" else input_layout,
+    })
+    _check_mask(atten_mask, sparse_mode)
+    if dy.shape != query.shape or attention_in.shape != query.shape or not dy.is_contiguous():
+        raise RuntimeError(f"dy and attention_in must be like q, and contiguous: {dy.shape}, {attention_in.shape}")
+    for statistic in (softmax_max, softmax_sum):
+        if statistic.shape != (*query.shape[:2], 8) or statistic.dtype != torch.float32:
+            raise RuntimeError(f"statistics must be float32 [T, N, 8], not {statistic.dtype} {tuple(statistic.shape)}")
+    segments = _segments(query, key, value, head_num, actual_seq_qlen, actual_seq_kvlen)
+    statistics = softmax_max[..., :1], softmax_sum[..., :1]
+    tensors = query, key, value, dy, attention_in
+    gradients = _gradients(tensors, statistics, segments, atten_mask, sparse_mode, scale_value)
+    nothing = query.new_empty(0)
+    return (*gradients, nothing, nothing)
+
+
+def _gradients(tensors, statistics, segments, mask, sparse_mode, scale):
+    query, key, value, dy, attention_in = tensors
+    gradients = [torch.zeros_like(one, dtype=torch.float32) for one in (query, key, value)]
+    for rows, keys in segments:
+        q, k, v, upstream, out = (one.float().transpose(0, 1) for one in
+                                  (query[rows], key[keys], value[keys], dy[rows], attention_in[rows]))
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = _masked(q @ k.transpose(-1, -2) * scale, mask, sparse_mode)
+        row_max, total = (one[rows].transpose(0, 1) for one in statistics)
+        probabilities = (scores - row_max).exp() / total
+        inner = (upstream * out).sum(-1, keepdim=True)
+        of_scores = probabilities * (upstream @ v.transpose(-1, -2) - inner) * scale
+        found = of_scores @ k, of_scores.transpose(-1, -2) @ q, probabilities.transpose(-1, -2) @ upstream
+        for gradient, one, place in zip(gradients, found, (rows, keys, keys), strict=True):
+            gradient[place] += one.unflatten(0, (gradient.shape[1], -1)).sum(1).transpose(0, 1)
+    return [one.to(query.dtype) for one in gradients]
+
+
+def _refuse_unused(operator, arguments):
+    for name, given in arguments.items():
+        if given is not None:
+            raise NotImplementedError(f"the stand-in for {operator} has no {name}")
+
+
+def _segments(query, key, value, head_num, q_ends, kv_ends):
+    """Rows of queries and of keys, segment by segment, after checks of the real operator."""
     _check_shapes(query, key, value, head_num, 3, head_axis=1)
     if not 1 <= query.shape[0] <= _MAX_VARLEN_TOKENS:
         raise RuntimeError(f"TND takes 1 to {_MAX_VARLEN_TOKENS} tokens, not {query.shape[0]}")
@@ -91,12 +173,24 @@ def _varlen(query, key, value, head_num, q_ends, kv_ends, mask, sparse_mode, sca
             raise RuntimeError(f"{name} must be running sums without the leading 0, up to {tensor.shape[0]}: {ends}")
     if len(q_ends) != len(kv_ends):
         raise RuntimeError(f"{len(q_ends)} query segments but {len(kv_ends)} key segments")
-    outputs, q_start, kv_start = [], 0, 0
-    for q_end, kv_end in zip(q_ends, kv_ends, strict=True):
-        q, k, v = query[None, q_start:q_end], key[None, kv_start:kv_end], value[None, kv_start:kv_end]
-        outputs.append(_attend(*(x.transpose(1, 2) for x in (q, k, v)), mask, sparse_mode, scale).transpose(1, 2)[0])
-        q_start, kv_start = q_end, kv_end
-    return torch.cat(outputs)
+    return [(slice(*q), slice(*kv)) for q, kv in zip(pairwise([0, *q_ends]), pairwise([0, *kv_ends]), strict=True)]
+
+
+def _varlen(query, key, value, segments, mask, sparse_mode, scale):
+    """Output, largest score and sum of exponentials."""
+    found = []
+    for rows, keys in segments:
+        q, k, v = (one.float().transpose(0, 1) for one in (query[rows], key[keys], value[keys]))
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = _masked(q @ k.transpose(-1, -2) * scale, mask, sparse_mode)
+        row_max = scores.amax(-1, keepdim=True)
+        exponentials = (scores - row_max).exp()
+        total = exponentials.sum(-1, keepdim=True)
+        parts = exponentials / total @ v, row_max.expand(-1, -1, 8), total.expand(-1, -1, 8)
+        found.append([part.transpose(0, 1) for part in parts])
+    out, row_max, total = (torch.cat(parts).contiguous() for parts in zip(*found, strict=True))
+    return out.to(query.dtype), row_max, total
 
 
 def _batched(query, key, value, head_num, layout, mask, sparse_mode, scale):
@@ -122,10 +216,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sparse_mode: i
     """[B, N, S, D]; scores and softmax in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if mask is not None:  # without a mask sparse_mode has no effect: full attention
-        scores = scores.masked_fill(_expanded(mask, sparse_mode, *scores.shape[-2:]), float("-inf"))
+    scores = _masked(q.float() @ k.float().transpose(-1, -2) * scale, mask, sparse_mode)
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _masked(scores: Tensor, mask: Tensor | None, sparse_mode: int) -> Tensor:
+    """[..., num_queries, num_keys]; without a mask sparse_mode has no effect: full attention."""
+    if mask is None:
+        return scores
+    return scores.masked_fill(_expanded(mask, sparse_mode, *scores.shape[-2:]), float("-inf"))
 
 
 def _check_mask(mask: Tensor | None, sparse_mode: int) -> None:

@@ -1,0 +1,112 @@
+"""Rows and heads that context-parallel ranks exchange, as autograd sees it.
+
+Which rank holds which rows: ``mm.parallel.context``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.device.attention import Kernel, Segments
+from mm.model.rows import Order
+from mm.parallel.context import all_to_all
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Every row of each rank goes to one rank of ``group``, which may be itself."""
+
+    group: dist.ProcessGroup
+    send: Order
+    """Rows here in the order of the ranks that they go to."""
+    sent: tuple[int, ...]
+    """Rows for each rank."""
+    received: tuple[int, ...]
+    """Rows from each rank."""
+    receive: Order
+    """Of the rows that come, in the order of the ranks, to the order that is wanted here."""
+
+    def reversed(self) -> "Exchange":
+        return Exchange(self.group, self.receive.reversed(), self.received, self.sent, self.send.reversed())
+
+    def to_device(self, copy: Callable[[Tensor], Tensor]) -> "Exchange":
+        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        return replace(self, send=self.send.to_device(copy), receive=self.receive.to_device(copy))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[rows here, width] -> [rows wanted here, width].  All ranks call it together, forward and backward: where
+        one rank's rows need gradients, those of all must say so."""
+        return _Exchange.apply(rows, self)
+
+    def run(self, rows: Tensor) -> Tensor:
+        """The same without autograd."""
+        arrived = all_to_all(rows.index_select(0, self.send.index), self.sent, self.received, self.group)
+        return arrived.index_select(0, self.receive.index)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.run(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.reversed().run(gradient), None
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Attention of all tokens for a part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+
+    group: dist.ProcessGroup
+    num_rows: tuple[int, ...]
+    """Tokens of each rank; all together, in the order of the ranks, are the packed row."""
+
+    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+        """As ``kernel``, of the tokens here.  Grouped keys and values that are fewer than the ranks are sent to each of
+        those that need them."""
+        size = len(self.num_rows)
+        copies = max(size // k.shape[1], 1)
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        heads = (q.shape[1] // size, k.shape[1] // size, v.shape[1] // size)
+        parts = [part.unflatten(1, (size, count)) for part, count in zip((q, k, v), heads, strict=True)]
+        q, k, v = _ToHeads.apply(torch.cat(parts, dim=2), self).split(heads, dim=1)
+        return _ToRows.apply(kernel(q, k, v, segments, causal), self)
+
+    def to_heads(self, rows: Tensor) -> Tensor:
+        """[tokens here, ranks, heads of each, head_dim] -> [all tokens, heads here, head_dim]"""
+        size, here = len(self.num_rows), rows.shape[0]
+        return all_to_all(rows.transpose(0, 1).flatten(0, 1), [here] * size, self.num_rows, self.group)
+
+    def to_rows(self, heads: Tensor) -> Tensor:
+        """The way back."""
+        size, here = len(self.num_rows), self.num_rows[self.group.rank()]
+        return all_to_all(heads, self.num_rows, [here] * size, self.group).unflatten(0, (size, here)).transpose(0, 1)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ulysses: Ulysses) -> Tensor:
+        ctx.ulysses = ulysses
+        return ulysses.to_heads(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ulysses.to_rows(gradient), None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, ulysses: Ulysses) -> Tensor:
+        ctx.ulysses, ctx.shape = ulysses, None
+        return ulysses.to_rows(heads).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ulysses.to_heads(gradient.unflatten(1, (len(ctx.ulysses.num_rows), -1))), None

@@ -1,0 +1,166 @@
+"""Causal attention over tokens that context-parallel ranks share out: keys and values go around a ring of the ranks.
+
+Each rank attends with its own queries to the keys that pass by, and joins the parts by their logarithms of sums of
+exponentials (Ring Attention, arXiv:2310.01889).  Tokens are divided in the zigzag of ``mm.parallel.context``, so that
+every rank has as much to do at every turn, and what passes by is looked at in whole chunks: only a rank's own keys need
+a mask.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.device.attention import Kernel, Segments
+from mm.device.partial_attention import Pairs, Part, PartialAttention
+from mm.parallel.context import Passing, zigzag_lengths
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the queries here look at of one rank's keys."""
+
+    queries: Tensor | None
+    """int64: which of them; None: all."""
+    keys: Tensor | None
+    pairs: Pairs
+
+    @classmethod
+    def of(
+        cls, segment_lengths: Sequence[int], rank: int, source: int, num_ranks: int, copy: Callable[[Tensor], Tensor]
+    ) -> "Turn | None":
+        """Queries of ``rank``, keys of ``source``; None where they have nothing to do with each other.
+
+        Of a segment's chunks, those of a lower rank's beginning come before all of ours, and those of its end after
+        them.  With a higher rank it is the other way around: only our end comes after, and after both.
+        """
+        queries: list[range] = []
+        keys: list[range] = []
+        q_start = k_start = 0
+        for length in segment_lengths:
+            held = zigzag_lengths(length, num_ranks)
+            (q_first, q_last), (k_first, k_last) = held[rank], held[source]
+            first_query = q_start + q_first if source > rank else q_start
+            last_key = k_start + k_first if source < rank else k_start + k_first + k_last
+            if first_query < q_start + q_first + q_last and k_start < last_key:
+                queries.append(range(first_query, q_start + q_first + q_last))
+                keys.append(range(k_start, last_key))
+            q_start, k_start = q_start + q_first + q_last, k_start + k_first + k_last
+        if not queries:
+            return None
+        q_segments, k_segments = (Segments.build(map(len, one), copy) for one in (queries, keys))
+        pairs = Pairs(q_segments, k_segments, causal=source == rank)
+        return cls(_index(queries, q_start, copy), _index(keys, k_start, copy), pairs)
+
+
+def _index(ranges: Sequence[range], num_rows: int, copy: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """None where these are all rows."""
+    if sum(map(len, ranges)) == num_rows:
+        return None
+    return copy(torch.cat([torch.arange(one.start, one.stop) for one in ranges]))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The turns of one rank for one microbatch: first with its own keys, then with those of the rank before, ..."""
+
+    group: dist.ProcessGroup
+    num_rows: tuple[int, ...]
+    """Tokens of each rank."""
+    turns: tuple[Turn | None, ...]
+    partial: PartialAttention
+
+    @classmethod
+    def of(
+        cls, segment_lengths: Sequence[int], num_rows: tuple[int, ...], group: dist.ProcessGroup,
+        partial: PartialAttention, copy: Callable[[Tensor], Tensor],
+    ) -> "Ring":
+        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        rank, size = group.rank(), group.size()
+        sources = [(rank - number) % size for number in range(size)]
+        turns = tuple(Turn.of(segment_lengths, rank, source, size, copy) for source in sources)
+        return cls(group, num_rows, turns, partial)
+
+    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+        """As ``kernel``, of the tokens here."""
+        assert causal, "the ring's turns are those of causal attention"
+        return _RingAttention.apply(q, k, v, self)
+
+    def rows_at(self, number: int) -> int:
+        """Keys that are here at turn ``number``."""
+        return self.num_rows[(self.group.rank() - number) % len(self.num_rows)]
+
+
+class _RingAttention(torch.autograd.Function):
+    """``ctx`` carries whatever forward leaves on it for backward, so it has no type."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        held, last = torch.cat((k, v), dim=1), len(ring.turns) - 1
+        out = torch.zeros_like(q, dtype=torch.float32)
+        logarithms = out.new_full(q.shape[:2], -torch.inf)
+        for number, turn in enumerate(ring.turns):
+            coming = Passing(held, ring.rows_at(number + 1), ring.group) if number < last else None
+            if turn is not None:
+                keys, values = _rows(held, turn.keys).chunk(2, dim=1)
+                part = ring.partial.forward(_rows(q, turn.queries), keys, values, turn.pairs)
+                _join(out, logarithms, part, turn.queries)
+            held = held if coming is None else coming.wait()
+        out = out.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, logarithms)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Keys go around once more, and with them the sum of their gradients, which so comes home."""
+        q, k, v, out, logarithms = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        held, last, summed = torch.cat((k, v), dim=1), len(ring.turns) - 1, None
+        q_gradient = torch.zeros_like(q, dtype=torch.float32)
+        for number, turn in enumerate(ring.turns):
+            coming = Passing(held, ring.rows_at(number + 1), ring.group) if number < last else None
+            found = None
+            if turn is not None:
+                keys, values = _rows(held, turn.keys).chunk(2, dim=1)
+                whole = _rows(out, turn.queries), _rows(logarithms, turn.queries)
+                rows = _rows(gradient, turn.queries), _rows(q, turn.queries)
+                of_queries, *found = ring.partial.backward(*rows, keys, values, whole, turn.pairs)
+                _add(q_gradient, of_queries, turn.queries)
+            total = torch.zeros_like(held, dtype=torch.float32) if summed is None else summed.wait()
+            if turn is not None and found is not None:
+                _add(total, torch.cat(found, dim=1), turn.keys)
+            summed = Passing(total, ring.rows_at(number + 1), ring.group)
+            held = held if coming is None else coming.wait()
+        assert summed is not None, "a ring has a rank"
+        k_gradient, v_gradient = summed.wait().to(k.dtype).chunk(2, dim=1)
+        return q_gradient.to(q.dtype), k_gradient, v_gradient, None
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _add(total: Tensor, rows: Tensor, index: Tensor | None) -> None:
+    """Rows of an index are distinct: no two sums meet."""
+    if index is None:
+        total += rows
+    else:
+        total.index_add_(0, index, rows.to(total.dtype))
+
+
+def _join(out: Tensor, logarithms: Tensor, part: Part, index: Tensor | None) -> None:
+    """Attention to more keys: both outputs weighted by their share of the sum of exponentials."""
+    before = _rows(logarithms, index)
+    joint = torch.logaddexp(before, part[1])
+    kept, added = ((one - joint).exp().unsqueeze(-1) for one in (before, part[1]))
+    joined = _rows(out, index) * kept + part[0] * added
+    if index is None:
+        out.copy_(joined)
+        logarithms.copy_(joint)
+    else:
+        out.index_copy_(0, index, joined)
+        logarithms.index_copy_(0, index, joint)
