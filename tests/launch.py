@@ -1,6 +1,7 @@
-"""Starts a worker module under torchrun on this machine's CPU, for tests that need real processes."""
+"""Starts a worker module on several ranks of this machine's CPU, for tests that need real processes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,18 +17,19 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def torchrun(num_processes: int, module: str, *arguments: str, timeout_seconds: int = 300) -> str:
-    """Run ``-m module arguments`` on ``num_processes`` ranks; returns the output, which a failure shows whole."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes),
-        "--master_addr", "localhost", "--master_port", str(free_port()), "-m", module, *arguments,
-    ]  # fmt: skip
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: int = 300) -> str:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
+    command = [sys.executable, "-m", "tests.forked", str(num_ranks), module, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+        raise
+    assert process.returncode == 0, f"{' '.join(command)}\n{output}\n{errors}"
+    return output
 
 
 def write_whole(path: Path, text: str) -> None:

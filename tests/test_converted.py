@@ -13,7 +13,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import Format, Storage, Structure
 from tests import tiny
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 VIRTUAL = (((2, 1, 0), (1, 0, 0)), ((0, 0, 0), (0, 2, 2)))
 DIRECTORIES = {
@@ -35,7 +35,7 @@ def results(tmp_path_factory) -> dict:
             convert.hf_to_mm(root / name / "hf", root / name / directory, layout, kind).run(Options(num_workers=1))
         (root / name / "mm-without-manifest" / "manifest.json").unlink()
     damage(root / "untied" / "mm-without-manifest", root / "damaged")
-    torchrun(4, "tests.parallel.converted_worker", str(root))
+    run_ranks(4, "tests.parallel.converted_worker", str(root))
     return json.loads((root / "results.json").read_text())
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.launch import torchrun, write_whole
+from tests.launch import run_ranks, write_whole
 from tests.parallel.cases import CASES, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.8e-7 (before and after the update), gradient 8.2e-6,
@@ -33,7 +33,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def run(world_size: int) -> dict[str, dict]:
         output = directory / f"{world_size}.json"
-        torchrun(world_size, "tests.parallel.parity_worker", str(output))
+        run_ranks(world_size, "tests.parallel.parity_worker", str(output))
         return json.loads(output.read_text())
 
     return lambda case: run(case.world_size)[case.name]
@@ -129,7 +129,7 @@ def run_drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Ca
     numbers = itertools.count()
 
     with ThreadPoolExecutor(1) as pool:
-        ranks = pool.submit(torchrun, MAX_RANKS, "tests.parallel.parity_worker", str(directory), timeout_seconds=36000)
+        ranks = pool.submit(run_ranks, MAX_RANKS, "tests.parallel.parity_worker", str(directory), timeout_seconds=36000)
 
         def run(case: Case) -> dict:
             number = next(numbers)

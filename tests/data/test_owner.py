@@ -11,7 +11,7 @@ import torch
 
 from mm.batch import BatchTotals, Microbatch
 from mm.data.owner import deal_images
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
 
 RANKS = range(4)
@@ -21,7 +21,7 @@ RANKS = range(4)
 def received(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """By rank: what the worker wrote."""
     directory = tmp_path_factory.mktemp("owner")
-    torchrun(4, "tests.parallel.owner_worker", str(directory), timeout_seconds=180)
+    run_ranks(4, "tests.parallel.owner_worker", str(directory), timeout_seconds=180)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in RANKS]
 
 

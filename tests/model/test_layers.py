@@ -9,7 +9,7 @@ import torch
 from mm.device.accumulate import cpu_accumulate
 from mm.device.device import Device
 from mm.model.layers import apply_linear
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 NUM_LAYERS = 4 + 4
 OTHER_NORMS = 2
@@ -18,7 +18,7 @@ OTHER_NORMS = 2
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_selective_recompute_keeps_less_and_changes_no_bit(tp: int, tmp_path: Path) -> None:
-    torchrun(tp, "tests.parallel.selective_worker", str(tmp_path / "found.json"))
+    run_ranks(tp, "tests.parallel.selective_worker", str(tmp_path / "found.json"))
     for rank in json.loads((tmp_path / "found.json").read_text()):
         norms, swiglus = 2 * NUM_LAYERS + OTHER_NORMS, NUM_LAYERS
         assert rank["plain"]["kept"] == {"rms_norm": [norms, norms], "swiglu": [swiglus, swiglus]}

@@ -1,6 +1,6 @@
 """Trains the same model from a Hugging Face directory and from conversions of it, and writes what differs as JSON.
 
-Launched by tests/test_converted.py on four ranks, TP2 x PP2: ``torchrun ... -m tests.parallel.converted_worker DIR``.
+Launched by tests/test_converted.py on four ranks, TP2 x PP2: ``converted_worker DIR``.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Shares the steps of small random batches in every layout and writes what each of four ranks received.
 
-Launched by tests/data/test_owner.py: ``torchrun ... -m tests.parallel.owner_worker DIRECTORY``.  Each rank writes
+Launched by tests/data/test_owner.py: ``owner_worker DIRECTORY``.  Each rank writes
 DIRECTORY/RANK.json as it goes; nothing is judged here.
 """
 

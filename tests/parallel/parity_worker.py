@@ -1,6 +1,6 @@
 """Runs every parity case of this world size in one set of processes and writes the measured errors as JSON.
 
-Launched by tests/test_parity.py: ``torchrun ... -m tests.parallel.parity_worker OUTPUT.json``.  With a directory in
+Launched by tests/test_parity.py: ``parity_worker OUTPUT.json``.  With a directory in
 place of the file it runs the cases that appear there, as ``0.json``, ``1.json`` and so on, until one is empty.
 """
 

@@ -1,6 +1,6 @@
 """Runs one step of each case on a pipeline of four and writes what each rank really sent, received and read back.
 
-Launched by tests/parallel/test_pipeline.py: ``torchrun ... -m tests.parallel.pipeline_worker DIRECTORY``.  Each
+Launched by tests/parallel/test_pipeline.py: ``pipeline_worker DIRECTORY``.  Each
 rank writes DIRECTORY/RANK.json; nothing is judged here.
 
 Messages are counted below mm and below torch.distributed's Python: torch's dispatcher sees every collective and

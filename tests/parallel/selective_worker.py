@@ -1,6 +1,6 @@
 """Compares a microbatch with and without selective recompute on these ranks; writes what it finds as JSON.
 
-Launched by tests/model/test_layers.py: ``torchrun ... -m tests.parallel.selective_worker OUTPUT.json``.
+Launched by tests/model/test_layers.py: ``selective_worker OUTPUT.json``.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Saves and loads training checkpoints on two ranks in many layouts and writes what it saw as JSON.
 
-Launched by tests/training/test_checkpoint.py: ``torchrun ... -m tests.parallel.state_worker DIRECTORY``.  In the last
+Launched by tests/training/test_checkpoint.py: ``state_worker DIRECTORY``.  In the last
 scenario rank 1 kills itself in the middle of a save, so the launch fails after the JSON was written.
 """
 

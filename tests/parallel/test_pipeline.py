@@ -13,7 +13,7 @@ import torch
 
 from mm.batch import BatchTotals
 from mm.device.device import Device
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
 from tests.tiny import microbatch, our_config, random_sample
@@ -43,7 +43,7 @@ Message = tuple[str, int, int]
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """By rank: what the worker wrote."""
     directory = tmp_path_factory.mktemp("pipeline")
-    torchrun(4, "tests.parallel.pipeline_worker", str(directory), timeout_seconds=240)
+    run_ranks(4, "tests.parallel.pipeline_worker", str(directory), timeout_seconds=240)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -28,7 +28,7 @@ from mm.errors import UserError
 from mm.weights.table import local_shape, model_weights
 from tests import tiny
 from tests.checkpoint.models import SmallModel
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 LOSS_TOLERANCE = 1e-5
 BF16_LOSS_TOLERANCE = 2e-3
@@ -42,9 +42,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tied in (("hf", False), ("hf-tied", True)):
         tiny.hf_model(tied).save_pretrained(directory / name)
     with pytest.raises(AssertionError) as failure:
-        torchrun(2, "tests.parallel.state_worker", str(directory))
+        run_ranks(2, "tests.parallel.state_worker", str(directory))
     assert (directory / "results.json").is_file(), failure.value
-    assert f"exitcode: -{int(signal.SIGXFSZ)}" in str(failure.value)
+    assert f"the first rank to fail ended with -{int(signal.SIGXFSZ)}" in str(failure.value)
     return directory
 
 
