@@ -228,6 +228,13 @@ CASES = (
     Case("tp2-ring2-sp", tp=2, cp=2, ring=True, sequence_parallel=True),
     Case("ring2-pp2-vision-frozen", (3, 1), (0, 4), cp=2, ring=True, freeze=("vision",), distributed_optimizer=True),
     Case("tp2-dp2-images-on-one-rank", tp=2, dp=2, batch="images on one rank"),
+    Case("tp2-cp2-pp2", (3, 1), (0, 4), tp=2, cp=2),
+    Case("tp2-ring2-pp2-sp-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, tied=True,
+         sequence_parallel=True, recompute="selective"),
+    Case("tp2-cp2-pp2-sp-language-frozen", (3, 1), (0, 4), tp=2, cp=2, sequence_parallel=True, freeze=("language",)),
+    Case("ring2-pp2-dp2-distributed-optimizer-overlap", (4, 0), (0, 4), cp=2, ring=True, dp=2, micro_batch_size=1,
+         batch="images on one rank", distributed_optimizer=True, overlap=True),
+    Case("cp2-pp4-vision-frozen-recompute", (2, 2, 0, 0), (0, 0, 2, 2), cp=2, freeze=("vision",), recompute="uniform"),
 )
 
 
