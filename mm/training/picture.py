@@ -37,7 +37,7 @@ _INKS = {
 """Kind of box -> its colours, in the order of the legend."""
 _TOWERS = {Work.VISION_FORWARD: "ViT", Work.LANGUAGE_FORWARD: "LLM"}
 
-_WIDTH, _LEFT, _PLOT, _TOP, _ROW, _GAP = 1200, 150, 770, 124, 38, 12
+_WIDTH, _LEFT, _PLOT, _TOP, _ROW, _GAP = 1200, 160, 760, 124, 38, 12
 _COLUMNS = {"busy": 972, "waits": 1024, "update": 1076, "idle": 1124, "bubble": 1180}
 """Right ends of the columns of shares, in the order of their fields."""
 _NARROWEST = 0.2
@@ -79,16 +79,10 @@ def draw(records: Sequence[RankRecord], iteration: int) -> str:
 
 def _summary(rows: Sequence[RankRecord], num_ranks: int, iteration: int) -> str:
     microbatches = {span.activity.microbatch for row in rows for span in row.spans} - {None}
-    start, end = extent(rows)
-    num_chunks = count_chunks(rows)
-    chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
-    return (f"{_counted(len(microbatches), 'microbatch', 'es')} through {_counted(len(rows), 'stage')}{chunks} in "
-            f"{1000 * (end - start):.1f} ms. Each row is the first rank of its stage; pipeline_step_{iteration}.json "
-            f"has all of {_counted(num_ranks, 'rank')}.")
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
+    (start, end), num_chunks = extent(rows), count_chunks(rows)
+    chunks = f", each of {num_chunks} chunks" if num_chunks > 1 else ""
+    return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):.1f} ms. "
+            f"Each row is the first rank of its stage; pipeline_step_{iteration}.json has every rank ({num_ranks}).")
 
 
 def _kinds(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:

@@ -151,7 +151,7 @@ def shares(record: RankRecord, records: Iterable[RankRecord]) -> Shares:
     computing = seconds_of(record.spans, COMPUTING)
     waits = seconds_of(record.spans, {Work.EXCHANGE, Work.DATA, Work.REDUCTION})
     update = seconds_of(record.spans, {Work.UPDATE})
-    idle = step - computing - waits - update
+    idle = max(step - computing - waits - update, 0.0)  # rounding
     return Shares(computing / step, waits / step, update / step, idle / step, 1 - computing / pipeline)
 
 

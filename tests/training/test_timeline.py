@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.parallel.activity import Activity, Work
@@ -83,12 +83,13 @@ def test_spans_do_not_overlap_and_fill_the_time_of_all_activities(moments: list[
     assert seconds_of(spans, TIMED) == pytest.approx(whole - outside)
 
 
+@settings(max_examples=20)
 @given(records)
 def test_shares_sum_to_the_step(found: list[RankRecord]) -> None:
     start, end = extent(found)
     for one in found:
         part = shares(one, found)
-        assert (min(part.busy, part.waits, part.update, part.bubble) >= -1e-9 and part.idle >= -1e-9) or end == start
+        assert min(part.busy, part.waits, part.update, part.idle) >= 0 and (part.bubble >= -1e-9 or end == start)
         assert (part.busy + part.waits + part.update + part.idle) * (end - start) == pytest.approx(end - start)
 
 
@@ -126,6 +127,7 @@ def test_ranks_of_two_machines_come_on_one_clock() -> None:
     assert [(one.rank, one.spans[0].start) for one in (first, second)] == [(0, 0), (1, pytest.approx(2))]
 
 
+@settings(max_examples=20)
 @given(records)
 def test_the_trace_has_every_span_of_every_rank(found: list[RankRecord]) -> None:
     events = [event for event in trace(found, 7)["traceEvents"] if event["ph"] == "X"]
@@ -136,17 +138,18 @@ def test_the_trace_has_every_span_of_every_rank(found: list[RankRecord]) -> None
         events, spans, strict=True))
 
 
+@settings(max_examples=20)
 @given(records)
 def test_the_picture_is_well_formed_and_has_a_box_for_every_span(found: list[RankRecord]) -> None:
     """Boxes have a title.  Those of less than a fifth of a pixel are left out."""
     picture = ElementTree.fromstring(draw(found, 7))
     boxes = [one for one in picture.iter(f"{SVG}rect") if one.find(f"{SVG}title") is not None]
     start, end = extent(found)
-    widths = [770 * span.seconds / max(end - start, 1e-9) for one in found for span in one.spans]
+    widths = [760 * span.seconds / max(end - start, 1e-9) for one in found for span in one.spans]
     assert [float(box.attrib["width"]) for box in boxes] == [
         pytest.approx(width, abs=0.01) for width in widths if width >= 0.2]
     for box in boxes:
-        assert 149.99 <= float(box.attrib["x"]) <= 920.01 - float(box.attrib["width"])
+        assert 159.99 <= float(box.attrib["x"]) <= 920.01 - float(box.attrib["width"])
     assert next(iter(picture)).attrib["fill"] == "#ffffff"  # for viewers with a dark ground
 
 
@@ -163,4 +166,4 @@ def test_boxes_say_what_they_are() -> None:
     assert titles[1].endswith(": 1000.00 to 2000.00 ms")
     said = [one.text for one in picture.iter(f"{SVG}text")]
     assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(said)
-    assert "2 microbatches through 1 stage of 2 chunks in 5000.0 ms." in " ".join(said)
+    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5000.0 ms." in " ".join(said)
