@@ -26,6 +26,8 @@ EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
 _MARK = "demo.txt"
 MINIMUM_ACCURACY = 0.95
+PICTURED_ITERATION = 10
+"""Its timeline is drawn: past the start, and in the quick run too."""
 MAXIMUM_LOGITS_DIFFERENCE = 1e-3
 """Two fp32 implementations of one model, logits of size 10: rounding stays two orders below this."""
 
@@ -92,6 +94,10 @@ class Run:
         return self / "logs"
 
     @property
+    def timeline(self) -> Path:
+        return self.logs / f"pipeline_step_{PICTURED_ITERATION}.svg"
+
+    @property
     def export(self) -> Path:
         return self / "hf"
 
@@ -122,7 +128,8 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
     dataset = prepare(run, plan)
 
     clock.stage(f"training on 2 processes, {PIPELINE}, steps 1 to {plan.exit_iteration}")
-    train(run, plan, PIPELINE, run / "checkpoint", 1, ("--exit-interval", str(plan.exit_iteration)))
+    train(run, plan, PIPELINE, run / "checkpoint", 1,
+          ("--exit-interval", str(plan.exit_iteration), "--profile-pipeline", str(PICTURED_ITERATION)))
     first_resumed = plan.exit_iteration + 1
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
@@ -243,8 +250,8 @@ def conclude(run: Run, plan: Plan, summary: dict) -> None:
     print(
         f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits are read right by the exported checkpoint, "
         f"whose logits differ by {difference:.1e} at most from the trainer's.\n"
-        f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'} and "
-        f"{run / 'summary.json'}."
+        f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'}, "
+        f"{run.timeline} and {run / 'summary.json'}."
     )
 
 

@@ -51,7 +51,7 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
         children.remove(child)
         if found and not status:
             status = os.waitstatus_to_exitcode(found)
-            print(f"the first rank to fail ended with {status}", file=sys.stderr)
+            sys.stderr.write(f"the first rank to fail ended with {status}\n")
             for other in children:
                 os.kill(other, signal.SIGKILL)
     del store

@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
 from mm import train
 from mm.config.model import read_model
+from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
 from tests.launch import ROOT, free_port
 from tests.tiny_inputs import write_inputs
@@ -126,13 +130,18 @@ def in_two_chunks(inputs: Path) -> str:
     return str(inputs / "model_chunks.json")
 
 
+MEASURED = ("--log-timers", "--profile-pipeline", "5", "--profile", "--profile-step-start", "2", "--profile-step-end",
+            "5", "--profile-ranks", "1")
+"""Flags of everything that measures.  The run begins at iteration 4."""
+
+
 def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     """Runs after the test above: from its checkpoint at iteration 3, as two stages of chunks, then as two replicas."""
     checkpoint = inputs / "halves" / "save"
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
     exported = inputs / "stages" / "hf"
     run(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
-        str(exported), "--virtual-pipeline-model-parallel-size", "2")
+        str(exported), "--virtual-pipeline-model-parallel-size", "2", *MEASURED)
     ours, expected = (load_file(path / "model.safetensors") for path in (exported, inputs / "whole" / "hf"))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -147,6 +156,36 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal
+
+
+def test_a_measured_run_leaves_its_timeline(inputs: Path) -> None:
+    """Runs after the test above, in which the measured run's losses are those of the others."""
+    logs = inputs / "stages" / "logs"
+    assert ElementTree.parse(logs / "pipeline_step_5.svg").getroot().tag.endswith("svg")
+    events = [event for event in json.loads((logs / "pipeline_step_5.json").read_text())["traceEvents"]
+              if event["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in events} == {(0, 0), (1, 1)}
+    done = Counter((event["cat"], event["tid"], event["args"]["chunk"], event["args"]["microbatch"])
+                   for event in events)
+    all_of_them, with_images = (0, 1), tuple(number for number in (0, 1) if done["vision_forward", 0, 0, number])
+    slots = {"vision_forward": {(0, 0): with_images, (1, 0): with_images, (0, 1): with_images},  # (rank, chunk)
+             "language_forward": {(0, 1): all_of_them, (1, 1): all_of_them},
+             "backward": {(0, 0): with_images, (1, 0): with_images, (0, 1): all_of_them, (1, 1): all_of_them},
+             "inputs": dict.fromkeys([(0, 0), (1, 0), (0, 1), (1, 1)], all_of_them)}
+    for work, expected in slots.items():
+        assert {key: count for key, count in done.items() if key[0] == work} == {
+            (work, *slot, number): 1 for slot, numbers in expected.items() for number in numbers}
+    assert with_images
+    for rank in (0, 1):
+        mine = [event for event in events if event["tid"] == rank]
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(mine))  # us, rounded
+        assert all(done[work, rank, None, None] == 1 for work in ("data", "reduction", "update"))
+        assert done["exchange", rank, None, None] > 4
+    assert [path.name.partition(".")[0] for path in (logs / "profile").iterdir()] == ["rank1"]
+    for row in metrics(inputs, "stages"):
+        assert set(row["timers"]) == {seconds_key(work) for work in TIMED}
+        assert 0 < row["timers"]["vision_forward_seconds"] < row["step_seconds"]
+    assert all(row["timers"] is None for row in metrics(inputs, "whole"))
 
 
 def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path) -> None:

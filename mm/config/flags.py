@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
 from mm.config.schema import (
+    NUMBERS,
     STRICT,
     WORDS,
     Count,
@@ -33,6 +34,7 @@ NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
 """Of names of weights; ``mm.weights.groups.matches`` says how they are read."""
+Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
@@ -140,6 +142,15 @@ class Arguments:
     log_interval: Count = Field(100, description="steps between log lines")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
+    log_timers: bool = Field(False, description=(
+        "add what a step's time went to, on the rank where it is most; the host then waits for each step's end"))
+    profile_pipeline: Count | None = Field(
+        None, description="iteration whose timeline is written to --log-dir, as a picture and a trace")
+    profile: bool = Field(False, description="run the profiler of torch or torch_npu")
+    profile_step_start: Count = Field(10, description="first iteration that is profiled")
+    profile_step_end: Count = Field(12, description="iteration before which the profiler stops")
+    profile_ranks: Numbers = Field((0,), description="ranks that are profiled")
+    profile_save_path: str | None = Field(None, description="directory of the profiles; absent = profile in --log-dir")
     dry_run_patches: NaturalNumber | None = Field(
         None, description="patches of a microbatch in the dry run's memory; absent = none, and as many as tokens allow")
     dry_run: bool = Field(False, description="check everything, print what each stage would hold, and stop")
@@ -218,7 +229,7 @@ def read_flags(words: Words) -> Arguments:
             case _ if problem := _value_problem(flag, _FIELDS[ours], occurrences):
                 problems.append(problem)
             case _:
-                value = last if _takes_words(_FIELDS[ours]) else last[0] if last else True
+                value = last if _takes_many(_FIELDS[ours]) else last[0] if last else True
                 values[ours.removeprefix("--").replace("-", "_")] = value
     problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
                  if field.is_required() and flag not in words.given)
@@ -245,8 +256,11 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
         return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
-    if _takes_words(field):
+    if field.title == WORDS:
         return None if last and all(word.strip() for word in last) else f"{flag} has an empty word; expected {WORDS}"
+    if field.title == NUMBERS:
+        return None if last and all(word.isdecimal() for word in last) else (
+            f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
         return f"{flag} {what}; expected one: {field.description}"
@@ -262,8 +276,8 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     return None
 
 
-def _takes_words(field: FieldInfo) -> bool:
-    return field.title == WORDS
+def _takes_many(field: FieldInfo) -> bool:
+    return field.title in (WORDS, NUMBERS)
 
 
 class _Help(argparse.HelpFormatter):
@@ -283,7 +297,8 @@ def _parser() -> argparse.ArgumentParser:
     for flag, field in _FIELDS.items():
         is_switch = field.annotation is bool
         has_default = field.default not in (None, ()) and not is_switch and not field.is_required()
-        default = f" (default {field.default})" if has_default else ""
+        shown = str(field.default).strip("(,)")
+        default = f" (default {shown})" if has_default else ""
         metavar = "" if is_switch else "|".join(choices(field)) or flag.rpartition("-")[2].upper()
         parser.add_argument(flag, dest=flag, nargs="*", action="append", metavar=metavar,
                             help=f"{field.description}{default}".replace("%", "%%"))
@@ -320,3 +335,12 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
+    if args.profile_pipeline is not None and args.profile_pipeline > args.train_iters:
+        yield (f"--profile-pipeline is {args.profile_pipeline}, but the last iteration is --train-iters = "
+               f"{args.train_iters}; name one of 1 to {args.train_iters}")
+    if args.profile and args.profile_step_start >= args.profile_step_end:
+        yield (f"--profile-step-start is {args.profile_step_start}; expected less than --profile-step-end = "
+               f"{args.profile_step_end}, before which the profiler stops")
+    if args.profile and args.profile_step_start > args.train_iters:
+        yield (f"--profile-step-start is {args.profile_step_start}, but the last iteration is --train-iters = "
+               f"{args.train_iters}; start at one of 1 to {args.train_iters}")

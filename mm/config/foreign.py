@@ -59,7 +59,11 @@ FLAGS: Mapping[str, FlagRow] = {
     "--use-mcore-models": Inert("megatron-core is the only engine"),
     **_all(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
-    "--mm-tool": Inert("the profiler is not configured by that file"),
+    "--mm-tool": Inert("not that file but --profile and the flags that begin so set the profiler"),
+    **_all(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),
+           "--use-pytorch-profiler --profile-level --profile-with-cpu --profile-with-stack --profile-with-memory "
+           "--profile-record-shapes --profile-data-simplification --profile-export-type"),
+    **_all(Inert("--log-timers says what the time of a step went to"), "--timing-log-level --timing-log-option"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
     **_all(Inert("there is no validation data"), "--eval-interval --eval-iters"),
@@ -100,7 +104,7 @@ FLAGS: Mapping[str, FlagRow] = {
     "--num-layers-per-virtual-pipeline-stage": Fixed((), "give pipeline_num_layers one list per virtual chunk instead"),
     "--downcast-to-bf16": Fixed((), "write --bf16"),
     **_all(Fixed((), "it is not supported by this version"),
-           "--profile --profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
+           "--profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
     "--ai-framework": Fixed(("pytorch",), "the model is computed by PyTorch, not by MindSpore"),
 }
 """Flags that are no fields of ``mm.config.flags``."""

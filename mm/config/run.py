@@ -16,7 +16,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, Words, flag_name, flag_problems, read_flags, split, usage_notes
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
-from mm.config.schema import shown
+from mm.config.schema import fields_of, shown
 from mm.errors import UserError, collected, refuse
 
 Given = TypeVar("Given")
@@ -34,6 +34,8 @@ _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "ima
 """Part -> how the keys of its own rates start in the model JSON."""
 _RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
+
+_PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,10 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
 def _layout_problems(run: Run) -> Iterator[str]:
     """Where ranks, stages, heads and batches do not divide."""
     args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
+    strange = [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]
+    if strange:
+        yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
+               f"ranks of 0 to {run.world_size - 1}")
     counts = {
         "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
         "text_decoder.num_query_groups": run.model.language.num_query_groups,
@@ -325,5 +331,8 @@ def _notes(args: Arguments) -> Iterator[str]:
         yield "command line: --lr-scale-modules has no effect without --lr-mult"
     if args.lr_mult != 1.0 and not args.lr_scale_modules:
         yield "command line: --lr-mult has no effect without --lr-scale-modules"
+    given = [flag_name(name) for name in _PROFILE_FLAGS if getattr(args, name) != fields_of(Arguments)[name].default]
+    if given and not args.profile:
+        yield f"command line: without --profile these have no effect: {', '.join(given)}"
     if not args.fp16 and args.loss_scale is not None:
         yield "command line: --loss-scale has no effect without --fp16"

@@ -52,6 +52,8 @@ NotNegative = Annotated[Number, Ge(0)]
 Positive = Annotated[Number, Gt(0)]
 WORDS = "one or more words"
 """The title of a field that takes a list of words; on the command line any number of them."""
+NUMBERS = "one or more whole numbers of at least 0"
+"""The same of numbers."""
 OrDefault = "null means the default"
 """Marks a field in whose place null may stand."""
 

@@ -10,7 +10,8 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,30 @@ class Device:
             return on_host.tolist()
 
         return numbers
+
+    def mark(self) -> Any:
+        """This moment; on an accelerator, the one when all work of the current stream so far will be done."""
+        if self.kind == "cpu":
+            return time.perf_counter()
+        event = getattr(torch, self.kind).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of(self, marks: Sequence[Any]) -> list[float]:
+        """The times of ``mark``s by this process's ``time.perf_counter``; waits until the device has passed them."""
+        if self.kind == "cpu":
+            return list(marks)
+        last = self.mark()
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
+
+    def profiler(self, directory: str, name: str) -> Any:
+        """torch's profiler, or torch_npu's, of host and device; ``stop`` after ``start`` writes a trace of ``name``."""
+        if self.kind == "npu":
+            handler = torch_npu().profiler.tensorboard_trace_handler(directory, name)
+            return torch_npu().profiler.profile(on_trace_ready=handler)
+        return torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(directory, name))
 
     def max_memory_bytes(self) -> int:
         """Peak memory of this process: allocated on the device, or resident on the CPU."""

@@ -1,6 +1,7 @@
 """One rank's training run: builds its parts in order, then steps, logs, saves and exports."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
+from mm.training.recorder import StepObserver
 from mm.training.step import Parts, step
 from mm.training.update import StepResult, clips_in_adam
 from mm.weights.groups import group_facts
@@ -72,15 +74,22 @@ class Trainer:
         if first >= last:
             self._say(f"the checkpoint is at iteration {first} of {args.train_iters}: nothing to train")
             return
+        observer = StepObserver(args, self.parts.stage, self.mesh, first + 1, last)
+        for note in observer.notes:
+            self._say(f"note: {note}")
         data = self.data(last - first)
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
+            observer.begin(iteration)
             with self.parts.stage.journal.during(Work.DATA):
                 plan = next(data)
             result = self._step(plan, iteration)
             ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
-            self._report(plan, result, ended - started)
+            self._report(plan, result, ended - started, observer.end())
             started = ended
+            if written := observer.write(iteration):
+                self._say("\n".join(written))
+                started = time.perf_counter()
             if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
                 with self.parts.stage.journal.during(Work.SAVE):
                     self._save(args.save)
@@ -132,7 +141,7 @@ class Trainer:
         self.progress = state.Progress(iteration, self.progress.consumed_samples + self.run.global_batch_size)
         return result
 
-    def _report(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+    def _report(self, plan: StepPlan, result: StepResult, seconds: float, timers: Mapping[str, float] | None) -> None:
         if plan.totals.num_target_tokens == 0:
             self._say(f"note: iteration {self.progress.iteration} has no token to learn: its loss is 0. Look at "
                       f"the roles of the samples, and whether --seq-length {self.run.args.seq_length} cuts answers off")
@@ -157,6 +166,7 @@ class Trainer:
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,
             max_memory_bytes=self.device.max_memory_bytes(),
+            timers=timers,
             **asdict(result),
         ))
 

@@ -6,7 +6,7 @@ import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, read_flags, split, usage_notes
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
-from mm.config.schema import WORDS, choices, fields_of
+from mm.config.schema import NUMBERS, WORDS, choices, fields_of
 from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
@@ -48,9 +48,10 @@ def test_every_flag_sets_its_own_field(name):
             field.annotation))), str)
     value = {int: "3", float: "0.5", str: "x", bool: ""}[kind]
     value = "2.5" if name == "initial_loss_scale" else (choices(field) or (value,))[-1]
-    kind = tuple if field.title == WORDS else kind
+    value = "3" if field.title == NUMBERS else value
+    kind = tuple if field.title in (WORDS, NUMBERS) else kind
     found = getattr(parse([*REQUIRED, flag_name(name), *([value] if value else [])]), name)
-    assert found is True if kind is bool else found == (value,) if kind is tuple else (
+    assert found is True if kind is bool else tuple(map(str, found)) == (value,) if kind is tuple else (
         str(found) == value and type(found) is kind)
 
 
@@ -58,6 +59,7 @@ def test_forms_of_values():
     assert parse([*REQUIRED, "--min-lr=1.0e-6"]).min_lr == 1e-6
     assert parse([*REQUIRED, "--seed", "7", "--seed", "7"]).seed == 7
     assert parse([*REQUIRED, "--lr-scale-modules", "a", "b.*"]).lr_scale_modules == ("a", "b.*")
+    assert parse([*REQUIRED, "--profile-ranks", "0", "12"]).profile_ranks == (0, 12)
     assert parse([*REQUIRED, "--lr", "0.0001"]).lr == 1e-4  # the same number, written in another way
 
 
@@ -73,6 +75,8 @@ def test_forms_of_values():
     (["--save", "a", "b"], "--save has 2 values (a b); expected one: directory of the training checkpoints"),
     (["--lr-scale-modules"], "--lr-scale-modules has an empty word; expected one or more words"),
     (["--lr-scale-modules", "a", " "], "--lr-scale-modules has an empty word; expected one or more words"),
+    (["--profile-ranks"], "--profile-ranks is ''; expected one or more whole numbers of at least 0"),
+    (["--profile-ranks", "1", "-1"], "--profile-ranks is '1 -1'; expected one or more whole numbers of at least 0"),
     (["--vision-tower-lr", "0"], "--vision-tower-lr is 0; expected a number above 0"),
     (["--vision_tower_lr", "1"], "--vision_tower_lr is not a known flag (did you mean '--vision-tower-lr'?); see --help"
      ),

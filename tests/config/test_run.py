@@ -107,6 +107,12 @@ def test_sources_of_the_world_size(tmp_path):
     (["--adam-beta2", "1"], {}, "--adam-beta2 is 1; expected a number of at least 0 and less than 1"),
     (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
     (["--overlap-param-gather"], {}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+    (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
+    (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "
+     "--profile-step-end = 12, before which the profiler stops"),
+    (["--profile", "--profile-step-start", "101", "--profile-step-end", "103"], {}, "start at one of 1 to 100"),
+    (["--profile", "--profile-ranks", "7", "8", "9"], {}, "--profile-ranks has 8, 9, but the world size is 8; expected "
+     "ranks of 0 to 7"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
     ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
      "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
@@ -193,9 +199,11 @@ def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
 
 
 def test_notes(tmp_path):
-    told = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn").notes)
-    for what in ("--sequence-parallel has no effect with one", "no --load", "no --save", "--loss-scale has no effect",
-                 "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
+    told = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn",
+                          "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1").notes)
+    for what in ("without --profile these have no effect: --profile-ranks", "; no effect: --mm-tool",
+                 "; no effect: --profile-level", "--sequence-parallel has no effect with one", "no --load", "no --save",
+                 "--loss-scale has no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
         assert what in told
 
 

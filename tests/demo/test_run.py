@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, tensor
 
 from demo import golden
-from demo.run import FULL, PIPELINE, QUICK, TENSOR, DemoError, max_abs_diff
+from demo.run import FULL, PICTURED_ITERATION, PIPELINE, QUICK, TENSOR, DemoError, max_abs_diff
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,8 @@ def test_pictures_can_be_looked_at(directory: Path):
         with Image.open(directory / name) as picture:
             assert min(picture.size) >= 300
             assert len(set(picture.convert("L").tobytes())) > 10
+    timeline = (directory / f"logs/pipeline_step_{PICTURED_ITERATION}.svg").read_text(encoding="utf-8")
+    assert timeline.startswith("<svg") and "Microbatches: 4, stages: 2," in timeline
 
 
 def test_the_export_is_a_complete_checkpoint(directory: Path):

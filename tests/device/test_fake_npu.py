@@ -20,7 +20,7 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "fp32": (1, "model_1", "fp32", ()),
     "bf16": (1, "model_1", "bf16", ("--bf16",)),
     "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
-    "pp2": (2, "model_2", "fp32", ()),
+    "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers")),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
     "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2")),
@@ -134,3 +134,12 @@ def test_groups_that_a_run_uses(inputs: Path) -> None:
         expected = common | {group for axis, group in AXIS_GROUPS.items() if name.startswith(axis)}
         for rank in results(inputs, name):
             assert {group for _, group, _ in rank["collectives"]} == expected, name
+
+
+def test_events_of_the_device_time_a_step(inputs: Path) -> None:
+    """In one of the runs whose host reads are counted above."""
+    events = json.loads((inputs / "npu/pp2/logs/pipeline_step_2.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X" and event["dur"] > 0} > {
+        "vision_forward", "language_forward", "backward", "exchange", "update"}
+    for row in metrics(inputs, "npu", "pp2"):
+        assert 0 < row["timers"]["backward_seconds"] < row["step_seconds"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mm.config.flags import parse
 from mm.training.metrics import MetricsWriter, StepMetrics, log_line
+from mm.training.timeline import TIMED, seconds_key
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
@@ -46,6 +47,15 @@ def test_time_and_loss_are_means_and_skipped_steps_are_counted() -> None:
     line = log_line([skipped, STEP], 10000, log_tps=False, log_throughput=False)
     assert "iteration        5/" in line and "(ms): 500.0 |" in line and "loss: 2.500000E+00 |" in line
     assert "number of skipped iterations:   1 |" in line
+
+
+def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
+    timed = [replace(STEP, timers={seconds_key(work): 0.001 * (index + 1) for work in TIMED}) for index in (1, 3)]
+    line = log_line(timed, 10000, log_tps=True, log_throughput=False)
+    _, _, added = line.partition("number of nan iterations:   0 | most of any rank (ms): ")
+    assert added == ("waits for data 3.0, inputs 3.0, other forward 3.0, ViT forward 3.0, LLM forward 3.0, backward "
+                     "3.0, messages 3.0, gradient reduction 3.0, update 3.0 |")
+    assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
 
 
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:

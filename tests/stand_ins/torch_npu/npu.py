@@ -3,6 +3,8 @@
 Names and signatures are those of torch_npu 2.13's ``torch_npu/npu``.
 """
 
+import time
+
 import torch
 
 _NUM_DEVICES = 2
@@ -59,3 +61,19 @@ def set_rng_state(new_state, device="npu"):
 
 def _is_in_bad_fork():
     return False
+
+
+class Event:
+    """A device that is always done: an event happens when it is recorded."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        self._can_time = enable_timing
+
+    def record(self, stream=None):
+        self._seconds = time.perf_counter()
+
+    def synchronize(self): ...
+
+    def elapsed_time(self, end_event):
+        assert self._can_time and end_event._can_time, "both events must be made with enable_timing"
+        return 1000 * (end_event._seconds - self._seconds)

@@ -1,0 +1,163 @@
+"""Draws a step's timeline as SVG: a row for each stage, a box for each piece of work, and how busy the stages were.
+
+Written as text, so that it needs no other package; any browser shows it, and the full name of a box under the pointer.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from math import floor, log10
+from statistics import fmean
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from mm.parallel.activity import Work
+from mm.training.timeline import RankRecord, Span, count_chunks, extent, label, numeral, shares
+
+
+class _Ink(NamedTuple):
+    fill: str
+    text: str = "#1c2733"
+
+
+_INKS = {
+    "ViT forward": _Ink("#12806f", "#ffffff"),
+    "ViT backward": _Ink("#8fd6c8"),
+    "LLM forward": _Ink("#2f5fc4", "#ffffff"),
+    "LLM backward": _Ink("#a8c2f5"),
+    "ViT and LLM backward": _Ink("#c3b1ea"),
+    "backward": _Ink("#b4bcc6"),
+    label(Work.FORWARD): _Ink("#7d8794", "#ffffff"),
+    label(Work.INPUTS): _Ink("#b9a58a"),
+    label(Work.EXCHANGE): _Ink("#f7e9c3"),
+    label(Work.DATA): _Ink("#f9d9cf"),
+    label(Work.REDUCTION): _Ink("#e5b94f"),
+    label(Work.UPDATE): _Ink("#d9702e", "#ffffff"),
+}
+"""Kind of box -> its colours, in the order of the legend."""
+_TOWERS = {Work.VISION_FORWARD: "ViT", Work.LANGUAGE_FORWARD: "LLM"}
+
+_WIDTH, _LEFT, _PLOT, _TOP, _ROW, _GAP = 1200, 160, 760, 124, 38, 12
+_COLUMNS = {"busy": 972, "waits": 1024, "update": 1076, "idle": 1124, "bubble": 1180}
+"""Right ends of the columns of shares, in the order of their fields."""
+_NARROWEST = 0.2
+"""Boxes of fewer pixels are left out; the trace has them."""
+_NARROWEST_IN_LEGEND = 1.5
+"""Less shows no colour to look up."""
+_DIGIT = 7.2
+_GREY = "#5a6673"
+
+
+def draw(records: Sequence[RankRecord], iteration: int) -> str:
+    """The picture of one step, as SVG.  ``records`` are on one clock; the first rank of every stage is drawn."""
+    rows = [min((one for one in records if one.pp_rank == stage), key=lambda one: one.rank)
+            for stage in sorted({record.pp_rank for record in records})]
+    num_chunks, (start, end) = count_chunks(rows), extent(rows)
+    pixels = _PLOT / max(end - start, 1e-9)
+    bottom = _TOP + len(rows) * (_ROW + _GAP)
+    height = bottom + 118
+    parts = [f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+             _text(24, 34, f"One training step: iteration {iteration}", size=18, weight="bold"),
+             _text(24, 56, _summary(rows, len(records), iteration)), *_axis(end - start, pixels, bottom)]
+    kinds: set[str] = set()
+    for place, row in enumerate(rows):
+        y = _TOP + place * (_ROW + _GAP)
+        parts += [_text(24, y + 16, f"stage {row.pp_rank} (rank {row.rank})", weight="bold"),
+                  _text(24, y + 32, row.holds, size=11, fill=_GREY),
+                  f'<rect x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" fill="#f1f3f5"/>']
+        for kind, span in _kinds(row.spans):
+            x, width = _LEFT + (span.start - start) * pixels, span.seconds * pixels
+            if width >= _NARROWEST:
+                kinds |= {kind} if width >= _NARROWEST_IN_LEGEND else set()
+                parts += _box(kind, span, numeral(span.activity, num_chunks), start, x, y, width)
+        parts += _numbers(astuple(shares(row, rows)), y + 24)
+    parts += [*_means(rows, bottom + 30), *_legend(kinds), *_explanation(num_chunks, bottom + 66)]
+    body = "\n".join(parts)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+            f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n')
+
+
+def _summary(rows: Sequence[RankRecord], num_ranks: int, iteration: int) -> str:
+    microbatches = {span.activity.microbatch for row in rows for span in row.spans} - {None}
+    (start, end), num_chunks = extent(rows), count_chunks(rows)
+    chunks = f", each of {num_chunks} chunks" if num_chunks > 1 else ""
+    return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):.1f} ms. "
+            f"Each row is the first rank of its stage; pipeline_step_{iteration}.json has every rank ({num_ranks}).")
+
+
+def _kinds(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
+    """Each span with its kind of box: a backward pass is that of the towers that ran forward."""
+    forward: Mapping[tuple[int | None, int | None], list[str]] = defaultdict(list)
+    for span in spans:
+        activity = span.activity
+        towers = forward[activity.chunk, activity.microbatch]
+        if activity.work in _TOWERS and _TOWERS[activity.work] not in towers:
+            towers.append(_TOWERS[activity.work])
+        is_backward = activity.work is Work.BACKWARD
+        yield (f"{' and '.join(towers)} backward".strip() if is_backward else label(activity.work)), span
+
+
+def _box(kind: str, span: Span, number: str, zero: float, x: float, y: float, width: float) -> Iterator[str]:
+    title = f"{kind} {number}".strip()
+    when = f"{1000 * (span.start - zero):.2f} to {1000 * (span.end - zero):.2f} ms"
+    edge = ' stroke="#ffffff" stroke-width="0.7"' if width > 3 else ""
+    yield (f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_INKS[kind].fill}"{edge}>'
+           f"<title>{escape(title)}: {when}</title></rect>")
+    if number and width > _DIGIT * len(number) + 2 and span.activity.work not in (Work.INPUTS, Work.FORWARD):
+        yield _text(x + width / 2, y + _ROW / 2 + 4, number, anchor="middle", fill=_INKS[kind].text)
+
+
+def _means(rows: Sequence[RankRecord], y: float) -> Iterator[str]:
+    """The heads of the columns, and under them the means of all rows."""
+    for name, x in _COLUMNS.items():
+        yield _text(x, _TOP - 10, name, size=11, anchor="end", fill=_GREY)
+    columns = zip(*(astuple(shares(row, rows)) for row in rows), strict=True)
+    if len(rows) > 1:
+        yield _text(_LEFT + _PLOT, y, "mean", size=11, anchor="end", fill=_GREY)
+        yield from _numbers([fmean(column) for column in columns], y)
+
+
+def _numbers(values: Sequence[float], y: float) -> Iterator[str]:
+    for value, x in zip(values, _COLUMNS.values(), strict=True):
+        yield _text(x, y, f"{100 * value:.1f} %", anchor="end")
+
+
+def _axis(seconds: float, pixels: float, bottom: float) -> Iterator[str]:
+    """Gridlines at round times, about ten of them."""
+    coarse = max(seconds, 1e-9) / 10
+    power = 10.0 ** floor(log10(coarse))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= coarse * 0.999)
+    for index in range(int(seconds / step * 1.000001) + 1):
+        x = _LEFT + index * step * pixels
+        yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom - _GAP + 6}" stroke="#d5dae0"/>'
+        yield _text(x, bottom + 10, f"{index * step * 1000:g}", size=11, anchor="middle", fill=_GREY)
+    yield _text(_LEFT + _PLOT / 2, bottom + 28, "time (ms)", size=11, anchor="middle", fill=_GREY)
+
+
+def _legend(kinds: Collection[str]) -> Iterator[str]:
+    x = 24.0
+    for kind, ink in _INKS.items():
+        if kind in kinds:
+            yield (f'<rect x="{x:.1f}" y="73" width="13" height="13" fill="{ink.fill}" stroke="#aab2bb" '
+                   f'stroke-width="0.5"/>')
+            yield _text(x + 18, 84, kind, size=11)
+            x += 33 + 6.2 * len(kind)
+
+
+def _explanation(num_chunks: int, y: float) -> Iterator[str]:
+    letters = ", with its chunk as a letter" if num_chunks > 1 else ""
+    for line in (
+        f"The number in a box is the microbatch, counted from 0{letters}.",
+        "busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: with its wait "
+        "for the gradients' norm of all ranks. idle: nothing recorded. These four sum to 100 % of the step.",
+        "bubble: not busy, as a share of the time from the first forward to the last backward of any stage.",
+    ):
+        yield _text(24, y, line, size=11, fill=_GREY)
+        y += 17
+
+
+def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", weight: str = "normal",
+          fill: str = "#1c2733") -> str:
+    shape = f'font-size="{size}" fill="{fill}"' + (f' text-anchor="{anchor}"' if anchor != "start" else "") + (
+        f' font-weight="{weight}"' if weight != "normal" else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}" {shape}>{escape(text)}</text>'

@@ -1,0 +1,140 @@
+"""Measures steps: --log-timers, the timeline of --profile-pipeline, and torch's profiler for --profile.
+
+A step that none of them wants is not listened to and costs nothing.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mm.config.flags import Arguments
+from mm.device.device import Device
+from mm.model.stage import Stage
+from mm.parallel.activity import Activity
+from mm.parallel.agreement import gather, on_first
+from mm.parallel.mesh import Mesh
+from mm.training.picture import draw
+from mm.training.timeline import (
+    TIMED,
+    Meetings,
+    Moment,
+    RankRecord,
+    Span,
+    aligned,
+    flat_spans,
+    seconds_key,
+    seconds_of,
+    trace,
+)
+
+_NUM_MEETINGS = 10
+"""Barriers by which the ranks' clocks are compared: the two that are passed fastest count."""
+
+
+class Recorder:
+    """A listener that keeps when activities begin and end, by the device's own clock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, Activity | None]] = []
+
+    def begin(self, activity: Activity) -> None:
+        self._marks.append((self._device.mark(), activity))
+
+    def end(self, activity: Activity) -> None:
+        self._marks.append((self._device.mark(), None))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Waits for the device, and forgets what it has kept."""
+        seconds = self._device.seconds_of([mark for mark, _ in self._marks])
+        moments = [Moment(when, activity) for when, (_, activity) in zip(seconds, self._marks, strict=True)]
+        self._marks.clear()
+        return flat_spans(moments)
+
+
+class StepObserver:
+    """Switches what measures on and off around the steps of a run; ``first`` and ``last`` are those of this run."""
+
+    def __init__(self, args: Arguments, stage: Stage, mesh: Mesh, first: int, last: int) -> None:
+        self._args, self._stage, self._mesh = args, stage, mesh
+        self._recorder = Recorder(stage.device)
+        self._spans: tuple[Span, ...] = ()
+        self._profiler: Any = None
+        window = range(max(first, args.profile_step_start), min(last + 1, args.profile_step_end))
+        self._window = window if args.profile else range(0)
+        self.notes: list[str] = []
+        """What is asked for and will not be."""
+        if args.profile_pipeline is not None and not first <= args.profile_pipeline <= last:
+            self.notes.append(f"--profile-pipeline {args.profile_pipeline} is none of the iterations of this run, "
+                              f"{first} to {last}: no timeline is written")
+        if args.profile and not self._window:
+            self.notes.append(f"--profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, "
+                              f"and this run has {first} to {last}: nothing is profiled")
+
+    def begin(self, iteration: int) -> None:
+        """Before a step."""
+        args = self._args
+        listens = args.log_timers or iteration == args.profile_pipeline
+        self._stage.journal.listener = self._recorder if listens else None
+        if self._window and iteration == self._window[0] and self._mesh.rank in args.profile_ranks:
+            self._profiler = self._stage.device.profiler(self._profile_path, f"rank{self._mesh.rank}")
+            self._profiler.start()
+
+    def end(self) -> Mapping[str, float] | None:
+        """After a step, on every rank: with --log-timers, seconds of each kind of work on the rank that had most."""
+        if self._stage.journal.listener is None:
+            return None
+        self._stage.journal.listener = None
+        self._spans = self._recorder.spans()
+        if not self._args.log_timers:
+            return None
+        seconds = torch.tensor([seconds_of(self._spans, {work}) for work in TIMED], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._mesh.control_group)
+        return {seconds_key(work): most for work, most in zip(TIMED, seconds.tolist(), strict=True)}
+
+    def write(self, iteration: int) -> list[str]:
+        """What this step is the last of goes to files, on every rank; returns what to say of them."""
+        said: list[str] = []
+        if iteration == self._args.profile_pipeline:
+            said.append(f"wrote {self._write_timeline(iteration)}, .json and .svg")
+        if self._window and iteration == self._window[-1]:
+            if self._profiler is not None:
+                self._profiler.stop()
+            said.append(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
+        return said
+
+    @property
+    def _profile_path(self) -> str:
+        return self._args.profile_save_path or str(Path(self._args.log_dir) / "profile")
+
+    def _write_timeline(self, iteration: int) -> Path:
+        mesh, specs = self._mesh, [chunk.spec for chunk in self._stage.chunks]
+        num_layers = [sum(len(layers) for layers in tower) for tower in (
+            [spec.vision_layers for spec in specs], [spec.language_layers for spec in specs])]
+        record = RankRecord(mesh.rank, mesh.pp_rank, mesh.dp_rank, mesh.tp_rank,
+                            f"{num_layers[0]} ViT, {num_layers[1]} LLM layers", _meet(mesh.control_group), self._spans)
+        records = gather(mesh, record)
+        path = Path(self._args.log_dir) / f"pipeline_step_{iteration}"
+
+        def write() -> None:
+            on_one_clock = aligned(records)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{path}.json").write_text(json.dumps(trace(on_one_clock, iteration)) + "\n", encoding="utf-8")
+            Path(f"{path}.svg").write_text(draw(on_one_clock, iteration), encoding="utf-8")
+
+        on_first(mesh, write)
+        return path
+
+
+def _meet(group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter) -> Meetings:
+    meetings: list[tuple[float, float]] = []
+    for _ in range(_NUM_MEETINGS):
+        came = clock()
+        dist.barrier(group=group)
+        meetings.append((came, clock()))
+    return tuple(meetings)

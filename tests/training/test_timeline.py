@@ -1,0 +1,169 @@
+"""From moments to spans, shares, the trace and the picture of a step."""
+
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm.parallel.activity import Activity, Work
+from mm.training.picture import draw
+from mm.training.timeline import (
+    TIMED,
+    Moment,
+    RankRecord,
+    Span,
+    aligned,
+    clock_offset,
+    extent,
+    flat_spans,
+    seconds_of,
+    shares,
+    trace,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@st.composite
+def activities(draw_one, depth: int = 2) -> list:
+    """Activities one after another, each with those inside it."""
+    one = st.builds(Activity, st.sampled_from(TIMED), st.integers(0, 1), st.integers(0, 9))
+    inner = activities(depth - 1) if depth else st.just([])
+    return draw_one(st.lists(st.tuples(one, inner), max_size=3))
+
+
+@st.composite
+def steps(draw_one, min_moments: int = 0) -> list[Moment]:
+    """What a rank records of a step."""
+    found: list[Activity | None] = []
+
+    def walk(nested: list) -> None:
+        for activity, inner in nested:
+            found.append(activity)
+            walk(inner)
+            found.append(None)
+
+    walk(draw_one(activities()))
+    gaps = draw_one(st.lists(st.floats(1e-6, 1.0), min_size=len(found), max_size=len(found)))
+    times = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    return [Moment(when, activity) for when, activity in zip(times, found, strict=True)]
+
+
+def record(rank: int, moments: list[Moment], meetings: tuple = (), stage: int | None = None) -> RankRecord:
+    stage = rank if stage is None else stage
+    return RankRecord(rank, stage, 0, 0, "1 ViT, 1 LLM layers", meetings, flat_spans(moments))
+
+
+records = st.lists(steps(), min_size=1, max_size=3).map(
+    lambda found: [record(rank, moments) for rank, moments in enumerate(found)])
+
+
+def test_the_innermost_activity_counts() -> None:
+    forward, vision, language = (Activity(work, 0, 3) for work in (
+        Work.FORWARD, Work.VISION_FORWARD, Work.LANGUAGE_FORWARD))
+    update = Activity(Work.UPDATE)
+    moments = [Moment(0, forward), Moment(1, vision), Moment(4, None), Moment(5, language), Moment(7, None),
+               Moment(8, language), Moment(9, None), Moment(10, None), Moment(12, update), Moment(15, None)]
+    assert flat_spans(moments) == (
+        Span(forward, 0, 1), Span(vision, 1, 4), Span(forward, 4, 5), Span(language, 5, 9), Span(forward, 9, 10),
+        Span(update, 12, 15))
+
+
+@given(steps())
+def test_spans_do_not_overlap_and_fill_the_time_of_all_activities(moments: list[Moment]) -> None:
+    spans = flat_spans(moments)
+    assert all(one.start <= one.end <= other.start for one, other in pairwise(spans))
+    depth, outside = 0, 0.0
+    for now, then in pairwise(moments):
+        depth += -1 if now.begins is None else 1
+        outside += then.seconds - now.seconds if depth == 0 else 0.0
+    whole = moments[-1].seconds - moments[0].seconds if moments else 0.0
+    assert seconds_of(spans, TIMED) == pytest.approx(whole - outside)
+
+
+@settings(max_examples=20)
+@given(records)
+def test_shares_sum_to_the_step(found: list[RankRecord]) -> None:
+    start, end = extent(found)
+    for one in found:
+        part = shares(one, found)
+        assert min(part.busy, part.waits, part.update, part.idle) >= 0 and (part.bubble >= -1e-9 or end == start)
+        assert (part.busy + part.waits + part.update + part.idle) * (end - start) == pytest.approx(end - start)
+
+
+def test_shares_of_two_stages() -> None:
+    """A pipeline of one microbatch is half bubble."""
+    forward, backward = Activity(Work.LANGUAGE_FORWARD, 0, 0), Activity(Work.BACKWARD, 0, 0)
+    first = record(0, [Moment(0, forward), Moment(1, None), Moment(3, backward), Moment(4, None),
+                       Moment(4, Activity(Work.UPDATE)), Moment(5, None)])
+    second = record(1, [Moment(0, Activity(Work.EXCHANGE)), Moment(1, None), Moment(1, forward), Moment(2, None),
+                        Moment(2, backward), Moment(3, None), Moment(4.5, Activity(Work.UPDATE)), Moment(5, None)])
+    ours = [shares(one, [first, second]) for one in (first, second)]
+    assert [(one.busy, one.waits, one.update, one.idle, one.bubble) for one in ours] == [
+        pytest.approx((0.4, 0.0, 0.2, 0.4, 0.5)), pytest.approx((0.4, 0.2, 0.1, 0.3, 0.5))]
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1e-2)] * 5), min_size=1, max_size=9), st.floats(-1e4, 1e4))
+def test_a_clock_is_known_to_the_fastest_barriers(barriers: list[tuple[float, ...]], ahead: float) -> None:
+    ours, theirs, now, slack = [], [], 0.0, []
+    for came, other_came, pause, left, other_left in barriers:
+        passed = now + max(came, other_came)
+        ours.append((now + came + ahead, passed + left + ahead))
+        theirs.append((now + other_came, passed + other_left))
+        slack.append(max(passed + left - now - came, passed + other_left - now - other_came))
+        now = passed + left + other_left + pause
+    found = clock_offset(tuple(ours), tuple(theirs))
+    assert abs(found - ahead) <= max(slack) * 2 + 1e-9
+    assert clock_offset(tuple(theirs), tuple(theirs)) == 0.0
+
+
+def test_ranks_of_two_machines_come_on_one_clock() -> None:
+    work = Activity(Work.BACKWARD, 0, 0)
+    here = record(0, [Moment(10, work), Moment(11, None)], ((20.0, 20.1), (20.2, 20.3)))
+    there = record(1, [Moment(512, work), Moment(513, None)], ((520.0, 520.1), (520.2, 520.3)))
+    first, second = aligned([there, here])
+    assert [(one.rank, one.spans[0].start) for one in (first, second)] == [(0, 0), (1, pytest.approx(2))]
+
+
+@settings(max_examples=20)
+@given(records)
+def test_the_trace_has_every_span_of_every_rank(found: list[RankRecord]) -> None:
+    events = [event for event in trace(found, 7)["traceEvents"] if event["ph"] == "X"]
+    spans = [(one.rank, span) for one in found for span in one.spans]
+    assert [(event["tid"], event["cat"], event["args"]["microbatch"], event["ts"]) for event in events] == [
+        (rank, span.activity.work.name.lower(), span.activity.microbatch, span.start * 1e6) for rank, span in spans]
+    assert all(event["dur"] == pytest.approx(1e6 * span.seconds) for event, (_, span) in zip(
+        events, spans, strict=True))
+
+
+@settings(max_examples=20)
+@given(records)
+def test_the_picture_is_well_formed_and_has_a_box_for_every_span(found: list[RankRecord]) -> None:
+    """Boxes have a title.  Those of less than a fifth of a pixel are left out."""
+    picture = ElementTree.fromstring(draw(found, 7))
+    boxes = [one for one in picture.iter(f"{SVG}rect") if one.find(f"{SVG}title") is not None]
+    start, end = extent(found)
+    widths = [760 * span.seconds / max(end - start, 1e-9) for one in found for span in one.spans]
+    assert [float(box.attrib["width"]) for box in boxes] == [
+        pytest.approx(width, abs=0.01) for width in widths if width >= 0.2]
+    for box in boxes:
+        assert 159.99 <= float(box.attrib["x"]) <= 920.01 - float(box.attrib["width"])
+    assert next(iter(picture)).attrib["fill"] == "#ffffff"  # for viewers with a dark ground
+
+
+def test_boxes_say_what_they_are() -> None:
+    """A backward pass has the colour of what ran forward; ranks of the same stage but the first are not drawn."""
+    vision, language, backward = Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD
+    moments = [one for index, (work, microbatch) in enumerate([
+        (vision, 0), (language, 0), (language, 1), (backward, 0), (backward, 1)])
+        for one in (Moment(index, Activity(work, 1, microbatch)), Moment(index + 1, None))]
+    picture = ElementTree.fromstring(draw([record(0, moments), record(1, moments, stage=0)], 7))
+    titles = [one.text for one in picture.iter(f"{SVG}title")]
+    assert [title.partition(":")[0] for title in titles] == [
+        "ViT forward 0b", "LLM forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
+    assert titles[1].endswith(": 1000.00 to 2000.00 ms")
+    said = [one.text for one in picture.iter(f"{SVG}text")]
+    assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(said)
+    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5000.0 ms." in " ".join(said)
