@@ -26,6 +26,7 @@ from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.weights.memory import memory_shape
 from mm.weights.table import stage_weights
+from mm.weights.trained import is_frozen
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Chunk(nn.Module):
         assert set(parameters) == names, sorted(set(parameters) ^ names)
         for weight in self.weights:
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
-            parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
+            parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
         mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
 
