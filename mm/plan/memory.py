@@ -218,15 +218,12 @@ class ChunkMemory:
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
 
     def _head_per_target(self) -> int:
-        """The final norm, and the index of the rows; a trained output layer keeps what the norm writes."""
+        """Input and output of the final norm, of which the loss makes its logits again, and the index of the rows."""
         if not self.spec.has_head:
             return 0
-        norm, *others = self._of(Place.HEAD)
-        output, hidden = (others or self._of(Place.EMBEDDING))[0], self.model.language.hidden_size * self.width
-        passes, trained = self._path.needs_input_gradient(Place.HEAD), not is_frozen(output, self.model)
-        if not (passes or trained or not is_frozen(norm, self.model)):
-            return 0
-        return hidden + FP32 + INT64 + trained * hidden
+        norm, hidden = self._of(Place.HEAD)[0], self.model.language.hidden_size * self.width
+        enters_norm = self._path.needs_input_gradient(Place.HEAD) or not is_frozen(norm, self.model)
+        return hidden + INT64 + enters_norm * (hidden + FP32)
 
 
 @dataclass(frozen=True)

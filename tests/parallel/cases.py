@@ -38,7 +38,7 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
-    """A method of "full", or "selective"."""
+    """A method of "full", or "selective", which may be followed by its modules."""
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
     sequence_parallel: bool = False
@@ -98,6 +98,7 @@ CASES = (
     Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
     Case("tp1-recompute", recompute="uniform"),
     Case("tp1-selective-recompute", recompute="selective"),
+    Case("tp1-recompute-mlp-half-frozen", recompute="selective mlp layernorm", freeze_modules=("fc1", "0.pre")),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
     Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),

@@ -147,17 +147,16 @@ class Engine:
 
 
 def config_of(case: Case) -> ModelConfig:
-    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze)
-    layers = {part: replace(getattr(config, part), freeze_layers=spans)
-              for part, spans in zip(("vision", "language"), case.freeze_layers, strict=True)}
-    config = replace(config, **layers, freeze_modules=case.freeze_modules, trainable_modules=case.trainable_modules)
+    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze, case.freeze_layers,
+                        case.freeze_modules, case.trainable_modules)
     if case.groups:
         config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
     if case.recompute is None:
         return config
-    selective = case.recompute == "selective"
-    recompute = RecomputeConfig("selective") if selective else RecomputeConfig("full", case.recompute, 1)
+    how, *modules = case.recompute.split()
+    recompute = RecomputeConfig("selective", modules=tuple(modules)) if how == "selective" else (
+        RecomputeConfig("full", how, 1))
     vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
     return replace(config, vision=vision, language=language)
 

@@ -1,6 +1,5 @@
 """What is frozen by part, layer and pattern, where the gradient of a loss goes then, and which words are refused."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,10 +16,7 @@ PARTS = ("vision", "projector", "language")
 
 def model_of(*freeze: str, vision: str = "", language: str = "", tied: bool = False, **patterns: Any) -> ModelConfig:
     """The small model, each tower on one stage of its own, with frozen parts, layers and patterns."""
-    model = our_config(((2, 2, 0, 0),), ((0, 0, 2, 2),), tied, freeze)
-    towers = {part: dataclasses.replace(getattr(model, part), freeze_layers=layers)
-              for part, layers in (("vision", vision), ("language", language))}
-    return dataclasses.replace(model, **towers, **patterns)
+    return our_config(((2, 2, 0, 0),), ((0, 0, 2, 2),), tied, freeze, (vision, language), **patterns)
 
 
 def trained(model: ModelConfig) -> list[str]:
