@@ -32,7 +32,7 @@ def our_config(
     freeze_modules: tuple[str, ...] = (),
     trainable_modules: tuple[str, ...] = (),
 ) -> ModelConfig:
-    """The small model on the given layout; ``freeze`` names frozen parts, ``freeze_layers`` has those of both towers."""
+    """The small model on the given layout; ``freeze`` names frozen parts, ``freeze_layers`` has layers of ViT, LLM."""
     return ModelConfig(
         vision=VisionConfig(
             num_layers=NUM_VISION_LAYERS,
