@@ -39,10 +39,8 @@ BOUNDARIES = {
     "first-of-llm-frozen": ((PATCHES, VISUAL, HIDDEN), (False, False, False), (False, False, False)),
     "frozen-recompute": ((PATCHES, VISUAL, HIDDEN), (False, False, True), (False, False, True)),
     "mlp-recompute": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
-    "sequence-selective": ((PATCHES,), (True,), (False,)),
     "sequence-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
-    "distributed-overlap": ((PATCHES,), (True,), (False,)),
-    "virtual-overlap": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
+    "distributed-overlap-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
 }
 FROZEN_STAGES = {"vision-frozen": 1, "vision-and-projector-frozen": 2, "only-projector": 1, "first-of-vit-frozen": 1,
                  "first-of-llm-frozen": 3, "frozen-recompute": 2}  # fmt: skip
