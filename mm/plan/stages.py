@@ -17,7 +17,7 @@ from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.memory import memory_shape
 from mm.weights.table import Place, model_weights, stage_weights
-from mm.weights.trained import GradientPath, is_frozen
+from mm.weights.trained import GradientPath, freeze_notes, is_frozen
 
 _GIB = 2**30
 _PLACES = {
@@ -82,7 +82,7 @@ def num_model_params(run: Run) -> int:
 def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
-    sizes = stage_sizes(run, placement)
+    sizes, notes = stage_sizes(run, placement), (*run.notes, *freeze_notes(run.model))
     parts = [
         _run_lines(run),
         _stage_table(run, placement),
@@ -91,7 +91,7 @@ def stage_report(run: Run) -> str:
         _memory_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
-        ["Notes:", *(f"  - {note}" for note in run.notes)] if run.notes else [],
+        ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 

@@ -56,6 +56,19 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
                "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
 
 
+def freeze_notes(model: ModelConfig) -> Iterator[str]:
+    """Where frozen first layers cost more than their forward pass, because the embedding before them is trained."""
+    path = GradientPath.of(model)
+    for place, first, tower in ((Place.PATCH_EMBEDDING, Place.VISION_LAYER, "vision"),
+                                (Place.EMBEDDING, Place.LANGUAGE_LAYER, "language")):
+        layer = [weight for weight in model_weights(model) if (weight.place, weight.layer) == (first, 0)]
+        passes_anyway = tower == "language" and path.leads_to_images
+        if getattr(path, tower) == -1 and not passes_anyway and all(is_frozen(weight, model) for weight in layer):
+            name = next(weight.name for weight in model_weights(model) if weight.place is place)
+            yield (f"the first layers are frozen, but {name} before them is trained, so gradients pass through all of "
+                   f"them; freeze it too, with --freeze-modules {name}, and they cost their forward pass only")
+
+
 LAST = 2**30
 """Where the projector, and norm and head, stand on their ways through the model: behind every layer."""
 

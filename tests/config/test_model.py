@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import read_data
-from mm.config.model import layers_in, read_model
+from mm.config.model import RecomputeConfig, layers_in, read_model
 from mm.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
@@ -65,6 +65,13 @@ def test_freeze_when_absent_and_given(tmp_path):
     assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (True, False, False)
     config = model(tmp_path, **{f"{VISION}.freeze": False, f"{LANGUAGE}.freeze": True})
     assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (False, True, True)
+
+
+def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
+    block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]
+    assert [RecomputeConfig("full", "uniform", 2).whole_layers(layers) for layers in chunks] == list(chunks)
+    assert not any(RecomputeConfig("selective").whole_layers(layers) for layers in chunks)
 
 
 def test_layers_and_words_that_freeze(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig
 from mm.weights.table import OUTPUT_LAYER_NAME, Place, model_weights, stage_weights
-from mm.weights.trained import GradientPath, freeze_problems, is_frozen
+from mm.weights.trained import GradientPath, freeze_notes, freeze_problems, is_frozen
 from tests.tiny import our_config
 
 PARTS = ("vision", "projector", "language")
@@ -114,6 +114,15 @@ def _places(model: ModelConfig) -> dict[tuple[Place, int | None], list[str]]:
 def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> None:
     (problem,) = freeze_problems(model_of(*settings.pop("freeze", ()), **settings))
     assert what in problem
+
+
+@pytest.mark.parametrize(("settings", "num_notes"), [
+    ({"vision": "0-1"}, 1), ({"vision": "0", "freeze_modules": (PATCH,)}, 0), ({"vision": "1"}, 0),
+    ({"language": "0"}, 0), ({"freeze": PARTS[:2], "language": "0"}, 1), ({"freeze_modules": ("norm",)}, 0),
+])  # fmt: skip
+def test_a_trained_embedding_before_frozen_layers_is_noted(settings: dict, num_notes: int) -> None:
+    notes = list(freeze_notes(model_of(*settings.pop("freeze", ()), **settings)))
+    assert len(notes) == num_notes and all("embed" in note.partition("--freeze-modules")[2] for note in notes)
 
 
 @pytest.mark.parametrize("settings", [settings for settings, _ in PATHS])
