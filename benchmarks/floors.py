@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
-from mm.model.flops import forward_flops, training_flops
+from mm.model.flops import blocks, training_flops
 from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
-from mm.weights.table import model_weights
+from mm.weights.table import Place, model_weights
+from mm.weights.trained import GradientPath, is_frozen
 
 OPTIMIZER_BYTES_PER_PARAM = 30
 """Of one update: fp32 weight and both moments read and written, gradient read, bf16 weight written."""
@@ -25,7 +26,7 @@ class Params:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Params":
-        sizes = [(math.prod(weight.shape), model.is_frozen(weight.part)) for weight in model_weights(model)]
+        sizes = [(math.prod(weight.shape), is_frozen(weight, model)) for weight in model_weights(model)]
         return cls(sum(n for n, frozen in sizes if not frozen), sum(n for n, frozen in sizes if frozen))
 
 
@@ -50,11 +51,13 @@ class ExpectedMemory:
 
 
 def hardware_flops(model: ModelConfig, totals: BatchTotals) -> float:
-    """FLOPs of one step with those of recomputation; of frozen towers that no gradient passes nothing is recomputed."""
-    forward, language = forward_flops(model, totals), model.language
-    flops = training_flops(model, totals)
-    if language.recompute.granularity == "full":
-        flops += forward.language - 2 * totals.num_target_tokens * language.hidden_size * language.vocab_size
-    if model.vision.recompute.granularity == "full" and not model.vision.freeze:
-        flops += forward.vision
+    """FLOPs of one step with those of full recomputation; of frozen layers that no gradient passes nothing is
+    recomputed."""
+    path, flops = GradientPath.of(model), training_flops(model, totals)
+    trained = {(weight.place, weight.layer) for weight in model_weights(model) if not is_frozen(weight, model)}
+    recomputes = {Place.VISION_LAYER: model.vision.recompute.granularity == "full",
+                  Place.LANGUAGE_LAYER: model.language.recompute.granularity == "full"}  # fmt: skip
+    for block in blocks(model, totals):
+        needs = path.needs_input_gradient(block.place, block.layer) or (block.place, block.layer) in trained
+        flops += block.forward * (recomputes.get(block.place, False) and needs)
     return flops

@@ -27,6 +27,7 @@ RECOMPUTE = {
     "none": RecomputeConfig(),
     "selective": RecomputeConfig("selective"),
     "full": RecomputeConfig("full", "uniform", 1),
+    **{module: RecomputeConfig("selective", modules=(module,)) for module in ("layernorm", "mlp_act", "mlp")},
 }
 
 
@@ -39,8 +40,11 @@ class Case:
     """Of a microbatch, 689 tokens each."""
     num_microbatches: int = 1
     freeze: tuple[str, ...] = ()
+    freeze_layers: tuple[str, str] = ("", "")
+    """Of the ViT and of the LLM, as a model JSON has them."""
+    freeze_modules: tuple[str, ...] = ()
     recompute: str = "none"
-    """"none", "selective" or "full", of both towers."""
+    """A key of ``RECOMPUTE``, of both towers."""
     tp_size: int = 1
     layers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Layers of the ViT and of the LLM on each pipeline stage; None: all of the model on one."""
@@ -61,15 +65,15 @@ class Case:
             "vision": dataclasses.replace(
                 model.vision, num_layers=sum(vision), pipeline_num_layers=(vision,), recompute=recompute,
                 fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
-                freeze="vision" in self.freeze,
+                freeze="vision" in self.freeze, freeze_layers=self.freeze_layers[0],
             ),
             "language": dataclasses.replace(
                 model.language, num_layers=sum(language), pipeline_num_layers=(language,), recompute=recompute,
-                freeze="language" in self.freeze,
+                freeze="language" in self.freeze, freeze_layers=self.freeze_layers[1],
             ),
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip
-        return dataclasses.replace(model, **parts)
+        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules)
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     flags = parse(argv)
     num_samples = max(1, round(flags.tokens / SAMPLE_TOKENS))
-    case = Case(flags.size, num_samples, flags.num_microbatches, tuple(flags.freeze), flags.recompute, flags.tp_size)
+    case = Case(flags.size, num_samples, flags.num_microbatches, tuple(flags.freeze), recompute=flags.recompute,
+                tp_size=flags.tp_size)
     traced = trace(case)
     print(report(traced), flush=True)
     if flags.output:

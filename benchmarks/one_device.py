@@ -224,7 +224,7 @@ class Peer:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[hf_name(name)].reshape(parameter.shape))
                 part = "projector" if "visual.merger" in name else "vision" if "visual" in name else "language"
-                parameter.requires_grad_(not model.is_frozen(part))
+                parameter.requires_grad_(not getattr(model, part).freeze)
         if recompute:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()

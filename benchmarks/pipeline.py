@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.plan.simulation import SlotSeconds, step_seconds
+from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
 SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
@@ -165,8 +166,9 @@ def measure(case: Case, sizes: dict[str, int], num_steps: int) -> float:
 
 def sleep_ideal(case: Case) -> float:
     """A slot without gradient going on to it sleeps forward only."""
-    placement, num_chunks = model_of(case, QUICK_MODEL).placement(), len(case.vision)
-    flows = [placement.gradient_flows(slot.sends, case.has_images) or slot.has_head for slot in placement.slots]
+    model, num_chunks = model_of(case, QUICK_MODEL), len(case.vision)
+    path = GradientPath.of(model)
+    flows = [path.comes_back(slot, case.has_images) or slot.has_head for slot in model.placement().slots]
     slots = [SlotSeconds(SLEEP_FORWARD / num_chunks, flow * SLEEP_BACKWARD / num_chunks) for flow in flows]
     return step_seconds(slots, NUM_MICROBATCHES, case.num_stages)
 

@@ -45,20 +45,9 @@ class Placement:
     slots: tuple[StageSpec, ...]
     num_stages: int
     num_chunks: int
-    vision_frozen: bool
-    projector_frozen: bool
-    language_frozen: bool
 
     @classmethod
-    def of(
-        cls,
-        vision: PipelineLayout,
-        language: PipelineLayout,
-        *,
-        vision_frozen: bool = False,
-        projector_frozen: bool = False,
-        language_frozen: bool = False,
-    ) -> "Placement":
+    def of(cls, vision: PipelineLayout, language: PipelineLayout) -> "Placement":
         """Place the layers that the two lists count; the lists must have passed ``layout_problems``."""
         vision_counts = [count for chunk in vision for count in chunk]
         language_counts = [count for chunk in language for count in chunk]
@@ -68,9 +57,6 @@ class Placement:
             slots=_slots(vision_counts, language_counts, len(vision[0])),
             num_stages=len(vision[0]),
             num_chunks=len(vision),
-            vision_frozen=vision_frozen,
-            projector_frozen=projector_frozen,
-            language_frozen=language_frozen,
         )
 
     def __getitem__(self, where: int | tuple[int, int]) -> StageSpec:
@@ -88,20 +74,6 @@ class Placement:
     @property
     def head_slot(self) -> StageSpec:
         return next(spec for spec in self.slots if spec.has_head)
-
-    def gradient_flows(self, message: Message, has_images: bool) -> bool:
-        """Whether the loss gradient of a microbatch goes back over a boundary that carries ``message``.
-
-        It does when something trainable lies before the boundary and took part in making what crossed it.
-        """
-        patches = has_images and not self.vision_frozen
-        visual_tokens = patches or (has_images and not self.projector_frozen)
-        flows = {
-            Message.PATCHES: patches,
-            Message.VISUAL_TOKENS: visual_tokens,
-            Message.HIDDEN_STATES: visual_tokens or not self.language_frozen,
-        }
-        return flows.get(message, False)
 
 
 def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int) -> tuple[StageSpec, ...]:

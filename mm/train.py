@@ -55,10 +55,12 @@ def prepare(argv: Sequence[str]) -> Run:
     if not is_rehearsal and os.environ.get("RANK", "0") != "0":
         return run
     from mm.training import preflight  # imports transformers, which the other ranks may not need
+    from mm.weights.trained import freeze_notes
 
     refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
     refuse(preflight.picture_problems(run) if is_rehearsal else ())
-    for note in () if run.args.dry_run else (*run.notes, preflight.picture_note(run)):  # a dry run reports its own
+    notes = (*run.notes, *freeze_notes(run.model), preflight.picture_note(run))
+    for note in () if run.args.dry_run else notes:  # a dry run reports its own
         if note is not None:
             print(f"note: {note}", flush=True)
     return run

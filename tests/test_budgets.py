@@ -59,6 +59,16 @@ MEMORY_CASES = {
     "3B, few layers, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="full"),
     "3B, few layers, frozen ViT": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT),
     "3B, few layers, frozen LLM": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=("language",)),
+    "3B, few layers, first of them frozen": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze_layers=("0-1", "0,2"), freeze_modules=("patch_embed",)),
+    "3B, few layers, first of both frozen": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, freeze_layers=("", "0-1"),
+        freeze_modules=("embedding",)),
+    "3B, few layers, half of each layer frozen": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze_modules=("patch_embed", "attention", "norm")),
+    "3B, few layers, MLP recomputed": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="mlp"),
+    "3B, few layers, norms recomputed, fc1 frozen": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, recompute="layernorm", freeze_modules=("fc1",)),
     "7B, few layers": Case("7b", layers=FEW_LAYERS, full_attention=FULL),
     "7B, few layers, selective": Case("7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
     "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),

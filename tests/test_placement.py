@@ -68,25 +68,6 @@ def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "expected"),
-    [
-        # whether a gradient flows back over patches, visual tokens, hidden states: with images, then text-only
-        ((), ("111", "001")),
-        (("vision",), ("011", "001")),
-        (("vision", "projector"), ("001", "001")),
-        (("language",), ("111", "000")),
-        (("vision", "language"), ("011", "000")),
-    ],
-)
-def test_gradient_flow(freeze: tuple[str, ...], expected: tuple[str, str]) -> None:
-    placement = our_config(((4,),), ((4,),), freeze=freeze).placement()
-    messages = (Message.PATCHES, Message.VISUAL_TOKENS, Message.HIDDEN_STATES)
-    for has_images, flows in zip((True, False), expected, strict=True):
-        assert "".join(str(int(placement.gradient_flows(m, has_images))) for m in messages) == flows
-        assert not placement.gradient_flows(Message.NOTHING, has_images)
-
-
-@pytest.mark.parametrize(
     ("vision", "language", "words"),
     [
         (((4, 0),), ((1, 2),), "sums to 3"),

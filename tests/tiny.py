@@ -28,8 +28,11 @@ def our_config(
     language_layout: PipelineLayout,
     tied: bool = False,
     freeze: tuple[str, ...] = (),
+    freeze_layers: tuple[str, str] = ("", ""),
+    freeze_modules: tuple[str, ...] = (),
+    trainable_modules: tuple[str, ...] = (),
 ) -> ModelConfig:
-    """The small model on the given layout; ``freeze`` names frozen parts."""
+    """The small model on the given layout; ``freeze`` names frozen parts, ``freeze_layers`` has layers of ViT, LLM."""
     return ModelConfig(
         vision=VisionConfig(
             num_layers=NUM_VISION_LAYERS,
@@ -40,6 +43,7 @@ def our_config(
             window_attn_size=56,
             fullatt_block_indexes=(1, 3),
             freeze="vision" in freeze,
+            freeze_layers=freeze_layers[0],
         ),
         projector=ProjectorConfig(
             input_size=32, ffn_hidden_size=128, hidden_size=48, freeze="projector" in freeze
@@ -58,10 +62,13 @@ def our_config(
             rope_theta=10000.0,
             untie_embeddings_and_output_weights=not tied,
             freeze="language" in freeze,
+            freeze_layers=freeze_layers[1],
         ),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=VISION_START,
+        freeze_modules=freeze_modules,
+        trainable_modules=trainable_modules,
     )
 
 

@@ -24,7 +24,8 @@ from mm.errors import UserError, refuse
 Section = Mapping[str, Any]
 
 MODEL_TYPE = "qwen2_5_vl"
-FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "rates", "recompute", "init_method_std")
+FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "rates",
+                  "recompute", "init_method_std")  # fmt: skip
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose length of positions changes nothing here."""

@@ -5,23 +5,24 @@ help.  Flags of other programs that do nothing here are in ``mm.config.foreign``
 """
 
 import argparse
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Lt
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
-from mm.config.model import Granularity, Method, RecomputeConfig, recompute_problems
+from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
 from mm.config.schema import (
     NUMBERS,
     STRICT,
-    WORDS,
     Count,
     NotNegative,
     Number,
+    Patterns,
     Positive,
     choices,
     converted,
@@ -32,8 +33,6 @@ from mm.errors import nearest, refuse
 
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
-Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
-"""Of names of weights; ``mm.weights.groups.matches`` says how they are read."""
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
 VitQkvOrder = Literal["per_head", "whole"]
@@ -88,6 +87,12 @@ class Arguments:
     calculate_per_microbatch_loss: bool = Field(
         False, description="mean over the microbatches of each one's mean: MindSpeed-MM's default")
 
+    # What is trained
+    freeze_modules: Patterns = Field((), description=(
+        "words; a weight with one of them in its name is not trained, as if its part were frozen"))
+    trainable_modules: Patterns = Field((), description=(
+        "words; a weight with one of them in its name is trained, whatever freezes it"))
+
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
     min_lr: NotNegative = Field(0.0, description="lowest learning rate")
@@ -124,10 +129,13 @@ class Arguments:
 
     # Memory
     recompute_granularity: Granularity | None = Field(None, description=(
-        "recompute in towers without it in the JSON: whole layers (full), or norms and SwiGLU (selective)"))
+        "recompute in towers without it in the JSON: whole layers (full), or modules of each (selective)"))
     recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(
-        None, description="layers per recomputed group (uniform) or in all (block)")
+        None, description="layers per recomputed group (uniform), or the first of each stage or chunk (block)")
+    recompute_modules: RecomputeModules = Field((), description=(
+        "what selective recomputes: outputs of norms (layernorm), of SwiGLU (mlp_act), or whole MLPs (mlp); absent = "
+        "layernorm mlp_act"))
 
     # Checkpoints
     finetune: bool = Field(False, description="load weights only and start at step 0")
@@ -174,8 +182,9 @@ class Arguments:
 
     @property
     def recompute(self) -> RecomputeConfig:
-        """The three recompute flags as one setting."""
-        return RecomputeConfig(self.recompute_granularity, self.recompute_method, self.recompute_num_layers)
+        """The recompute flags as one setting."""
+        return RecomputeConfig(
+            self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
 
 
 def flag_name(field_name: str) -> str:
@@ -256,11 +265,15 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
         return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
-    if field.title == WORDS:
-        return None if last and all(word.strip() for word in last) else f"{flag} has an empty word; expected {WORDS}"
     if field.title == NUMBERS:
         return None if last and all(word.isdecimal() for word in last) else (
             f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")
+    if _takes_many(field):
+        legal = choices(field)
+        if not last or not all(word.strip() for word in last):
+            return f"{flag} has an empty word; expected {expected(field)}"
+        wrong = next((word for word in last if legal and word not in legal), None)
+        return None if wrong is None else f"{flag} has {wrong!r}; expected {expected(field)}{nearest(wrong, legal)}"
     if len(last) != 1:
         what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
         return f"{flag} {what}; expected one: {field.description}"
@@ -277,7 +290,7 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
 
 
 def _takes_many(field: FieldInfo) -> bool:
-    return field.title in (WORDS, NUMBERS)
+    return typing.get_origin(field.annotation) is tuple
 
 
 class _Help(argparse.HelpFormatter):

@@ -4,16 +4,28 @@ Keys of the file without a field are in ``mm.config.foreign``.
 """
 
 import math
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
-from mm.config.schema import STRICT, Count, Int, Key, NotNegative, OrDefault, Positive, Read, read_settings
+from mm.config.schema import (
+    STRICT,
+    Count,
+    Int,
+    Key,
+    NotNegative,
+    OrDefault,
+    Patterns,
+    Positive,
+    Read,
+    read_settings,
+)
 from mm.placement import Placement, layout_problems
 
 
@@ -29,23 +41,59 @@ def _chunks(value: Any) -> Any:
             return value
 
 
+def layers_in(spans: str) -> frozenset[int]:
+    """The layers that ``"0-15,20"`` names, both ends of a span included; raises ValueError for other text."""
+    layers: set[int] = set()
+    for span in spans.split(",") if spans.strip() else ():
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", span)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(span)
+        layers |= {*range(int(found[1]), int(found[2] or found[1]) + 1)}
+    return frozenset(layers)
+
+
+def _spans(text: str) -> str:
+    layers_in(text)
+    return text
+
+
 # Strict(False): a list of JSON becomes a tuple.
 Ints = Annotated[tuple[Int, ...], Strict(False), Field(title="a list of integers")]
 Layers = Annotated[
     tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),
     Field(title="a list of integers [pp], or a list of such lists [vpp][pp]"),
 ]
+LayerSpans = Annotated[str, AfterValidator(_spans), Field(title='layers and spans of them, such as "0-15,20"')]
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
+RecomputeModule = Literal["layernorm", "mlp_act", "mlp", "core_attn"]
+RecomputeModules = Annotated[
+    tuple[RecomputeModule, ...], Strict(False), Field(title=f"one or more of {', '.join(get_args(RecomputeModule))}")]
 
 
 @dataclass(frozen=True, config=STRICT)
 class RecomputeConfig:
-    """Activation recompute of one tower: whole layers ("full"), or norms and SwiGLU ("selective"); None is off."""
+    """Activation recompute of one tower: whole layers ("full"), or modules of each ("selective"); None is off."""
 
     granularity: Granularity | None = None
     method: Method | None = None
     num_layers: Count | None = None
+    modules: Annotated[RecomputeModules, OrDefault] = ()
+    """Of "selective", by Megatron's words: the outputs of both norms ("layernorm"), the whole MLP with its norm
+    ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, is the word
+    beside Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to make and large to keep."""
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether this module of each layer is recomputed, or its output; "mlp" is more than "mlp_act"."""
+        modules = self.modules or ("layernorm", "mlp_act")
+        return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
+
+    def whole_layers(self, layers: range) -> range:
+        """Which of the layers of one chunk are recomputed as a whole: with method "block" the first ``num_layers`` of
+        them, with "uniform" all, as in Megatron."""
+        if self.granularity != "full":
+            return layers[:0]
+        return layers[: self.num_layers if self.method == "block" else None]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -78,6 +126,8 @@ class VisionConfig:
     layernorm_epsilon: NotNegative = 1e-6
     tokens_per_second: Count = 2
     freeze: bool = True
+    freeze_layers: Annotated[LayerSpans, OrDefault] = ""
+    """Global layers that are not trained where ``freeze`` is false."""
     rates: Annotated[Rates, Key("vision_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
@@ -130,6 +180,8 @@ class LanguageConfig:
     layernorm_epsilon: NotNegative = 1e-6
     init_method_std: NotNegative = 0.02
     freeze: bool = False
+    freeze_layers: Annotated[LayerSpans, OrDefault] = ""
+    """As ``VisionConfig`` has it."""
     rates: Annotated[Rates, Key("language_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
@@ -153,6 +205,10 @@ class ModelConfig:
     image_token_id: Annotated[Int, Key("img_context_token_id")] = 151655
     video_token_id: Int = 151656
     vision_start_token_id: Int = 151652
+    freeze_modules: Annotated[Patterns, OrDefault] = ()
+    """Weights that are not trained besides the frozen parts and layers."""
+    trainable_modules: Annotated[Patterns, OrDefault] = ()
+    """Weights that are trained whatever freezes them; ``mm.weights.trained`` has the whole rule."""
 
     @property
     def num_stages(self) -> int:
@@ -172,15 +228,9 @@ class ModelConfig:
                           vision.num_attention_heads)
         return tuple(size for size in range(1, common + 1) if common % size == 0)
 
-    def is_frozen(self, part: str) -> bool:
-        """Whether a part ("vision", "projector" or "language") is not trained."""
-        return getattr(self, part).freeze
-
     def placement(self) -> Placement:
         """Which stage holds what.  The pipeline lists must be legal, as they are after ``read_model``."""
-        return Placement.of(
-            self.vision.pipeline_num_layers, self.language.pipeline_num_layers, vision_frozen=self.vision.freeze,
-            projector_frozen=self.projector.freeze, language_frozen=self.language.freeze)
+        return Placement.of(self.vision.pipeline_num_layers, self.language.pipeline_num_layers)
 
 
 def read_model(path: str | Path) -> Read[ModelConfig]:
@@ -199,12 +249,17 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
                f"for example 'uniform' and 1")
     if recompute.granularity != "full" and any(is_given):
         yield f"{prefix}method and {count} only go with {prefix}granularity 'full'; it is {recompute.granularity!r}"
+    if recompute.granularity != "selective" and recompute.modules:
+        yield f"{prefix}modules only goes with {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
 def _problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
     for key, tower in (("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
+        if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
+            yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which names layer {outside[0]}; expected layers 0 "
+                   f"to {tower.num_layers - 1}")
     yield from _vision_problems(model.vision)
     for name, part in (("encoder", model.vision), ("projector", model.projector)):
         if not math.isclose(part.layernorm_epsilon, 1e-6):
@@ -222,9 +277,6 @@ def _problems(model: ModelConfig) -> Iterator[str]:
     yield from _language_problems(model.language)
     yield from layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
-    if model.vision.freeze and model.projector.freeze and model.language.freeze:
-        yield ("image_encoder.vision_encoder.freeze, image_encoder.vision_projector.freeze and text_decoder.freeze are "
-               "all true, so nothing would be trained; set one of them to false")
     if model.image_token_id == model.video_token_id:
         yield (f"img_context_token_id is {model.image_token_id}, the video token; this version trains on images, whose "
                f"token is 151655")

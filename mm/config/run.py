@@ -34,6 +34,8 @@ _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "ima
 """Part -> how the keys of its own rates start in the model JSON."""
 _RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
+_PATTERNS = ("freeze_modules", "trainable_modules")
+"""Flags that may stand in the model JSON instead."""
 
 _PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
@@ -127,7 +129,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*usage_notes(words), *_notes(args), *_rate_notes(args, model.value), *model.notes, *data.notes)
+    notes = (*usage_notes(words), *_notes(args), *_frozen_notes(args, model.value), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *_context_problems(run), *_model_problems(run, model.document)))
@@ -177,7 +179,7 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """Recompute and learning rates of the flags, for each part that has none in its JSON."""
+    """Patterns of what is trained, recompute and learning rates of the flags, where the JSON has none of its own."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -187,6 +189,7 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
         if parts[part].rates.lr is None:
             rates = dataclasses.replace(parts[part].rates, lr=getattr(args, flag))
             parts[part] = dataclasses.replace(parts[part], rates=rates)
+    parts |= {name: getattr(model, name) or getattr(args, name) for name in _PATTERNS}
     return dataclasses.replace(model, **parts)
 
 
@@ -292,17 +295,25 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
         if None not in (given, document.get(key_path)) and given != document.get(key_path):
             yield (f"{flag_name(flag)} is {given:g}, but {document.at(key_path)} is {document.get(key_path):g}; both "
                    f"are the learning rate of one part, so keep one")
+    for name in _PATTERNS:
+        given, found = getattr(args, name), document.get(name)
+        if given and found and list(given) != found:
+            yield (f"{flag_name(name)} is {' '.join(given)}, but {document.at(name)} is {shown(found)}; both say the "
+                   f"same thing of all parts, so keep one")
     own = [f"{key}_lr" for part, key in _RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
     if own and args.lr == 0.0:
         yield (f"--lr is 0, but {' and '.join(own)} is not, and follows the schedule of --lr in proportion; to train "
                f"some parts alone, give --lr above 0 and set freeze to true in the others")
 
 
-def _rate_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Which settings of Adam meet nothing that is trained; patterns are looked at beside the names of weights."""
+def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Which settings of wholly frozen parts say nothing; patterns are looked at beside the names of weights."""
     for part, key in _RATE_KEYS.items():
-        if not model.is_frozen(part):
+        if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
             continue
+        if getattr(getattr(model, part), "freeze_layers", ""):
+            tower = key.rpartition(".")[0]
+            yield f"{args.mm_model}: {tower}.freeze_layers has no effect, because freeze is true beside it"
         rates, flag = getattr(model, part).rates, _RATE_FLAGS.get(part)
         if flag is not None and getattr(args, flag) is not None:
             yield f"command line: {flag_name(flag)} has no effect, because freeze is true in that part of the model"
@@ -318,6 +329,8 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
         yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: each layer is "
                "recomputed alone, which keeps one hidden state per layer")
+    if "core_attn" in args.recompute_modules:
+        yield "command line: core_attn of --recompute-modules has no effect: attention scores are never kept"
     if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
         yield ("command line: every target token of the global batch counts the same in the loss.  MindSpeed-MM takes "
                "the mean of each microbatch, then the mean of these: add --calculate-per-microbatch-loss for that, or "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import Fixed, Inert, Row
@@ -54,6 +54,8 @@ WORDS = "one or more words"
 """The title of a field that takes a list of words; on the command line any number of them."""
 NUMBERS = "one or more whole numbers of at least 0"
 """The same of numbers."""
+Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
+"""Of names of weights; ``mm.weights.patterns.matches`` says how they are read."""
 OrDefault = "null means the default"
 """Marks a field in whose place null may stand."""
 

@@ -5,10 +5,13 @@ looks at; recomputation does not count, because it is no part of the model.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mm.batch import BatchTotals, Grid, image_pairs, window_pairs
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
+from mm.weights.table import Place, model_weights
+from mm.weights.trained import GradientPath, is_frozen
 
 
 @dataclass(frozen=True)
@@ -20,51 +23,77 @@ class ForwardFlops:
     language: float
 
 
+@dataclass(frozen=True)
+class Block:
+    """A piece of the model and its forward FLOPs: an embedding, a layer, the projector or the head."""
+
+    place: Place
+    layer: int | None
+    forward: float
+
+
 def forward_flops(model: ModelConfig, totals: BatchTotals) -> ForwardFlops:
     """Forward FLOPs of a batch; matrix products only, biases and norms left out."""
-    vision = _vision(model.vision, totals.num_patches, totals.num_image_pairs, totals.num_window_pairs)
-    return ForwardFlops(vision, _projector(model, totals), _language(model.language, totals))
+    return ForwardFlops(*(sum(block.forward for block in blocks) for blocks in (
+        _vision_of(model, totals), [_projector(model, totals)], _language(model.language, totals))))
 
 
 def image_flops(vision: VisionConfig, grid: Grid) -> float:
     """Forward FLOPs of one image in the ViT."""
     pairs = image_pairs(grid), window_pairs(grid, vision.window_attn_size // vision.patch_size)
-    return _vision(vision, math.prod(grid), *pairs)
+    return sum(block.forward for block in _vision(vision, math.prod(grid), *pairs))
+
+
+def blocks(model: ModelConfig, totals: BatchTotals) -> list[Block]:
+    """All that has matrix products, in the order of the forward pass."""
+    return [*_vision_of(model, totals), _projector(model, totals), *_language(model.language, totals)]
 
 
 def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
-    """FLOPs of one step: a trainable part costs three forwards, a frozen one two where a gradient passes through it
-    to something trainable before it, else one."""
-    flops, gradient_passes = 0.0, False
-    for part, forward in vars(forward_flops(model, totals)).items():
-        trains = not model.is_frozen(part)
-        flops += forward * (3 if trains else 2 if gradient_passes else 1)
-        gradient_passes = gradient_passes or trains
+    """FLOPs of one step: a block with a trained matrix costs three forwards, another two where a gradient passes
+    through it to something trained before it, else one."""
+    path = GradientPath.of(model)
+    trained = {(weight.place, weight.layer) for weight in model_weights(model)
+               if len(weight.shape) > 1 and not is_frozen(weight, model)}
+    if model.language.tied and (Place.EMBEDDING, None) in trained:
+        trained.add((Place.HEAD, None))
+    flops = 0.0
+    for block in blocks(model, totals):
+        passes = path.needs_input_gradient(block.place, block.layer)
+        flops += block.forward * (3 if (block.place, block.layer) in trained else 2 if passes else 1)
     return flops
 
 
-def _vision(vision: VisionConfig, num_patches: int, num_image_pairs: int, num_window_pairs: int) -> float:
-    hidden = vision.hidden_size
-    num_full = len(vision.fullatt_block_indexes)
-    per_patch = vision.num_layers * (4 * hidden**2 + 3 * hidden * vision.ffn_hidden_size)
-    per_patch += vision.patch_elements * hidden
-    pairs = num_full * num_image_pairs + (vision.num_layers - num_full) * num_window_pairs
-    return 2.0 * num_patches * per_patch + 4.0 * hidden * pairs
+def _vision_of(model: ModelConfig, totals: BatchTotals) -> Iterator[Block]:
+    return _vision(model.vision, totals.num_patches, totals.num_image_pairs, totals.num_window_pairs)
 
 
-def _projector(model: ModelConfig, totals: BatchTotals) -> float:
+def _vision(
+    vision: VisionConfig, num_patches: int, num_image_pairs: int, num_window_pairs: int
+) -> Iterator[Block]:
+    hidden, full = vision.hidden_size, set(vision.fullatt_block_indexes)
+    yield Block(Place.PATCH_EMBEDDING, None, 2.0 * num_patches * vision.patch_elements * hidden)
+    linear = 2.0 * num_patches * (4 * hidden**2 + 3 * hidden * vision.ffn_hidden_size)
+    for layer in range(vision.num_layers):
+        pairs = num_image_pairs if layer in full else num_window_pairs
+        yield Block(Place.VISION_LAYER, layer, linear + 4.0 * hidden * pairs)
+
+
+def _projector(model: ModelConfig, totals: BatchTotals) -> Block:
     merge = model.vision.spatial_merge_size**2
     projector = model.projector
     per_token = projector.input_size * merge * projector.ffn_hidden_size
     per_token += projector.ffn_hidden_size * projector.hidden_size
-    return 2.0 * totals.num_patches / merge * per_token
+    return Block(Place.PROJECTOR, None, 2.0 * totals.num_patches / merge * per_token)
 
 
-def _language(language: LanguageConfig, totals: BatchTotals) -> float:
+def _language(language: LanguageConfig, totals: BatchTotals) -> Iterator[Block]:
     hidden = language.hidden_size
     queries = language.num_attention_heads * language.kv_channels
     keys = language.num_query_groups * language.kv_channels
-    per_layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * language.ffn_hidden_size
-    linear = totals.num_tokens * language.num_layers * per_layer
-    head = totals.num_target_tokens * hidden * language.vocab_size  # logits are made for target tokens only
-    return 2.0 * (linear + head) + 4.0 * language.num_layers * queries * totals.num_causal_pairs
+    per_token = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * language.ffn_hidden_size
+    per_layer = 2.0 * totals.num_tokens * per_token + 4.0 * queries * totals.num_causal_pairs
+    for layer in range(language.num_layers):
+        yield Block(Place.LANGUAGE_LAYER, layer, per_layer)
+    # logits are made for target tokens only
+    yield Block(Place.HEAD, None, 2.0 * totals.num_target_tokens * hidden * language.vocab_size)

@@ -3,9 +3,10 @@
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +154,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         ffn = memory_ffn(tower.ffn_hidden_size, context.tp_size)
         self.swiglu = context.device.kernels.swiglu
-        self.recomputes = tower.recompute.granularity == "selective"
+        self.recomputes = tower.recompute.recomputes("mlp_act")
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
@@ -171,23 +172,38 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(tower, context, bias)
         self.pre_mlp_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
         self.mlp = GatedMLP(tower, context, bias)
-        self.recomputes = tower.recompute.granularity == "selective"
+        self.recomputes_norms = tower.recompute.recomputes("layernorm")
+        self.recomputes_mlp = tower.recompute.recomputes("mlp")
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         x = x + self.self_attention(self._normed(self.input_layernorm, x), inputs)
         cut = None if inputs.cut is None else inputs.cut.unordered
+        if self.recomputes_mlp:
+            return x + recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, x, cut)
         return x + self.mlp(self._normed(self.pre_mlp_layernorm, x), cut)
 
+    def _mlp(self, x: Tensor, cut: CutRows | None) -> Tensor:
+        return self.mlp(self.pre_mlp_layernorm(x), cut)
+
     def _normed(self, norm: RMSNorm, x: Tensor) -> LinearInput:
-        return partial(norm, x) if self.recomputes else norm(x)
+        return partial(norm, x) if self.recomputes_norms else norm(x)
+
+
+def recomputing(modules: Iterable[nn.Module], function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """``function(x, *others)``, which keeps ``x`` alone and is called again in the backward pass.
+
+    ``modules`` are what it computes with.  Where neither they nor ``x`` need a gradient it would keep nothing anyway.
+    """
+    is_trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+    if torch.is_grad_enabled() and (x.requires_grad or is_trained):
+        return checkpoint(function, x, *others, use_reentrant=False, preserve_rng_state=False)
+    return function(x, *others)
 
 
 class LayerStack(nn.Module):
     """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass.
 
-    "selective" recomputes the outputs of each layer's two norms and of SwiGLU, which are cheap to make and large to
-    keep (Megatron's recomputes attention scores, which our kernels never keep).  "full" recomputes whole layers: with
-    method "uniform" all of a stage's, with "block" the first ``num_layers`` of them, as in Megatron.
+    What is recomputed: ``RecomputeConfig``.  A layer that no gradient enters or passes is computed once.
     """
 
     final_layernorm: RMSNorm
@@ -197,14 +213,9 @@ class LayerStack(nn.Module):
         """``bias``: of every linear layer but qkv, which always has one."""
         super().__init__()
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(tower, context, bias) for layer in layers})
-        recompute = tower.recompute
-        num_recomputed = recompute.num_layers if recompute.method == "block" else None
-        recomputed = layers[:num_recomputed] if recompute.granularity == "full" else ()
-        self.recomputed = frozenset(map(str, recomputed))
+        self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
 
     def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """Apply the layer with this global number."""
         module = self.layers[layer]
-        if layer in self.recomputed and torch.is_grad_enabled():
-            return checkpoint(module, x, inputs, use_reentrant=False, preserve_rng_state=False)
-        return module(x, inputs)
+        return recomputing((module,), module, x, inputs) if layer in self.recomputed else module(x, inputs)

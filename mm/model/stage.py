@@ -24,9 +24,9 @@ from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_input
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
-from mm.placement import Message
 from mm.weights.memory import memory_shape
 from mm.weights.table import stage_weights
+from mm.weights.trained import GradientPath, is_frozen
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Chunk(nn.Module):
         self.journal = journal
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         self.context = mesh.context
-        self.visual_gradients = placement.gradient_flows(Message.VISUAL_TOKENS, has_images=True)
+        self.visual_gradients = GradientPath.of(model).leads_to_images
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
@@ -71,7 +71,7 @@ class Chunk(nn.Module):
         assert set(parameters) == names, sorted(set(parameters) ^ names)
         for weight in self.weights:
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
-            parameters[weight.name].requires_grad_(not model.is_frozen(weight.part))
+            parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
         mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
 

@@ -21,6 +21,7 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, backward_order, forward_order
 from mm.parallel.pieces import piece_of
 from mm.placement import Message, StageSpec
+from mm.weights.trained import GradientPath
 
 
 def message_shape(
@@ -93,10 +94,11 @@ class PipelineCommunicator:
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
         self._gradient_group, self._context = mesh.gradient_group, mesh.context
         self._journal = journal
-        self._placement, self._model = model.placement(), model
+        self._model, self._gradient_path = model, GradientPath.of(model)
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
-        self._specs = [self._placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
+        placement = model.placement()
+        self._specs = [placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
         self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
@@ -215,16 +217,18 @@ class PipelineCommunicator:
             spec, microbatch = self._at(turn)
             self._inbox[turn] = received = activations.receive(
                 self._shape(spec.receives, microbatch), self._previous, self._like)
-            if received is not None and self._placement.gradient_flows(spec.receives, bool(microbatch.image_grids)):
+            if received is not None and self._gradient_path.leaves(spec, bool(microbatch.image_grids)):
                 arrived = received
         if send_backward:
             spec, microbatch = self._at(next(self._expected["send_backward"]))
-            if self._gradient_shape(spec.receives, microbatch) is not None:
+            if self._gradient_path.leaves(spec, bool(microbatch.image_grids)):
                 assert gradient is not None, "the plan says a gradient flows back, but the backward pass made none"
                 gradients.send(gradient, self._previous)
         if recv_backward:
             spec, microbatch = self._at(next(self._expected["recv_backward"]))
-            output_gradient = gradients.receive(self._gradient_shape(spec.sends, microbatch), self._next, self._like)
+            if self._gradient_path.comes_back(spec, bool(microbatch.image_grids)):
+                shape = self._shape(spec.sends, microbatch)
+                output_gradient = gradients.receive(shape, self._next, self._like)
         with self._journal.during(Work.EXCHANGE):
             self._run(activations, gradients)
         return None if arrived is None else arrived.requires_grad_(), output_gradient
@@ -236,11 +240,6 @@ class PipelineCommunicator:
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         shape = message_shape(message, microbatch, self._model, self._context)
         return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
-
-    def _gradient_shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
-        if not self._placement.gradient_flows(message, bool(microbatch.image_grids)):
-            return None
-        return self._shape(message, microbatch)
 
     def _run(self, *batches: _Batch) -> None:
         """Issue each as one batch; wait for receives, and keep what is sent alive until it has left.

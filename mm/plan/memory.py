@@ -4,18 +4,18 @@ Pure arithmetic over the model's settings; ``tests/test_budgets.py`` holds it to
 counted: what the driver and the communication library take for themselves, and the allocator's gaps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from operator import mul
 
 from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import in_flight
-from mm.placement import Message, Placement, StageSpec
+from mm.placement import Placement, StageSpec
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Place, Weight, stage_weights
+from mm.weights.trained import GradientPath, is_frozen
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of an activation, by precision."""
@@ -31,13 +31,47 @@ class Rows:
     num_targets: int
 
 
-class Keeps(Enum):
-    """What a layer keeps of its forward pass."""
+@dataclass(frozen=True)
+class Keeps:
+    """What a layer keeps of its forward pass for the backward pass."""
 
-    NOTHING = "no gradient comes back"
-    INPUT = "full recompute"
-    NO_OUTPUTS = "all but the outputs of norms and SwiGLU: selective recompute, or frozen on a gradient's way"
-    ALL = "everything its gradients need"
+    input: bool = False
+    """Its input, for full recompute; nothing else then."""
+    num_residuals: int = 0
+    """Inputs of norms."""
+    num_norm_outputs: int = 0
+    attention: bool = False
+    swiglu_input: bool = False
+    swiglu_output: bool = False
+
+
+NOTHING, INPUT = Keeps(), Keeps(input=True)
+ALL = Keeps(False, 2, 2, True, True, True)
+"""Everything that the gradients of a trained layer need."""
+
+
+def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, recompute: RecomputeConfig) -> Keeps:
+    """``weights`` of one layer, in model order.  ``passes``: its input needs a gradient.
+
+    A linear layer keeps its input for the gradient of its weight.  Everything behind the first trained weight, or on a
+    gradient's way to the input, is kept for the gradient of what it works on.
+    """
+    trained = [not is_frozen(weight, model) for weight in weights]
+    qkv, _, fc1, fc2 = (index for index, weight in enumerate(weights) if len(weight.shape) > 1)
+
+    def needs_gradient(stop: int) -> bool:
+        return passes or any(trained[:stop])
+
+    if not needs_gradient(len(weights)):
+        return NOTHING
+    norms, mlp, mlp_act = map(recompute.recomputes, ("layernorm", "mlp", "mlp_act"))
+    return Keeps(
+        num_residuals=(needs_gradient(qkv) or (norms and trained[qkv])) + (mlp or needs_gradient(fc1)),
+        num_norm_outputs=(trained[qkv] and not norms) + (trained[fc1] and not (norms or mlp)),
+        attention=needs_gradient(qkv + 1),
+        swiglu_input=not mlp and (needs_gradient(fc2) or (mlp_act and trained[fc2])),
+        swiglu_output=trained[fc2] and not (mlp or mlp_act),
+    )
 
 
 @dataclass(frozen=True)
@@ -56,19 +90,15 @@ class LayerBytes:
     """All rows of a linear layer's input, where each rank keeps a piece of them."""
 
     def kept(self, keeps: Keeps) -> int:
-        without_outputs = self.residuals + self.attention + self.swiglu_input
-        return {
-            Keeps.NOTHING: 0,
-            Keeps.INPUT: self.input,
-            Keeps.NO_OUTPUTS: without_outputs,
-            Keeps.ALL: without_outputs + self.norm_outputs + self.swiglu_output,
-        }[keeps]
+        norms = keeps.num_residuals * self.residuals + keeps.num_norm_outputs * self.norm_outputs
+        swiglu = keeps.swiglu_input * self.swiglu_input + keeps.swiglu_output * self.swiglu_output
+        return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu
 
     def working(self, keeps: Keeps) -> int:
         """What lives beside the kept while the layer runs: the rest of its own, and in a backward pass the gradients
         of a row, of SwiGLU's output and input, and what SwiGLU's backward makes on the way."""
-        own = self.kept(Keeps.ALL) - self.kept(keeps)
-        gradients = 0 if keeps is Keeps.NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
+        own = self.kept(ALL) - self.kept(keeps)
+        gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
         return own + gradients + self.gathered
 
 
@@ -127,8 +157,8 @@ class ChunkMemory:
 
     def working_bytes(self, rows: Rows) -> int:
         """What the layer that needs most holds while it runs, beside the kept."""
-        vision = [layer.working(keeps) for layer, keeps in self._vision_layers()]
-        language = [layer.working(keeps) for layer, keeps in self._language_layers()]
+        vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
+        language = [layer.working(keeps) for layer, keeps in self._layers("language")]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
 
     def _logits(self, num_rows: int) -> int:
@@ -138,58 +168,67 @@ class ChunkMemory:
     def _weights(self) -> tuple[Weight, ...]:
         return stage_weights(self.model, self.spec)
 
-    def _vision_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
-        vision, layers = self.model.vision, self.spec.vision_layers
-        for _, keeps in _keeps(layers, vision.recompute, vision.freeze, gradient_passes=False):
-            yield self._layer_bytes(vision, "vision"), keeps
+    @cached_property
+    def _path(self) -> GradientPath:
+        return GradientPath.of(self.model)
 
-    def _language_layers(self) -> Iterator[tuple[LayerBytes, Keeps]]:
-        language, layers = self.model.language, self.spec.language_layers
-        for _, keeps in _keeps(layers, language.recompute, language.freeze, self._language_passes):
-            yield self._layer_bytes(language, "language"), keeps
+    def _of(self, place: Place, layer: int | None = None) -> list[Weight]:
+        return [weight for weight in self._weights if (weight.place, weight.layer) == (place, layer)]
 
-    @property
-    def _language_passes(self) -> bool:
-        """Whether a gradient passes through the LLM's layers though they are frozen."""
-        return self.placement.gradient_flows(Message.VISUAL_TOKENS, has_images=True)
-
-    def _layer_bytes(self, tower: VisionConfig | LanguageConfig, part: str) -> LayerBytes:
-        fused = next(w for w in self._weights if w.part == part and w.fusion is Fusion.GATE_UP)
-        ulysses_size = self.ulysses_size if part == "language" else 1
-        local_ffn = _held_shape(fused, self.tp_size)[0] // 2
-        return layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size)
+    def _layers(self, part: str) -> Iterator[tuple[LayerBytes, Keeps]]:
+        tower: VisionConfig | LanguageConfig = getattr(self.model, part)
+        place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
+        layers: range = getattr(self.spec, place.value)
+        for layer in layers:
+            weights, passes = self._of(place, layer), self._path.needs_input_gradient(place, layer)
+            keeps = layer_keeps(weights, self.model, passes, tower.recompute)
+            if keeps != NOTHING and layer in tower.recompute.whole_layers(layers):
+                keeps = INPUT
+            fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
+            local_ffn = _held_shape(fused, self.tp_size)[0] // 2
+            ulysses_size = self.ulysses_size if part == "language" else 1
+            yield layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size), keeps
 
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
-        merged, num_pieces = vision.spatial_merge_size**2, self.num_pieces
-        kept = sum(layer.kept(keeps) for layer, keeps in self._vision_layers())
+        merged = vision.spatial_merge_size**2
+        kept = sum(layer.kept(keeps) for layer, keeps in self._layers("vision"))
         if kept:  # tables of cos and sin, in both orders of rows; the indices of both orders and back
             kept += 2 * 2 * vision.head_dim * FP32 + 2 * INT64
-        if spec.has_patch_embedding and not vision.freeze:
-            kept += vision.patch_elements * self.width // num_pieces + INT64
-        if spec.has_projector and not (vision.freeze and model.projector.freeze):
-            hidden, trained = vision.hidden_size * self.width // num_pieces, not model.projector.freeze
-            first = next(w for w in self._weights if w.place is Place.PROJECTOR and w.tp_dim == 0 and len(w.shape) == 2)
-            gelu = _held_shape(first, self.tp_size)[0] * self.width
-            kept += hidden + FP32 // num_pieces + trained * hidden + ((1 + trained) * gelu + INT64) // merged
-        if spec.has_embedding and self._language_passes:
+        if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
+            kept += vision.patch_elements * self.width // self.num_pieces + INT64
+        if spec.has_projector:
+            kept += self._projector_per_patch()
+        if spec.has_embedding and self._path.leads_to_images:
             kept += INT64 // merged
         return kept
 
+    def _projector_per_patch(self) -> int:
+        """The norm's input and output, what goes into GELU and comes out, and the index of the rows."""
+        weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
+        trained = [not is_frozen(weight, self.model) for weight in weights]
+        first, second = (index for index, weight in enumerate(weights) if len(weight.shape) > 1)
+        passes = self._path.needs_input_gradient(Place.PROJECTOR)
+        gelu = _held_shape(weights[first], self.tp_size)[0] * self.width
+        kept = (passes or any(trained[:first])) * (hidden + FP32 // self.num_pieces) + trained[first] * hidden
+        merged = ((passes or any(trained[:second])) + trained[second]) * gelu + (passes or any(trained)) * INT64
+        return kept + merged // self.model.vision.spatial_merge_size**2
+
     def _language_per_token(self) -> int:
         language = self.model.language
-        kept = sum(layer.kept(keeps) for layer, keeps in self._language_layers())
+        kept = sum(layer.kept(keeps) for layer, keeps in self._layers("language"))
         if kept:
             kept += 2 * language.head_dim * self.width
-        return kept + (INT64 if self.spec.has_embedding and not language.freeze else 0)
+        embedding = self._of(Place.EMBEDDING)
+        return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
 
     def _head_per_target(self) -> int:
-        """The final norm, and the index of the rows; a trained output layer keeps what the norm writes."""
-        language = self.model.language
-        if not self.spec.has_head or (language.freeze and not self._language_passes):
+        """Input and output of the final norm, of which the loss makes its logits again, and the index of the rows."""
+        if not self.spec.has_head:
             return 0
-        hidden = language.hidden_size * self.width
-        return hidden + FP32 + INT64 + (0 if language.freeze else hidden)
+        norm, hidden = self._of(Place.HEAD)[0], self.model.language.hidden_size * self.width
+        enters_norm = self._path.needs_input_gradient(Place.HEAD) or not is_frozen(norm, self.model)
+        return hidden + INT64 + enters_norm * (hidden + FP32)
 
 
 @dataclass(frozen=True)
@@ -228,23 +267,6 @@ class StageMemory:
         """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
         at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
         return state_bytes + self.kept_bytes(rows, num_microbatches) + at_work
-
-
-def _keeps(
-    layers: range, recompute: RecomputeConfig, is_frozen: bool, gradient_passes: bool
-) -> Iterator[tuple[int, Keeps]]:
-    """Each layer with what it keeps.  "block" recomputes the first layers of a stage, "uniform" all of them."""
-    num_recomputed = recompute.num_layers if recompute.method == "block" else None
-    recomputed = layers[:num_recomputed] if recompute.granularity == "full" else ()
-    for layer in layers:
-        if is_frozen and not gradient_passes:
-            yield layer, Keeps.NOTHING
-        elif layer in recomputed:
-            yield layer, Keeps.INPUT
-        elif is_frozen or recompute.granularity == "selective":
-            yield layer, Keeps.NO_OUTPUTS
-        else:
-            yield layer, Keeps.ALL
 
 
 def _held_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Sizes come from the weight table, the placement and the formulas of ``mm.plan.me
 import math
 from dataclasses import astuple, dataclass
 from functools import reduce
+from itertools import groupby
 from operator import add
 
 from mm.config.model import ModelConfig
@@ -15,9 +16,18 @@ from mm.placement import Message, Placement, StageSpec
 from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.memory import memory_shape
-from mm.weights.table import model_weights, stage_weights
+from mm.weights.table import Place, model_weights, stage_weights
+from mm.weights.trained import GradientPath, freeze_notes, is_frozen
 
 _GIB = 2**30
+_PLACES = {
+    Place.PATCH_EMBEDDING: "patch embedding",
+    Place.VISION_LAYER: "ViT",
+    Place.PROJECTOR: "projector",
+    Place.EMBEDDING: "embedding",
+    Place.LANGUAGE_LAYER: "LLM",
+    Place.HEAD: "norm + head",
+}
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,10 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes that one rank holds of ``spec``, tensor-parallel cut and padding in memory included."""
-    sizes = [(math.prod(memory_shape(weight, run.tp_size)), run.model.is_frozen(weight.part))
+    sizes = [(math.prod(memory_shape(weight, run.tp_size)), is_frozen(weight, run.model))
              for weight in stage_weights(run.model, spec)]
     num_params = sum(size for size, _ in sizes)
-    num_trainable = sum(size for size, is_frozen in sizes if not is_frozen)
+    num_trainable = sum(size for size, frozen in sizes if not frozen)
     state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
     num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
@@ -72,7 +82,7 @@ def num_model_params(run: Run) -> int:
 def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
-    sizes = stage_sizes(run, placement)
+    sizes, notes = stage_sizes(run, placement), (*run.notes, *freeze_notes(run.model))
     parts = [
         _run_lines(run),
         _stage_table(run, placement),
@@ -81,7 +91,7 @@ def stage_report(run: Run) -> str:
         _memory_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
-        ["Notes:", *(f"  - {note}" for note in run.notes)] if run.notes else [],
+        ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -133,20 +143,18 @@ def _name(spec: StageSpec, run: Run) -> str:
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
-    held = (
-        ("patch embedding", "vision", spec.has_patch_embedding),
-        (f"ViT {_span(spec.vision_layers)}", "vision", spec.vision_layers),
-        ("projector", "projector", spec.has_projector),
-        ("embedding", "language", spec.has_embedding),
-        (f"LLM {_span(spec.language_layers)}", "language", spec.language_layers),
-        ("norm + head", "language", spec.has_head),
-    )
-    parts = [f"{what} (frozen)" if model.is_frozen(part) else what for what, part, is_held in held if is_held]
+    """In words: neighbouring layers of which the same is frozen together, and how many weights where not all are."""
+    frozen: dict[tuple[Place, int | None], list[bool]] = {}
+    for weight in stage_weights(model, spec):
+        frozen.setdefault((weight.place, weight.layer), []).append(is_frozen(weight, model))
+    words = {(place, layer): "" if not any(flags) else " (frozen)" if all(flags) else " (partly frozen)"
+             for (place, layer), flags in frozen.items()}
+    parts: list[str] = []
+    for (place, said), group in groupby(words.items(), key=lambda item: (item[0][0], item[1])):
+        layers = [layer for (_, layer), _ in group if layer is not None]
+        span = f" {layers[0]}{f'-{layers[-1]}' if len(layers) > 1 else ''}" if layers else ""
+        parts.append(f"{_PLACES[place]}{span}{said}")
     return ", ".join(parts) or "nothing (hands on what it receives)"
-
-
-def _span(layers: range) -> str:
-    return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
 
 
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:
@@ -158,14 +166,13 @@ def _boundary_lines(run: Run, placement: Placement) -> list[str]:
         Message.VISUAL_TOKENS: f"[patches / {merged}, {language.hidden_size}]",
         Message.HIDDEN_STATES: f"[tokens, {language.hidden_size}]",
     }
-    lines = []
+    lines, path = [], GradientPath.of(run.model)
     for before, after in zip(placement.slots, placement.slots[1:], strict=False):
         crossing = f"  {_name(before, run)} -> {_name(after, run)}: {before.sends.value}"
         if before.sends is Message.NOTHING:
             lines.append(crossing)
             continue
-        with_images = placement.gradient_flows(before.sends, has_images=True)
-        text_only = placement.gradient_flows(before.sends, has_images=False)
+        with_images, text_only = (path.comes_back(before, has_images) for has_images in (True, False))
         back = {(True, True): "gradient always", (True, False): "gradient for microbatches with images only",
                 (False, False): "no gradient"}[with_images, text_only]
         lines.append(f"{crossing} {shapes[before.sends]} {run.args.precision}; {back}")

@@ -216,7 +216,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""
         raise UserError(
             f"{stored.path} has no optimizer state of {untrained[0]}{more}, frozen then and trained now; freeze the "
-            f"same parts as then, add --no-load-optim to go on with new optimizer state, or --finetune to start at "
+            f"same weights as then, add --no-load-optim to go on with new optimizer state, or --finetune to start at "
             f"step 0 from the weights."
         )
     for state in owned:

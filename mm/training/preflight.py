@@ -26,6 +26,7 @@ from mm.data.encode import SampleEncoder, image_processor
 from mm.data.image import ImageProcessor
 from mm.errors import UserError, collected
 from mm.weights.groups import group_problems
+from mm.weights.trained import freeze_problems
 
 _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
@@ -49,7 +50,7 @@ def file_problems(run: Run) -> list[str]:
             problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
     with collected(problems):
         problems.extend(_output_problems(run))
-    return [*problems, *group_problems(args, run.model)]
+    return [*problems, *freeze_problems(run.model), *group_problems(args, run.model)]
 
 
 def qkv_order(run: Run) -> QkvOrder:

@@ -18,6 +18,7 @@ from mm.parallel.schedule import finalize_gradients, run_schedule
 from mm.training.optimizer import build_optimizer
 from mm.training.update import StepResult, update
 from mm.weights.groups import group_of
+from mm.weights.trained import is_frozen
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Parts:
         settings = stage.config
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
-                  if not stage.model.is_frozen(weight.part)}
+                  if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal)

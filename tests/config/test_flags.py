@@ -6,7 +6,7 @@ import pytest
 
 from mm.config.flags import Arguments, flag_name, parse, read_flags, split, usage_notes
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
-from mm.config.schema import NUMBERS, WORDS, choices, fields_of
+from mm.config.schema import NUMBERS, choices, fields_of
 from mm.errors import UserError
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
@@ -49,7 +49,7 @@ def test_every_flag_sets_its_own_field(name):
     value = {int: "3", float: "0.5", str: "x", bool: ""}[kind]
     value = "2.5" if name == "initial_loss_scale" else (choices(field) or (value,))[-1]
     value = "3" if field.title == NUMBERS else value
-    kind = tuple if field.title in (WORDS, NUMBERS) else kind
+    kind = tuple if typing.get_origin(field.annotation) is tuple else kind
     found = getattr(parse([*REQUIRED, flag_name(name), *([value] if value else [])]), name)
     assert found is True if kind is bool else tuple(map(str, found)) == (value,) if kind is tuple else (
         str(found) == value and type(found) is kind)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import read_data
-from mm.config.model import read_model
+from mm.config.model import RecomputeConfig, layers_in, read_model
 from mm.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
@@ -67,6 +67,20 @@ def test_freeze_when_absent_and_given(tmp_path):
     assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (False, True, True)
 
 
+def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
+    block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]
+    assert [RecomputeConfig("full", "uniform", 2).whole_layers(layers) for layers in chunks] == list(chunks)
+    assert not any(RecomputeConfig("selective").whole_layers(layers) for layers in chunks)
+
+
+def test_layers_and_words_that_freeze(tmp_path):
+    config = model(tmp_path, **{f"{VISION}.freeze_layers": "0-2, 5", f"{LANGUAGE}.freeze_layers": None,
+                                "freeze_modules": ["norm", "bias"]})
+    assert layers_in(config.vision.freeze_layers) == {0, 1, 2, 5} and not layers_in(config.language.freeze_layers)
+    assert (config.freeze_modules, config.trainable_modules) == (("norm", "bias"), ())
+
+
 def test_nested_lists_are_kept_per_chunk(tmp_path):
     config = model(tmp_path, **{f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
                                 f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]})
@@ -121,11 +135,16 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({f"{VISION}.layernorm_epsilon": 1e-5}, "vision_encoder.layernorm_epsilon is 1e-05; expected 1e-06, with which"),
     ({f"{PROJECTOR}.layernorm_epsilon": 1e-5}, "vision_projector.layernorm_epsilon is 1e-05; expected 1e-06"),
     ({f"{LANGUAGE}.kv_channels": 64}, "expected num_attention_heads x kv_channels = 28 x 64"),
-    ({f"{LANGUAGE}.freeze": True}, "are all true, so nothing would be trained"),
+    ({f"{LANGUAGE}.freeze_layers": "3-40"}, "freeze_layers is '3-40', which names layer 28; expected layers 0 to 27"),
+    ({f"{VISION}.freeze_layers": "5-3"}, 'freeze_layers is "5-3"; expected layers and spans of them, such as "0-15'),
+    ({f"{VISION}.freeze_layers": [1]}, 'freeze_layers is [1]; expected layers and spans of them'),
+    ({"freeze_modules": "norm"}, 'freeze_modules is "norm"; expected one or more words'),
     ({f"{LANGUAGE}.recompute_granularity": "ful"}, 'granularity is "ful"; supported: "full" or "selective" (did you'),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
     ({f"{LANGUAGE}.recompute_num_layers": 1}, "only go with text_decoder.recompute_granularity 'full'"),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "and text_decoder.recompute_num_layers, for example"),
+    ({f"{LANGUAGE}.recompute_modules": ["mlp"]}, "recompute_modules only goes with text_decoder.recompute_granularity"),
+    ({f"{LANGUAGE}.recompute_modules": ["moe"]}, 'recompute_modules is ["moe"]; supported: "layernorm", "mlp_act"'),
 ])
 def test_refused_model(tmp_path, changes, what):
     found = problems(read_model, tmp_path, "model_7b.json", changes)
@@ -140,7 +159,8 @@ def test_one_mistake_is_one_problem_and_many_are_told_together(tmp_path):
     found = problems(read_model, tmp_path, "model_7b.json", {
         f"{VISION}.num_layers": "32", f"{PROJECTOR}.freez": True, f"{LANGUAGE}.vocab_size": ABSENT, "model_id": "x"})
     assert len(found) == 4
-    found = problems(read_model, tmp_path, "model_7b.json", {f"{PROJECTOR}.hidden_size": 1, f"{LANGUAGE}.freeze": True})
+    found = problems(read_model, tmp_path, "model_7b.json", {
+        f"{PROJECTOR}.hidden_size": 1, f"{LANGUAGE}.freeze_layers": "28"})
     assert len(found) == 2
 
 

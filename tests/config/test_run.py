@@ -114,6 +114,11 @@ def test_sources_of_the_world_size(tmp_path):
     (["--profile", "--profile-ranks", "7", "8", "9"], {}, "--profile-ranks has 8, 9, but the world size is 8; expected "
      "ranks of 0 to 7"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
+    (["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernrom"], {},
+     "--recompute-modules has 'layernrom'; expected one or more of layernorm, mlp_act, mlp, core_attn (did you mean "
+     "'layernorm'?)"),
+    (["--recompute-modules", "mlp"], {}, "--recompute-modules only goes with --recompute-granularity 'selective'"),
+    (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both say'),
     ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
      "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
     ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected both below vocab_size = 1000"),
@@ -163,6 +168,15 @@ def test_recompute_flags_count_where_the_json_says_nothing(tmp_path):
                "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
     assert run.model.vision.recompute.method == "uniform"
     assert run.model.language.recompute.granularity == "selective"
+
+
+def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
+    assert load(tmp_path, "--freeze-modules", "norm", "bias").model.freeze_modules == ("norm", "bias")
+    run = load(tmp_path, "--freeze-modules", "norm", "--trainable-modules", "layers.27",
+               model={"freeze_modules": ["norm"], f"{LANGUAGE}.freeze": True})
+    assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
+    told = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
+    assert any("vision_encoder.freeze_layers has no effect, because freeze is true beside it" in one for one in told)
 
 
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mm.batch import BatchTotals
-from mm.model.flops import forward_flops, training_flops
+from mm.model.flops import blocks, forward_flops, training_flops
+from mm.weights.table import Place
 from tests.tiny import hf_logits, hf_model, microbatch, our_config, random_sample
 
 GRIDS = ((1, 8, 12), (1, 4, 6))
@@ -41,4 +42,11 @@ def test_training_counts_three_passes_two_or_one() -> None:
     assert of() == 3 * (forward.vision + forward.projector + forward.language)
     assert of("vision") == forward.vision + 3 * (forward.projector + forward.language)
     assert of("vision", "projector") == forward.vision + forward.projector + 3 * forward.language
+    layers = our_config(((4,),), ((4,),), freeze_layers=("0-1,3", "0"), freeze_modules=("patch_embed", "norm"))
+    vit = [block.forward for block in blocks(layers, totals) if block.place is Place.VISION_LAYER]
+    llm = next(block.forward for block in blocks(layers, totals) if block.place is Place.LANGUAGE_LAYER)
+    assert forward.vision == sum(vit) + 2 * 16 * 1176 * 32
+    assert training_flops(layers, totals) == (
+        3 * (forward.projector + forward.language) - llm  # of the LLM's first layer, which a gradient passes
+        + forward.vision + 2 * vit[2] + vit[3])
     assert of("language") == 3 * (forward.vision + forward.projector) + 2 * forward.language

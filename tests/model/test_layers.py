@@ -23,8 +23,12 @@ def test_selective_recompute_keeps_less_and_changes_no_bit(tp: int, tmp_path: Pa
         norms, swiglus = 2 * NUM_LAYERS + OTHER_NORMS, NUM_LAYERS
         assert rank["plain"]["kept"] == {"rms_norm": [norms, norms], "swiglu": [swiglus, swiglus]}
         assert rank["selective"]["kept"] == {"rms_norm": [OTHER_NORMS, norms], "swiglu": [0, swiglus]}
+        assert rank["selective layernorm"]["kept"] == {"rms_norm": [OTHER_NORMS, norms], "swiglu": [swiglus, swiglus]}
+        assert rank["selective mlp_act"]["kept"] == {"rms_norm": [norms, norms], "swiglu": [0, swiglus]}
+        assert rank["selective mlp"]["kept"] == {"rms_norm": [norms - NUM_LAYERS, norms], "swiglu": [0, swiglus]}
         assert rank["plain"]["calls"] == {"rms_norm": norms, "swiglu": swiglus}
         assert rank["selective"]["calls"] == {"rms_norm": norms + 2 * NUM_LAYERS, "swiglu": 2 * swiglus}
+        assert rank["selective mlp"]["calls"] == {"rms_norm": norms + NUM_LAYERS, "swiglu": 2 * swiglus}
         assert rank["different"] == [] and rank["num_tensors"] > 70
 
 

@@ -26,6 +26,10 @@ class Case:
     dp: int = 1
     tied: bool = False
     freeze: tuple[str, ...] = ()
+    freeze_layers: tuple[str, str] = ("", "")
+    """Of the ViT and of the LLM, as the model JSON has them."""
+    freeze_modules: tuple[str, ...] = ()
+    trainable_modules: tuple[str, ...] = ()
     batch: str = "mixed"
     grids: tuple[tuple[Grid, ...], ...] = ()
     """Pictures of each sample, in place of those that ``batch`` names."""
@@ -34,7 +38,7 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
-    """A method of "full", or "selective"."""
+    """A method of "full", or "selective", which may be followed by its modules."""
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
     sequence_parallel: bool = False
@@ -78,6 +82,7 @@ class Case:
 
 
 ALL = ("vision", "projector", "language")
+"""For ``freeze``; what is trained then are ``trainable_modules``."""
 GROUP_FLAGS = ("--weight-decay", "2", "--lr-scale-modules", "linear_fc", "--lr-mult", "0.5",
                "--weight-decay-exclude-modules", "embedding")
 VISION_LR, PROJECTOR_LR, PROJECTOR_DECAY = 1e-4, 2e-3, 5.0
@@ -86,6 +91,7 @@ CASES = (
     Case("tp1"),
     Case("tp1-tied", tied=True),
     Case("tp1-vision-frozen", freeze=("vision",)),
+    Case("tp1-layers-frozen", freeze_layers=("0-1,3", "0,2"), freeze_modules=("embed",)),
     Case("tp1-language-frozen", freeze=("language",)),
     Case("tp1-only-projector", freeze=("vision", "language")),
     Case("tp1-only-language", freeze=("vision", "projector")),
@@ -95,6 +101,7 @@ CASES = (
     Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
     Case("tp1-recompute", recompute="uniform"),
     Case("tp1-selective-recompute", recompute="selective"),
+    Case("tp1-recompute-mlp-half-frozen", recompute="selective mlp layernorm", freeze_modules=("fc1", "0.pre")),
     Case("tp1-distributed-optimizer", distributed_optimizer=True),
     Case("tp1-no-targets", batch="no targets"),
     Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),
@@ -117,6 +124,9 @@ CASES = (
     Case("tp2-sp-only-projector", tp=2, sequence_parallel=True, freeze=("vision", "language")),
     Case("tp2-sp-language-frozen", tp=2, sequence_parallel=True, freeze=("language",)),
     Case("tp2-sp-vision-frozen", tp=2, sequence_parallel=True, freeze=("vision",)),
+    Case("tp2-sp-norms-frozen", tp=2, sequence_parallel=True, freeze_modules=("norm",)),
+    Case("tp2-sp-norms-and-biases-trained", tp=2, sequence_parallel=True, freeze=ALL,
+         trainable_modules=("norm", "bias")),
     Case("tp2-sp-clipped", tp=2, sequence_parallel=True, clip_grad=1e-6),
     Case("cp2", cp=2),
     Case("cp2-one-sample", cp=2, micro_batch_size=1),
@@ -147,6 +157,11 @@ CASES = (
     Case("pp2-language-frozen", (3, 1), (0, 4), freeze=("language",)),
     Case("pp2-only-projector", (4, 0), (0, 4), freeze=("vision", "language")),
     Case("pp2-nothing-trainable-on-first", (4, 0), (0, 4), freeze=("vision", "projector")),
+    Case("pp2-first-of-vit-frozen", (2, 2), (0, 4), freeze_layers=("0-1", ""), freeze_modules=("patch_embed",)),
+    Case("pp2-first-of-llm-frozen", (4, 0), (2, 2), freeze=("vision", "projector"), freeze_layers=("", "0-2"),
+         freeze_modules=("word_embeddings",)),
+    Case("pp2-last-of-vit-trained", (3, 1), (0, 4), freeze=ALL, trainable_modules=("blocks.layers.3.mlp",)),
+    Case("pp2-tied-embedding-frozen", (4, 0), (1, 3), tied=True, freeze_modules=("word_embeddings",)),
     Case("pp2-groups-one-part-on-first", (2, 2), (0, 4), groups=True),
     Case("pp2-groups-tied", (4, 0), (1, 3), tied=True, groups=True),
     Case("pp2-text-only", (3, 1), (0, 4), batch="text"),
@@ -159,6 +174,8 @@ CASES = (
     Case("pp2-vpp2-text-only", ((2, 1), (1, 0)), ((0, 0), (1, 3)), batch="text"),
     Case("pp2-vpp2-vision-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("vision",)),
     Case("pp2-vpp2-language-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("language",)),
+    Case("pp2-vpp2-layers-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("projector",), recompute="block",
+         freeze_layers=("0-2", "0-1"), freeze_modules=("patch_embed", "word_embeddings", "fc2")),
     Case("pp2-vpp3-of-4-microbatches", ((2, 1), (1, 0), (0, 0)), ((0, 0), (0, 1), (1, 2)), micro_batch_size=3),
     Case("pp2-vpp2-recompute", ((2, 1), (1, 0)), ((0, 0), (1, 3)), recompute="block"),
     Case("dp2-images-on-one-rank", dp=2, batch="images on one rank"),
@@ -167,6 +184,8 @@ CASES = (
     Case("dp2-distributed-optimizer-groups", dp=2, distributed_optimizer=True, groups=True),
     Case("dp2-distributed-optimizer-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
          overlap=True),
+    Case("dp2-distributed-optimizer-layers-frozen", dp=2, batch="images on one rank", distributed_optimizer=True,
+         overlap=True, freeze_layers=("0-1", "1-2"), freeze_modules=("patch_embed", "norm")),
     Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", overlap=True),
     Case("dp2-tied-distributed-optimizer-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5,
          distributed_optimizer=True, overlap=True),

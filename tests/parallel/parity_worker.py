@@ -23,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from checkpoint.formats.hf import published_name  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
@@ -36,7 +37,8 @@ from mm.training.optimizer_state import owned_states  # noqa: E402
 from mm.training.step import Parts, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
-from mm.weights.table import Weight, shard, stage_weights  # noqa: E402
+from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
+from mm.weights.trained import is_frozen  # noqa: E402
 from tests.launch import write_whole  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402
     CASES,
@@ -75,8 +77,10 @@ def reference(case: Case) -> dict:
     microbatches = [microbatch for rank in batch_of(case) for microbatch in rank]
     model = hf_model(case.tied)
     before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
+    config = config_of(case)
+    frozen = {name for weight in model_weights(config) if is_frozen(weight, config) for name in weight.hf_names}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(name) not in case.freeze)
+        parameter.requires_grad_(published_name(name) not in frozen)
     if case.batch == "no targets":
         loss = torch.zeros(())
     else:
@@ -144,14 +148,16 @@ class Engine:
 
 
 def config_of(case: Case) -> ModelConfig:
-    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze)
+    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze, case.freeze_layers,
+                        case.freeze_modules, case.trainable_modules)
     if case.groups:
         config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
     if case.recompute is None:
         return config
-    selective = case.recompute == "selective"
-    recompute = RecomputeConfig("selective") if selective else RecomputeConfig("full", case.recompute, 1)
+    how, *modules = case.recompute.split()
+    recompute = RecomputeConfig("selective", modules=tuple(modules)) if how == "selective" else (
+        RecomputeConfig("full", how, 1))
     vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
     return replace(config, vision=vision, language=language)
 
@@ -251,7 +257,7 @@ def run_case(case: Case) -> dict:
         "gradient_worst": worst[0][1],
         "num_gradients": sum(len(g[0]) for g in gathered),
         "expected_gradients": case.tp * case.cp * case.dp * sum(
-            weight.part not in case.freeze
+            not is_frozen(weight, engine.config)
             for spec in engine.placement.slots
             for weight in stage_weights(engine.config, spec)
         ),

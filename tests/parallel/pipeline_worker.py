@@ -1,4 +1,4 @@
-"""Runs one step of each case on a pipeline of four and writes what each rank really sent, received and read back.
+"""Runs one step of each case on four ranks and writes what each really sent, received, read back, kept and computed.
 
 Launched by tests/parallel/test_pipeline.py: ``pipeline_worker DIRECTORY``.  Each
 rank writes DIRECTORY/RANK.json; nothing is judged here.
@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mm.device.device import Device
 from tests.parallel.cases import Case
 
+FEW: dict[str, Any] = {"grids": (((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4)), ()), "micro_batch_size": 1}
+"""Four microbatches, with images and without by turns, of one sample each."""
 CASES = (
     Case("mixed", (2, 2, 0, 0), (0, 0, 2, 2)),
     Case("text", (2, 2, 0, 0), (0, 0, 2, 2), batch="text"),
@@ -29,6 +32,15 @@ CASES = (
     Case("nothing-on-the-last", (4, 0, 0, 0), (1, 3, 0, 0)),
     Case("virtual", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), freeze=("vision",)),
     Case("two-microbatches", (2, 2, 0, 0), (0, 0, 2, 2), batch="three samples"),
+    Case("first-of-vit-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze_layers=("0-1", ""), freeze_modules=("patch_embed",)),
+    Case("first-of-llm-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision", "projector"), freeze_layers=("", "0-1"),
+         freeze_modules=("word_embeddings",)),
+    Case("frozen-recompute", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision", "projector"), recompute="uniform"),
+    Case("mlp-recompute", (2, 2, 0, 0), (0, 0, 2, 2), recompute="selective mlp"),
+    Case("sequence-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, sequence_parallel=True, recompute="selective",
+         freeze_modules=("norm",), **FEW),
+    Case("distributed-overlap-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True, distributed_optimizer=True,
+         overlap=True, **FEW),
 )
 
 READ_BACK = ("tolist", "numpy", "cpu")
@@ -43,6 +55,13 @@ class Trace:
     operations: list[dict]
     """Every operation of a process group, in order."""
     num_read_back: int = 0
+    num_kept: int = 0
+    """Tensors that autograd saved for a backward pass, but those that selective recompute and checkpoints forget."""
+    num_backward_operators: int = 0
+    num_weight_products: int = 0
+    """Products that add a weight's gradient to its buffer."""
+    num_vision_layer_runs: int = 0
+    num_language_layer_runs: int = 0
     in_host_work: bool = False
 
 
@@ -52,6 +71,7 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
+    in_backward = torch._C._current_graph_task_id
     waiting = (aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten._unique2)
 
     class Watch(TorchDispatchMode):
@@ -64,6 +84,9 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
                 trace.operations.append({"name": name, "peer": peer, "bytes": num_bytes})
             elif operator.overloadpacket in waiting and not trace.in_host_work:
                 trace.num_read_back += 1
+            if in_backward() != -1:
+                trace.num_backward_operators += 1
+                trace.num_weight_products += operator.overloadpacket is aten.addmm_
             return operator(*args, **(kwargs or {}))
 
     return Watch()
@@ -96,16 +119,32 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
 
         return read
 
+    def keep(tensor):
+        trace.num_kept += 1
+        return tensor
+
+    def count_vision(*_) -> None:
+        trace.num_vision_layer_runs += 1
+
+    def count_language(*_) -> None:
+        trace.num_language_layer_runs += 1
+
+    hooks = [layer.register_forward_pre_hook(count) for chunk in stage.chunks for attribute, stack, count in (
+        ("image_encoder", "encoder.blocks", count_vision), ("text_decoder", "decoder", count_language))
+        if hasattr(chunk, attribute)
+        for layer in getattr(chunk, attribute).get_submodule(stack).layers.values()]
     for chunk in stage.chunks:
         chunk.prepare = on_host(chunk.prepare)
     for name in READ_BACK:
         setattr(torch.Tensor, name, counted(name))
     try:
-        with watch(trace):
+        with watch(trace), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
     finally:
         for name, original in originals.items():
             setattr(torch.Tensor, name, original)
+        for hook in hooks:
+            hook.remove()
         for chunk in stage.chunks:
             del chunk.prepare
 
@@ -118,7 +157,7 @@ def run_case(case: Case) -> dict:
     from tests.parallel import parity_worker
     from tests.tiny import hf_model, hf_tensors
 
-    engine = parity_worker.build(case, hf_tensors(hf_model()))
+    engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
     forward_backward(engine.parts, engine.plan)
     parts, trace = engine.parts, Trace([])
     for model in parts.models:
@@ -126,8 +165,7 @@ def run_case(case: Case) -> dict:
     with counting(trace, parts.stage):
         run_schedule(parts.models, engine.plan, parts.communicator, parts.mesh)
     found = {
-        "operations": trace.operations,
-        "num_read_back": trace.num_read_back,
+        **{name: value for name, value in vars(trace).items() if name != "in_host_work"},
         "num_in_flight": len(parts.communicator._in_flight),
         "refuses_leftovers": _refuses_leftovers(engine) if parts.mesh.pp_rank == 0 else None,
     }

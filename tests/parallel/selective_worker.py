@@ -1,4 +1,4 @@
-"""Compares a microbatch with and without selective recompute on these ranks; writes what it finds as JSON.
+"""Compares a microbatch with and without each selective recompute on these ranks; writes what it finds as JSON.
 
 Launched by tests/model/test_layers.py: ``selective_worker OUTPUT.json``.
 """
@@ -58,13 +58,13 @@ def main(output: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=parallel.timedelta(minutes=2))
     plain, expected = measure(world_size, None)
-    selective, found = measure(world_size, "selective")
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert all(tensor.any() for tensor in expected.values())
+    results = {"plain": plain, "num_tensors": len(expected), "different": []}
+    for recompute in ("selective", "selective layernorm", "selective mlp_act", "selective mlp"):
+        results[recompute], found = measure(world_size, recompute)
+        results["different"] += [name for name in expected if not torch.equal(found[name], expected[name])]
     gathered: list = [None] * world_size
-    dist.all_gather_object(
-        gathered, {"plain": plain, "selective": selective, "different": different, "num_tensors": len(expected)}
-    )
+    dist.all_gather_object(gathered, results)
     if rank == 0:
         with open(output, "w", encoding="utf-8") as file:
             json.dump(gathered, file)

@@ -39,12 +39,15 @@ class Layout:
     tp: int = 1
     tied: bool = False
     freeze: tuple[str, ...] = ()
+    freeze_layers: tuple[str, str] = ("", "")
+    freeze_modules: tuple[str, ...] = ()
     precision: str = "fp32"
     flags: tuple[str, ...] = ()
 
     @property
     def model(self) -> ModelConfig:
-        return our_config(nested(self.vision), nested(self.language), self.tied, self.freeze)
+        return our_config(nested(self.vision), nested(self.language), self.tied, self.freeze, self.freeze_layers,
+                          self.freeze_modules)
 
 
 @dataclass

@@ -37,6 +37,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
 GROUPS = ("--lr-scale-modules", "image_encoder", "--lr-mult", "0.1", "--weight-decay-exclude-modules", "mlp")
+FROZEN = {"freeze": ("vision",), "freeze_layers": ("", "1-2"), "freeze_modules": ("fc2", "norm")}
 VIRTUAL = ((2, 1), (1, 0)), ((0, 0), (1, 3))
 SAME_LAYOUT = {
     "dp2": Layout(),
@@ -45,7 +46,7 @@ SAME_LAYOUT = {
     "dp2-distributed-bf16": Layout(precision="bf16", flags=DISTRIBUTED),
     "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
     "dp2-groups": Layout(flags=(*DISTRIBUTED, *GROUPS)),
-    "dp2-vision-frozen": Layout(freeze=("vision",), flags=DISTRIBUTED),
+    "dp2-vision-and-more-frozen": Layout(flags=DISTRIBUTED, **FROZEN),
     "tp2": TP2,
     "tp2-bf16": Layout(tp=2, precision="bf16"),
     "pp2": PP2,
@@ -58,7 +59,7 @@ CHAINS = {
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
-    "frozen": tuple(dataclasses.replace(one, freeze=("vision",)) for one in (PP2, DP2)),
+    "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),
 }
 
 

@@ -6,6 +6,7 @@ Whether what crosses is right is shown by tests/test_parity.py.
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from mm.batch import BatchTotals
 from mm.device.device import Device
+from mm.parallel.pieces import piece_of
 from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
@@ -20,7 +22,7 @@ from tests.tiny import microbatch, our_config, random_sample
 
 NOTHING, PATCHES, VISUAL, HIDDEN = "nothing", "patches", "visual tokens", "hidden states"
 BOUNDARIES = {
-    # what crosses from stage 0 to 1, 1 to 2, 2 to 3, and on to the next chunk on stage 0; and across which of them
+    # what crosses from stage 0 to 1 and so on, from the last to the next chunk on stage 0; and across which of them
     # gradients come back with images, and with text alone
     "mixed": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
     "text": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
@@ -33,7 +35,16 @@ BOUNDARIES = {
     "virtual": ((PATCHES, PATCHES, PATCHES, VISUAL, HIDDEN, HIDDEN, HIDDEN),
                 (False, False, False, True, True, True, True), (False, False, False, False, True, True, True)),
     "two-microbatches": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
+    "first-of-vit-frozen": ((PATCHES, VISUAL, HIDDEN), (False, True, True), (False, False, True)),
+    "first-of-llm-frozen": ((PATCHES, VISUAL, HIDDEN), (False, False, False), (False, False, False)),
+    "frozen-recompute": ((PATCHES, VISUAL, HIDDEN), (False, False, True), (False, False, True)),
+    "mlp-recompute": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
+    "sequence-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
+    "distributed-overlap-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
 }
+FROZEN_STAGES = {"vision-frozen": 1, "vision-and-projector-frozen": 2, "only-projector": 1, "first-of-vit-frozen": 1,
+                 "first-of-llm-frozen": 3, "frozen-recompute": 2}  # fmt: skip
+"""So many stages at the start have nothing that is trained."""
 FLOAT_BYTES, VISION_HIDDEN, LANGUAGE_HIDDEN = 4, 32, 48
 Message = tuple[str, int, int]
 """Operation, the other rank, bytes."""
@@ -48,27 +59,33 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def expected_messages(case: Case) -> list[Counter[Message]]:
-    """By rank: every message of a step, counted from the samples."""
+    """By rank: every message of a step, counted from the samples.  The other rank is a stage of its own pipeline."""
+    return [Counter(_messages_of(case, rank)) for rank in range(4)]
+
+
+def _messages_of(case: Case, rank: int) -> Iterator[Message]:
+    stage, replica = divmod(rank, 4 // case.pp)
+    dp_rank, tp_rank = divmod(replica, case.tp)
     crosses, with_images, with_text = BOUNDARIES[case.name]
-    messages: list[Counter[Message]] = [Counter() for _ in range(4)]
-    for samples in batch_of(case)[0]:
+    for samples in batch_of(case)[dp_rank]:
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         num_patches = sum(t * h * w for sample in samples for t, h, w in sample.grids)
         for boundary, what in enumerate(crosses):
-            num_bytes = FLOAT_BYTES * {
-                NOTHING: 0,
-                PATCHES: num_patches * VISION_HIDDEN,
-                VISUAL: num_patches // 4 * LANGUAGE_HIDDEN,
-                HIDDEN: num_tokens * LANGUAGE_HIDDEN,
+            rows, width, unit = {
+                NOTHING: (0, 0, 1),
+                PATCHES: (num_patches, VISION_HIDDEN, 4),
+                VISUAL: (num_patches // 4, LANGUAGE_HIDDEN, 1),
+                HIDDEN: (num_tokens, LANGUAGE_HIDDEN, 1),
             }[what]
-            before, after = boundary % 4, (boundary + 1) % 4
-            if num_bytes:
-                messages[before]["send", after, num_bytes] += 1
-                messages[after]["recv_", before, num_bytes] += 1
-            if num_bytes and (with_images if num_patches else with_text)[boundary]:
-                messages[after]["send", before, num_bytes] += 1
-                messages[before]["recv_", after, num_bytes] += 1
-    return messages
+            if case.sequence_parallel:
+                here = piece_of(rows, unit, tp_rank, case.tp)
+                rows = here.stop - here.start
+            before, after, num_bytes = boundary % case.pp, (boundary + 1) % case.pp, FLOAT_BYTES * rows * width
+            comes_back = (with_images if num_patches else with_text)[boundary]
+            if num_bytes and stage == before:
+                yield from [("send", after, num_bytes)] + [("recv_", after, num_bytes)] * comes_back
+            if num_bytes and stage == after:
+                yield from [("recv_", before, num_bytes)] + [("send", before, num_bytes)] * comes_back
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -78,7 +95,7 @@ def test_exactly_the_planned_messages_are_exchanged(case: Case, found: list[dict
         operations = found[rank][case.name]["operations"]
         seen = Counter((o["name"], o["peer"], o["bytes"]) for o in operations if o["name"] in ("send", "recv_"))
         assert seen == expected, rank
-        others = [o["name"] for o in operations if o["name"] not in ("send", "recv_")]
+        others = [o["name"] for o in operations if o["name"] not in ("send", "recv_") and case.pp == 4]
         # one reduction of each chunk's gradients over a data-parallel group of one rank; none where nothing is trained
         assert set(others) <= {"allreduce_coalesced_"} and len(others) <= len(case.vision_chunks), rank
 
@@ -92,6 +109,32 @@ def test_the_cases_cover_what_they_are_for() -> None:
     assert len(batch_of(next(case for case in CASES if case.name == "two-microbatches"))[0]) < 4
     mixed = [bool(sum(len(s.grids) for s in pair)) for pair in batch_of(CASES[0])[0]]
     assert True in mixed and False in mixed
+
+
+@pytest.mark.parametrize("name", FROZEN_STAGES)
+def test_a_frozen_prefix_keeps_nothing_and_has_no_backward(name: str, found: list[dict]) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    for stage, step in enumerate(rank[name] for rank in found):
+        is_frozen = stage < FROZEN_STAGES[name]
+        assert (step["num_kept"] == 0) is is_frozen and (step["num_backward_operators"] == 0) is is_frozen, stage
+        assert (step["num_weight_products"] == 0) is (is_frozen or (stage > 1 and "language" in case.freeze)), stage
+
+
+def test_a_frozen_llm_computes_input_gradients_only(found: list[dict]) -> None:
+    steps = [rank["language-frozen"] for rank in found]
+    assert [step["num_weight_products"] > 0 for step in steps] == [True, True, False, False]
+    assert all(step["num_backward_operators"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(("name", "vision", "language"), [
+    ("mixed", 1, 1), ("mlp-recompute", 1, 1), ("vision-frozen", 1, 1), ("frozen-recompute", 1, 2)])
+def test_a_frozen_part_is_never_recomputed(name: str, vision: int, language: int, found: list[dict]) -> None:
+    """Runs of each layer for a microbatch: of the ViT for those with images."""
+    (microbatches,) = batch_of(next(case for case in CASES if case.name == name))
+    num_with_images = sum(any(sample.grids for sample in samples) for samples in microbatches)
+    assert 0 < num_with_images < len(microbatches)
+    runs = [(rank[name]["num_vision_layer_runs"], rank[name]["num_language_layer_runs"]) for rank in found]
+    assert runs == [(2 * vision * num_with_images, 0)] * 2 + [(0, 2 * language * len(microbatches))] * 2
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

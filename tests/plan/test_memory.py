@@ -7,12 +7,14 @@ import pytest
 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
-from mm.plan.memory import ChunkMemory, Keeps, Rows, StageMemory, layer_bytes
+from mm.plan.memory import ALL, INPUT, NOTHING, ChunkMemory, Keeps, Rows, StageMemory, layer_bytes
 from tests.plan.test_stages import EXAMPLES, run_of
 
 TOKENS = Rows(num_tokens=100, num_patches=0, num_targets=0)
 PATCHES = Rows(num_tokens=0, num_patches=100, num_targets=0)
 FULL = RecomputeConfig("full", "uniform", 1)
+NO_OUTPUTS = Keeps(False, 2, 0, True, True, False)
+"""All but the outputs of norms and SwiGLU: selective recompute, or frozen on a gradient's way."""
 
 
 def model_3b() -> ModelConfig:
@@ -36,9 +38,9 @@ def test_a_layer_of_the_llm() -> None:
     assert layer.norm_outputs == 2 * 2048 * 2
     assert layer.attention == (2048 + 256 + 256) * 2 + 2048 * 2 + 16 * 4
     assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
-    assert layer.kept(Keeps.ALL) == sum(vars(layer).values()) - layer.input and layer.gathered == 0
-    assert layer.kept(Keeps.ALL) - layer.kept(Keeps.NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
-    assert (layer.kept(Keeps.INPUT), layer.kept(Keeps.NOTHING)) == (2048 * 2, 0)
+    assert layer.kept(ALL) == sum(vars(layer).values()) - layer.input and layer.gathered == 0
+    assert layer.kept(ALL) - layer.kept(NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
+    assert (layer.kept(INPUT), layer.kept(NOTHING)) == (2048 * 2, 0)
 
 
 def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
@@ -52,18 +54,24 @@ def test_sequence_parallel_ranks_share_rows_too() -> None:
     assert (whole.residuals, whole.norm_outputs, whole.input) == (2 * half.residuals, 2 * half.norm_outputs, 4096)
     assert (half.attention, half.swiglu_input, half.input) == (whole.attention, whole.swiglu_input, 2048)
     assert whole.gathered == 0 and half.gathered == 4096
-    assert half.kept(Keeps.INPUT) * 2 == whole.kept(Keeps.INPUT)
+    assert half.kept(INPUT) * 2 == whole.kept(INPUT)
 
 
 @pytest.mark.parametrize(
     ("freeze", "recompute", "layers_kept"),
     [
-        ("", None, Keeps.ALL),
-        ("v", None, Keeps.ALL),
-        ("l", None, Keeps.NO_OUTPUTS),  # the gradient of the visual tokens passes through
-        ("", FULL, Keeps.INPUT),
-        ("l", FULL, Keeps.INPUT),
-        ("", RecomputeConfig("selective"), Keeps.NO_OUTPUTS),
+        ("", None, ALL),
+        ("v", None, ALL),
+        ("l", None, NO_OUTPUTS),  # the gradient of the visual tokens passes through
+        ("", FULL, INPUT),
+        ("l", FULL, INPUT),
+        ("", RecomputeConfig("selective"), NO_OUTPUTS),
+        ("", RecomputeConfig("selective", modules=("core_attn",)), ALL),
+        ("", RecomputeConfig("selective", modules=("layernorm",)), Keeps(False, 2, 0, True, True, True)),
+        ("", RecomputeConfig("selective", modules=("mlp_act",)), Keeps(False, 2, 2, True, True, False)),
+        ("", RecomputeConfig("selective", modules=("mlp",)), Keeps(False, 2, 1, True, False, False)),
+        ("", RecomputeConfig("selective", modules=("mlp", "mlp_act")), Keeps(False, 2, 1, True, False, False)),
+        ("", RecomputeConfig("selective", modules=("layernorm", "mlp")), Keeps(False, 2, 0, True, False, False)),
     ],
 )
 def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, layers_kept: Keeps) -> None:
@@ -76,16 +84,16 @@ def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, la
 def test_block_recompute_is_of_the_first_layers_of_a_stage() -> None:
     _, stage = stages([32, 0], [18, 18], recompute=RecomputeConfig("full", "block", 5))
     layer = layer_bytes(stage.model.language, 11008, 1, 2)
-    kept = 5 * layer.kept(Keeps.INPUT) + 13 * layer.kept(Keeps.ALL) + 2 * 128 * 2
+    kept = 5 * layer.kept(INPUT) + 13 * layer.kept(ALL) + 2 * 128 * 2
     assert stage.kept_bytes(TOKENS) == 100 * kept
-    assert stage.working_bytes(TOKENS) == 100 * layer.working(Keeps.INPUT)
+    assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
 
 
 def test_a_frozen_prefix_keeps_nothing_and_works_all_the_same() -> None:
     stage, _ = stages([32, 0], [0, 36], "vp")
     assert stage.kept_bytes(PATCHES) == 0
     layer = layer_bytes(stage.model.vision, 3424, 1, 2)
-    assert stage.working_bytes(PATCHES) == 100 * layer.kept(Keeps.ALL)
+    assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
 
 
 def test_microbatches_in_flight_of_1f1b() -> None:

@@ -119,6 +119,21 @@ def test_text_of_a_layout_with_every_kind_of_boundary():
     assert text.endswith("Notes:\n  - a note")
 
 
+def test_layers_are_named_with_what_is_frozen_of_them():
+    run = run_of("7b", [16, 16, 0], [0, 14, 14], 3, freeze="p", bf16=True)
+    run = dataclasses.replace(run, model=dataclasses.replace(
+        run.model, vision=dataclasses.replace(run.model.vision, freeze_layers="0-15,20"),
+        freeze_modules=("patch_embed", "blocks.layers.3?.mlp", "final_layernorm")))
+    text = stage_report(run)
+    assert "0      patch embedding (frozen), ViT 0-15 (frozen) " in text
+    assert ("1      ViT 16-19, ViT 20 (frozen), ViT 21-29, ViT 30-31 (partly frozen), projector (frozen), embedding, "
+            "LLM 0-13 ") in text
+    assert "2      LLM 14-27, norm + head (partly frozen) " in text
+    assert "  0 -> 1: patches [patches, 1280] bf16; no gradient\n" in text
+    first, *_ = sizes(run)
+    assert first.num_trainable_params == 0
+
+
 def test_frozen_llm_sends_gradients_for_images_only():
     text = stage_report(run_of("7b", [32, 0], [14, 14], 2, freeze="l"))
     assert "  0 -> 1: hidden states [tokens, 3584] fp32; gradient for microbatches with images only\n" in text

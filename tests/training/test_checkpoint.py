@@ -58,7 +58,7 @@ def results(directory: Path) -> dict:
 
 SAME_LAYOUT = (
     "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-fp16", "dp2-groups",
-    "dp2-vision-frozen", "tp2", "tp2-bf16", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
+    "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
 )  # fmt: skip
 
 

@@ -1,0 +1,134 @@
+"""Which weights are trained, and how far back the gradient of a loss goes for their sake.
+
+Everyone who asks whether something is frozen asks here: the stage, its messages, the optimizer, the memory and FLOPs
+that are foretold, and the text of a dry run.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mm.config.model import ModelConfig, layers_in
+from mm.placement import Message, StageSpec
+from mm.weights.patterns import matches, nearest_names
+from mm.weights.table import Place, Weight, model_weights, stored_name
+
+
+def is_frozen(weight: Weight, model: ModelConfig) -> bool:
+    """Whether a weight is not trained: by its part, its layer or a pattern, unless ``trainable_modules`` name it.
+
+    Both copies of a tied embedding are judged by its own name.
+    """
+    if _matches_any(model.trainable_modules, weight):
+        return False
+    return _is_frozen_by_place(weight, model) or _matches_any(model.freeze_modules, weight)
+
+
+def _is_frozen_by_place(weight: Weight, model: ModelConfig) -> bool:
+    part = getattr(model, weight.part)
+    return part.freeze or (weight.layer is not None and weight.layer in layers_in(part.freeze_layers))
+
+
+def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
+    return any(matches(pattern, stored_name(weight)) for pattern in patterns)
+
+
+def freeze_problems(model: ModelConfig) -> Iterator[str]:
+    """Patterns that freeze or train nothing that would be otherwise without them, and a model without trained
+    weights."""
+    weights = model_weights(model)
+    by_place = {weight.name: _is_frozen_by_place(weight, model) for weight in weights}
+    by_pattern = {weight.name: _matches_any(model.freeze_modules, weight) for weight in weights}
+    for flag, patterns in {"--freeze-modules": model.freeze_modules,
+                           "--trainable-modules": model.trainable_modules}.items():
+        for pattern in patterns:
+            found = [weight.name for weight in weights if matches(pattern, weight.name)]
+            if not found:
+                yield f"{flag} has {pattern!r}, which is in no name of a weight{nearest_names(pattern, weights)}"
+            elif flag == "--freeze-modules" and all(by_place[name] for name in found):
+                yield (f"{flag} has {pattern!r}, which is in names of weights only that are frozen already by freeze "
+                       f"or freeze_layers of the model JSON, such as {found[0]}; leave it out")
+            elif flag == "--trainable-modules" and not any(by_place[name] or by_pattern[name] for name in found):
+                yield (f"{flag} has {pattern!r}, which is in names of weights only that nothing freezes, such as "
+                       f"{found[0]}; leave it out, or freeze what is not to be trained")
+    if all(is_frozen(weight, model) for weight in weights):
+        yield ("every weight is frozen, so nothing would be trained; set freeze to false in a part of the model JSON, "
+               "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
+
+
+def freeze_notes(model: ModelConfig) -> Iterator[str]:
+    """Where frozen first layers cost more than their forward pass, because the embedding before them is trained."""
+    path = GradientPath.of(model)
+    for place, first, tower in ((Place.PATCH_EMBEDDING, Place.VISION_LAYER, "vision"),
+                                (Place.EMBEDDING, Place.LANGUAGE_LAYER, "language")):
+        layer = [weight for weight in model_weights(model) if (weight.place, weight.layer) == (first, 0)]
+        passes_anyway = tower == "language" and path.leads_to_images
+        if getattr(path, tower) == -1 and not passes_anyway and all(is_frozen(weight, model) for weight in layer):
+            name = next(weight.name for weight in model_weights(model) if weight.place is place)
+            yield (f"the first layers are frozen, but {name} before them is trained, so gradients pass through all of "
+                   f"them; freeze it too, with --freeze-modules {name}, and they cost their forward pass only")
+
+
+LAST = 2**30
+"""Where the projector, and norm and head, stand on their ways through the model: behind every layer."""
+
+
+def _position(place: Place, layer: int | None) -> int:
+    if layer is not None:
+        return layer
+    return -1 if place in (Place.PATCH_EMBEDDING, Place.EMBEDDING) else LAST
+
+
+@dataclass(frozen=True)
+class GradientPath:
+    """How far back a loss's gradient goes: on both ways through the model to the first place with a trained weight.
+
+    Places count as they are passed: an embedding is -1, layers have their numbers, and what follows the last layer is
+    ``LAST``.  Infinity: nothing is trained there.
+    """
+
+    vision: float
+    """Over the images: patch embedding, ViT layers, projector."""
+    language: float
+    """Over the tokens: word embedding, LLM layers, norm and head."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "GradientPath":
+        first = {"vision": math.inf, "language": math.inf}
+        for weight in model_weights(model):
+            if not is_frozen(weight, model):
+                tower = "language" if weight.part == "language" else "vision"
+                first[tower] = min(first[tower], _position(weight.place, weight.layer))
+        return cls(**first)
+
+    def leaves(self, spec: StageSpec, has_images: bool) -> bool:
+        """Whether the slot ``spec`` sends the gradient of a microbatch back over the boundary it has received from."""
+        return self._crosses(spec.receives, spec.vision_layers.start, spec.language_layers.start, has_images)
+
+    def comes_back(self, spec: StageSpec, has_images: bool) -> bool:
+        """Whether a gradient comes back over the boundary that the slot ``spec`` sends over."""
+        return self._crosses(spec.sends, spec.vision_layers.stop, spec.language_layers.stop, has_images)
+
+    @property
+    def leads_to_images(self) -> bool:
+        """Whether the gradient goes on to the visual tokens of a microbatch."""
+        return self.vision < math.inf
+
+    def needs_input_gradient(self, place: Place, layer: int | None = None) -> bool:
+        """Whether what the layer or other place works on needs the gradient of a microbatch with images."""
+        position = _position(place, layer)
+        if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
+            return self.vision < position
+        return self.leads_to_images or self.language < position
+
+    def _crosses(self, message: Message, vision_layers: int, language_layers: int, has_images: bool) -> bool:
+        """Over a boundary behind so many layers of both towers."""
+        match message:
+            case Message.NOTHING:
+                return False
+            case Message.PATCHES:
+                return has_images and self.vision < vision_layers
+            case Message.VISUAL_TOKENS:
+                return has_images and self.leads_to_images
+            case Message.HIDDEN_STATES:
+                return (has_images and self.leads_to_images) or self.language < language_layers
