@@ -37,6 +37,8 @@ class Microbatch:
     None without images, and on every rank that does not hold the patch embedding."""
     num_cut_images: int = 0
     """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
+    samples: tuple[int, ...] = ()
+    """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -55,6 +57,7 @@ class Microbatch:
             image_grids=tuple(grid for one in ordered for grid in one.image_grids),
             pixel_values=torch.cat(pixels) if pixels else None,
             num_cut_images=sum(one.num_cut_images for one in ordered),
+            samples=tuple(number for one in ordered for number in one.samples),
         )
 
     @property
@@ -114,6 +117,11 @@ def targets_per_segment(microbatch: Microbatch) -> Tensor:
     segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     is_target = (microbatch.labels != IGNORE_INDEX).long()
     return torch.zeros_like(lengths).index_add_(0, segments, is_target)
+
+
+def told_samples(samples: tuple[int, ...]) -> str:
+    """A microbatch's ``samples`` as the end of a sentence."""
+    return f" (samples {' '.join(map(str, samples))})" if samples else ""
 
 
 def _squares(size: int, window: int) -> int:

@@ -65,6 +65,11 @@ class Arguments:
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the tokens over the tensor-parallel ranks")
     distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
+    step_timeout: NotNegative | None = Field(None, description=(
+        "seconds after which a step has stalled, 1800 at least for the first; absent = 300, or 10 x the median step; "
+        "0 = never"))
+    check_p2p: bool = Field(False, description=(
+        "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
 
     # Batches and steps
     micro_batch_size: Count = Field(description="samples per microbatch")

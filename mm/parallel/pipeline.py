@@ -15,6 +15,7 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
+from mm.parallel.checked import MessageError, Transfer, difference
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, backward_order, forward_order
 from mm.parallel.pieces import piece_of
@@ -53,20 +54,23 @@ class _Batch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.operations: list[dist.P2POp] = []
-        self._group = group
+        self.transfers: list[tuple[Transfer, Tensor | None]] = []
+        """Every message, also one that carries nothing, with its tensor."""
+        self.group = group
 
-    def send(self, tensor: Tensor, peer: int) -> None:
-        if tensor.numel():
-            self.operations.append(dist.P2POp(dist.isend, tensor.contiguous(), peer, self._group))
+    def send(self, due: Transfer, tensor: Tensor | None) -> None:
+        self.add(due, None if tensor is None else tensor.contiguous())
 
-    def receive(self, shape: tuple[int, int] | None, peer: int, like: Tensor) -> Tensor | None:
-        """Where a message of ``shape`` will be; None when nothing comes."""
-        if shape is None:
-            return None
-        tensor = like.new_empty(shape)
-        if tensor.numel():
-            self.operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
+    def receive(self, due: Transfer, like: Tensor) -> Tensor | None:
+        """Where the message will be; None when nothing comes."""
+        tensor = None if due.shape is None else like.new_empty(due.shape)
+        self.add(due, tensor)
         return tensor
+
+    def add(self, due: Transfer, tensor: Tensor | None) -> None:
+        self.transfers.append((due, tensor))
+        if tensor is not None and tensor.numel():
+            self.operations.append(dist.P2POp(dist.isend if due.is_sent else dist.irecv, tensor, due.peer, self.group))
 
 
 class PipelineCommunicator:
@@ -78,13 +82,14 @@ class PipelineCommunicator:
     """
 
     def __init__(
-        self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal
+        self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
+        checks: bool = False,
     ) -> None:
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
         self._gradient_group = mesh.gradient_group
-        self._journal = journal
+        self._journal, self._checks = journal, checks
         self._placement, self._model = model.placement(), model
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
@@ -98,6 +103,7 @@ class PipelineCommunicator:
         self._microbatches: tuple[Microbatch, ...] = ()
         self._expected: dict[str, Iterator[Turn]] = {}
         self._has_turned = False
+        self._latest: tuple[Transfer, ...] = ()
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
         for group in dict.fromkeys((self.pp_group, self._gradient_group)):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -197,29 +203,74 @@ class PipelineCommunicator:
         activations, gradients = _Batch(self.pp_group), _Batch(self._gradient_group)
         arrived = output_gradient = None
         if send_forward:
-            spec, microbatch = self._at(next(self._expected["send_forward"]))
-            if (shape := self._shape(spec.sends, microbatch)) is not None:
-                assert output is not None and output.shape == shape and output.dtype == self._dtype, (output, shape)
-                # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
-                activations.send(output.detach(), self._next)
+            due = self._due("send_forward")
+            if due.shape is not None:
+                assert output is not None and output.shape == due.shape and output.dtype == self._dtype, (output, due)
+            # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
+            activations.send(due, None if due.shape is None or output is None else output.detach())
         if recv_forward:
-            turn = next(self._expected["recv_forward"])
-            spec, microbatch = self._at(turn)
-            self._inbox[turn] = received = activations.receive(
-                self._shape(spec.receives, microbatch), self._previous, self._like)
+            due = self._due("recv_forward")
+            self._inbox[due.microbatch, due.chunk] = received = activations.receive(due, self._like)
+            spec, microbatch = self._at((due.microbatch, due.chunk))
             if received is not None and self._placement.gradient_flows(spec.receives, bool(microbatch.image_grids)):
                 arrived = received
         if send_backward:
-            spec, microbatch = self._at(next(self._expected["send_backward"]))
-            if self._gradient_shape(spec.receives, microbatch) is not None:
-                assert gradient is not None, "the plan says a gradient flows back, but the backward pass made none"
-                gradients.send(gradient, self._previous)
+            due = self._due("send_backward")
+            assert due.shape is None or gradient is not None, "a gradient flows back, but the backward pass made none"
+            gradients.send(due, None if due.shape is None else gradient)
         if recv_backward:
-            spec, microbatch = self._at(next(self._expected["recv_backward"]))
-            output_gradient = gradients.receive(self._gradient_shape(spec.sends, microbatch), self._next, self._like)
+            output_gradient = gradients.receive(self._due("recv_backward"), self._like)
+        self._latest = tuple(due for batch in (activations, gradients) for due, _ in batch.transfers)
         with self._journal.during(Work.EXCHANGE):
+            if self._checks:
+                self._check(activations, gradients)
             self._run(activations, gradients)
         return None if arrived is None else arrived.requires_grad_(), output_gradient
+
+    def told(self) -> list[str]:
+        """The messages of the latest exchange in words."""
+        return [due.told(self._dtype) for due in self._latest if due.shape is not None]
+
+    def _due(self, call: str) -> Transfer:
+        """The coming message of one of the four kinds."""
+        microbatch, chunk = turn = next(self._expected[call])
+        spec, contents = self._at(turn)
+        is_sent, is_gradient = call.startswith("send"), call.endswith("backward")
+        is_before = is_sent == is_gradient  # the chunk, and not behind it
+        message, step = (spec.receives, -1) if is_before else (spec.sends, 1)
+        num_stages = self._placement.num_stages
+        return Transfer(
+            is_sent,
+            is_gradient,
+            microbatch,
+            chunk,
+            boundary=chunk * num_stages + spec.stage + (not is_before),
+            peer=self._previous if is_before else self._next,
+            peer_stage=(spec.stage + step) % num_stages,
+            shape=self._gradient_shape(message, contents) if is_gradient else self._shape(message, contents),
+            samples=contents.samples,
+        )
+
+    def _check(self, *batches: _Batch) -> None:
+        """Tell the other side what each message is, and compare; raises MessageError.
+
+        Also of a boundary that carries nothing, but not at the two ends of the model.
+        """
+        ends, headers, said = (0, len(self._placement.slots)), [], []
+        for batch in batches:
+            headers.append(_Batch(batch.group))
+            for due, tensor in batch.transfers:
+                if due.boundary not in ends:
+                    expected = due.header(tensor)
+                    found = self._like.new_tensor(expected, dtype=torch.int64)
+                    headers[-1].add(due, found)
+                    said.append((due, expected, found))
+        self._run(*headers)
+        stage = self._specs[0].stage
+        problems = [difference(due, stage, expected, found.tolist())
+                    for due, expected, found in said if not due.is_sent]
+        if found := [problem for problem in problems if problem]:
+            raise MessageError("\n".join(found))
 
     def _at(self, turn: Turn) -> tuple[StageSpec, Microbatch]:
         microbatch, chunk = turn

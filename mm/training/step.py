@@ -40,7 +40,8 @@ class Parts:
                   if not stage.model.is_frozen(weight.part)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
-        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal)
+        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
+                                            args.check_p2p)
         return cls(mesh, stage, models, optimizer, communicator)
 
 
