@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mm.device.device import Device
-from tests.launch import free_port
+from tests.launch import fork_rank, free_port
 from tests.parallel.faults import FAULTS, Fault
 
 Device.pick("cpu")
@@ -84,28 +85,19 @@ class _Smaller(Iterator[StepPlan]):
         self.plans.close()
 
 
-def rank_main(fault: Fault, rank: int, port: int, inputs: Path) -> None:
-    """In a forked process: the program, as a launcher starts it; never returns."""
+def run_with(fault: Fault, inputs: Path) -> int:
+    """On one rank: the program; returns its exit status."""
     (inputs / fault.name).mkdir(exist_ok=True)
     output = os.open(inputs / fault.name / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
-                   "MASTER_PORT": str(port)}  # fmt: skip
     FaultyTrainer.fault = fault
     run.Trainer = FaultyTrainer
-    sys.argv[1:] = [
+    return train.main([
         "--device", "cpu", "--mm-model", str(inputs / "model_2.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "3", "--lr",
         "1e-3", "--num-workers", "0", "--log-interval", "1", "--log-dir", str(inputs / fault.name), *fault.flags,
-    ]  # fmt: skip
-    status = 99
-    try:
-        status = train.main()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    ])  # fmt: skip
 
 
 class Job:
@@ -116,11 +108,7 @@ class Job:
         self.until, port = time.monotonic() + GUARD_SECONDS, free_port()
         self.statuses: list[int | None] = [None, None]
         """By rank, negative for a signal, as subprocess has them."""
-        self.processes = []
-        for rank in range(2):
-            self.processes.append(os.fork())
-            if self.processes[-1] == 0:
-                rank_main(fault, rank, port, inputs)
+        self.processes = [fork_rank(rank, 2, port, partial(run_with, fault, inputs)) for rank in range(2)]
 
     def is_over(self) -> bool:
         """Look which ranks have ended."""
