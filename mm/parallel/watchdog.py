@@ -172,7 +172,7 @@ class Watchdog:
         mesh, journal, plan = self._mesh, self._journal, self.plan
         where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, data-parallel rank {mesh.dp_rank}"
         if not self._is_in_step or journal is None or self._communicator is None:
-            return f"{where}: between iterations, {self._iteration} behind it"
+            return f"{where}: outside of a step" + (f", after iteration {self._iteration}" if self._iteration else "")
         now = journal.failed or journal.now
         what = "between two pieces of work" if now is None else str(now.work)
         if now is not None and now.work is Work.EXCHANGE:
