@@ -198,6 +198,8 @@ def measure(
     import torch
 
     from mm.config.run import load_run
+    from mm.parallel import mesh as parallel
+    from mm.parallel.watchdog import Watchdog
     from mm.training.run import Trainer
 
     run = load_run([
@@ -209,10 +211,12 @@ def measure(
         "--log-dir", str(directory / f"logs_{num_stages}"),
     ])  # fmt: skip
     torch.set_num_threads(1)
-    trainer = Trainer(run, device)
-    is_first = trainer.mesh.rank == 0
-    times = _alternate(trainer, Peer(directory / "hf", LR) if is_first else None, rounds, num_stages)
-    trainer.close()
+    mesh = parallel.start(device, run.model, run.tp_size)
+    is_first = mesh.rank == 0
+    with Watchdog(mesh, step_seconds=0) as watchdog:
+        trainer = Trainer(run, device, mesh, watchdog)
+        times = _alternate(trainer, Peer(directory / "hf", LR) if is_first else None, rounds, num_stages)
+        trainer.close()
     if not is_first:
         return None
     ratios = [row["theirs"] / row["ours"] for row in times]

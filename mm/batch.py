@@ -40,6 +40,8 @@ class Microbatch:
     """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
     image_ranks: tuple[int, ...] = ()
     """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
+    samples: tuple[int, ...] = ()
+    """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -58,6 +60,7 @@ class Microbatch:
             image_grids=tuple(grid for one in ordered for grid in one.image_grids),
             pixel_values=torch.cat(pixels) if pixels else None,
             num_cut_images=sum(one.num_cut_images for one in ordered),
+            samples=tuple(number for one in ordered for number in one.samples),
         )
 
     @property
@@ -129,6 +132,11 @@ def window_pairs(grid: Grid, window: int) -> int:
     """Pairs of patches in a layer with windows of ``window`` patches a side."""
     t, h, w = grid
     return t * _squares(h, window) * _squares(w, window)
+
+
+def told_samples(samples: tuple[int, ...]) -> str:
+    """A microbatch's ``samples`` as the end of a sentence."""
+    return f" (samples {' '.join(map(str, samples))})" if samples else ""
 
 
 def _squares(size: int, window: int) -> int:

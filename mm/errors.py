@@ -21,6 +21,10 @@ class AgreedError(UserError):
     """A UserError that every rank of a run raises with the same problems, so that one of them reports it."""
 
 
+class ReportedError(Exception):
+    """Whatever else went wrong on this rank, once all ranks end because of it and its report is written."""
+
+
 def refuse(problems: Iterable[str]) -> None:
     """Raise UserError with ``problems``, each once, if there are any."""
     if found := dict.fromkeys(problems):

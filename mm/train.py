@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm.config.run import Run, load_run
-from mm.errors import AgreedError, UserError, refuse
+from mm.errors import AgreedError, ReportedError, UserError, refuse
 
 _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
     except UserError as error:
         return _report(error)
+    except ReportedError as error:
+        _tell_the_launcher([str(error)])
+        sys.stdout.flush()
+        os._exit(1)  # at a usual end, process groups that other threads still hold would abort this process
     return 0
 
 
@@ -102,12 +106,17 @@ def train(run: Run) -> None:
 
     device = Device.pick(run.args.device, run.args.deterministic_mode)
     # megatron looks at the device while it is imported, so everything built on it comes after the line above
+    from mm.parallel import mesh as parallel
+    from mm.parallel.watchdog import Watchdog
     from mm.training.run import Trainer
 
-    trainer = Trainer(run, device)
-    trainer.run_steps()
-    trainer.export()
-    trainer.close()
+    mesh = parallel.start(device, run.model, run.tp_size, run.args.distributed_timeout_minutes, run.cp_size,
+                          run.is_ring)
+    with Watchdog(mesh, run.args.step_timeout) as watchdog:
+        trainer = Trainer(run, device, mesh, watchdog)
+        trainer.run_steps()
+        trainer.export()
+        trainer.close()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from datetime import timedelta
 from types import FrameType
 
 from mm.device.device import Device
-from tests.launch import free_port
+from tests.launch import fork_rank, free_port
 
 
 def main(num_ranks: int, module: str, arguments: list[str]) -> int:
@@ -23,7 +23,8 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     Device.pick("cpu")
     importlib.import_module("mm.training.run")
     importlib.import_module(module)
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process has the store, as torchrun's agent has
+    port = free_port()
     children: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -32,19 +33,12 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
             os.kill(child, signal.SIGKILL)
         os._exit(128 + number)
 
-    for rank in range(num_ranks):
-        child = os.fork()
-        if child == 0:
-            sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-            os.environ.update(address, **{name: str(value) for name, value in sizes.items()})
-            _run(module, arguments)
-        children.append(child)
+    children += [fork_rank(rank, num_ranks, port, lambda: _run(module, arguments)) for rank in range(num_ranks)]
     signal.signal(signal.SIGTERM, end)
 
     from torch.distributed import TCPStore  # only now: it starts a thread, which a fork would lose
 
-    store = TCPStore("localhost", int(address["MASTER_PORT"]), is_master=True, wait_for_workers=False,
-                     timeout=timedelta(days=1))
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
     status = 0
     while children:
         child, found = os.wait()
@@ -58,21 +52,14 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     return abs(status)
 
 
-def _run(module: str, arguments: list[str]) -> None:
-    """In a rank: the module, as if Python had been started with it."""
-    status = 1
+def _run(module: str, arguments: list[str]) -> int:
+    """In a rank: the module, as if Python had been started with it; returns its status."""
+    sys.argv = [module, *arguments]
     try:
-        sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
-    except BaseException:  # what Python does with it at the end of a process
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Starts a worker module on several ranks of this machine's CPU, for tests that need real processes."""
+"""Starts ranks on this machine's CPU, as forks of one process, for tests that need real processes."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,28 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: int
         raise
     assert process.returncode == 0, f"{' '.join(command)}\n{output}\n{errors}"
     return output
+
+
+def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> int:
+    """Run ``main`` in a fork of this process, as a launcher starts a rank; returns the process id.
+
+    The fork ends with what ``main`` returns as its status.  It has what this process has imported, and so costs little;
+    this process must not have started threads.
+    """
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}  # fmt: skip
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -69,6 +69,11 @@ class Arguments:
     context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = Field("ulysses_cp_algo", description=(
         "exchange heads for tokens (ulysses_cp_algo), or send keys and values around a ring (megatron_cp_algo)"))
     distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
+    step_timeout: NotNegative | None = Field(None, description=(
+        "seconds after which a step has stalled, 1800 at least for the first; absent = 300, or 10 x the median step; "
+        "0 = never"))
+    check_p2p: bool = Field(False, description=(
+        "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
 
     # Batches and steps
     micro_batch_size: Count = Field(description="samples per microbatch")

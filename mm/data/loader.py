@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class _MicrobatchSource(torch.utils.data.Dataset):
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
         try:
-            return self.encoder.encode(sample)
+            return replace(self.encoder.encode(sample), samples=(index,))
         except Exception as error:
             error.add_note(f"while encoding sample {sample.source}")
             raise

@@ -1,9 +1,10 @@
 """Hands each step's data from the one rank that reads it to every rank of its replica, ahead of time.
 
 The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
-labels, positions, segment lengths, image grids) goes to the whole replica in one CPU broadcast; pixels go only to the
-ranks that hold the patch embedding, in the model's dtype: to cast them is the first that the model would do.  A thread
-does this for step n+1 while step n computes; it alone uses the mesh's replica, owners and pixel groups.
+labels, positions, segment lengths, image grids, numbers of the samples) goes to the whole replica in one CPU broadcast;
+pixels go only to the ranks that hold the patch embedding, in the model's dtype: to cast them is the first that the
+model would do.  A thread does this for step n+1 while step n computes; it alone uses the mesh's replica, owners and
+pixel groups.
 """
 
 import json
@@ -163,16 +164,17 @@ def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
 
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
-    """The light part as int64 vectors: a count of microbatches, then for each its three counts and its contents."""
+    """The light part as int64 vectors: a count of microbatches, then for each its four counts and its contents."""
     parts = [torch.tensor([len(microbatches)])]
     for m in microbatches:
         parts += [
-            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids)]),
+            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples)]),
             m.token_ids,
             m.labels,
             m.positions.flatten(),
             torch.tensor(m.segment_lengths, dtype=torch.int64),
             torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
+            torch.tensor(m.samples, dtype=torch.int64),
         ]
     return parts
 
@@ -188,7 +190,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
 
     microbatches = []
     for _ in range(int(read(1))):
-        num_tokens, num_segments, num_images = read(3).tolist()
+        num_tokens, num_segments, num_images, num_samples = read(4).tolist()
         microbatches.append(
             Microbatch(
                 token_ids=read(num_tokens),
@@ -197,6 +199,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
                 segment_lengths=tuple(read(num_segments).tolist()),
                 image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
                 pixel_values=None,
+                samples=tuple(read(num_samples).tolist()),
             )
         )
     assert offset == payload.numel()

@@ -52,6 +52,8 @@ class Journal:
 
     def __init__(self) -> None:
         self.now: Activity | None = None
+        self.failed: Activity | None = None
+        """What an error began in, when the rank has left it because of that."""
         self.listener: Listener | None = None
 
     @contextmanager
@@ -64,6 +66,9 @@ class Journal:
         self._begin(activity)
         try:
             yield
+        except Exception:
+            self.failed = self.failed or self.now
+            raise
         finally:
             self._end(activity, around)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
+from mm.parallel.checked import MessageError, Transfer, difference
 from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, backward_order, forward_order
@@ -62,20 +63,23 @@ class _Batch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.operations: list[dist.P2POp] = []
-        self._group = group
+        self.transfers: list[tuple[Transfer, Tensor | None]] = []
+        """Every message, also one that carries nothing, with its tensor."""
+        self.group = group
 
-    def send(self, tensor: Tensor, peer: int) -> None:
-        if tensor.numel():
-            self.operations.append(dist.P2POp(dist.isend, tensor.contiguous(), peer, self._group))
+    def send(self, due: Transfer, tensor: Tensor | None) -> None:
+        self.add(due, None if tensor is None else tensor.contiguous())
 
-    def receive(self, shape: tuple[int, int] | None, peer: int, like: Tensor) -> Tensor | None:
-        """Where a message of ``shape`` will be; None when nothing comes."""
-        if shape is None:
-            return None
-        tensor = like.new_empty(shape)
-        if tensor.numel():
-            self.operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
+    def receive(self, due: Transfer, like: Tensor) -> Tensor | None:
+        """Where the message will be; None when nothing comes."""
+        tensor = None if due.shape is None else like.new_empty(due.shape)
+        self.add(due, tensor)
         return tensor
+
+    def add(self, due: Transfer, tensor: Tensor | None) -> None:
+        self.transfers.append((due, tensor))
+        if tensor is not None and tensor.numel():
+            self.operations.append(dist.P2POp(dist.isend if due.is_sent else dist.irecv, tensor, due.peer, self.group))
 
 
 class PipelineCommunicator:
@@ -87,18 +91,20 @@ class PipelineCommunicator:
     """
 
     def __init__(
-        self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal
+        self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
+        checks: bool = False,
     ) -> None:
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
         self._gradient_group, self._context = mesh.gradient_group, mesh.context
-        self._journal = journal
+        self._journal, self._checks = journal, checks
         self._model, self._gradient_path = model, GradientPath.of(model)
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
         placement = model.placement()
         self._specs = [placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
+        self._num_stages = placement.num_stages
         self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
@@ -108,6 +114,7 @@ class PipelineCommunicator:
         self._microbatches: tuple[Microbatch, ...] = ()
         self._expected: dict[str, Iterator[Turn]] = {}
         self._has_turned = False
+        self._latest: tuple[Transfer, ...] = ()
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
         for group in dict.fromkeys((self.pp_group, self._gradient_group)):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -207,31 +214,76 @@ class PipelineCommunicator:
         activations, gradients = _Batch(self.pp_group), _Batch(self._gradient_group)
         arrived = output_gradient = None
         if send_forward:
-            spec, microbatch = self._at(next(self._expected["send_forward"]))
-            if (shape := self._shape(spec.sends, microbatch)) is not None:
-                assert output is not None and output.shape == shape and output.dtype == self._dtype, (output, shape)
-                # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
-                activations.send(output.detach(), self._next)
+            due = self._due("send_forward")
+            if due.shape is not None:
+                assert output is not None and output.shape == due.shape and output.dtype == self._dtype, (output, due)
+            # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
+            activations.send(due, None if due.shape is None or output is None else output.detach())
         if recv_forward:
-            turn = next(self._expected["recv_forward"])
-            spec, microbatch = self._at(turn)
-            self._inbox[turn] = received = activations.receive(
-                self._shape(spec.receives, microbatch), self._previous, self._like)
+            due = self._due("recv_forward")
+            self._inbox[due.microbatch, due.chunk] = received = activations.receive(due, self._like)
+            spec, microbatch = self._at((due.microbatch, due.chunk))
             if received is not None and self._gradient_path.leaves(spec, bool(microbatch.image_grids)):
                 arrived = received
         if send_backward:
-            spec, microbatch = self._at(next(self._expected["send_backward"]))
-            if self._gradient_path.leaves(spec, bool(microbatch.image_grids)):
-                assert gradient is not None, "the plan says a gradient flows back, but the backward pass made none"
-                gradients.send(gradient, self._previous)
+            due = self._due("send_backward")
+            assert due.shape is None or gradient is not None, "a gradient flows back, but the backward pass made none"
+            gradients.send(due, None if due.shape is None else gradient)
         if recv_backward:
-            spec, microbatch = self._at(next(self._expected["recv_backward"]))
-            if self._gradient_path.comes_back(spec, bool(microbatch.image_grids)):
-                shape = self._shape(spec.sends, microbatch)
-                output_gradient = gradients.receive(shape, self._next, self._like)
+            output_gradient = gradients.receive(self._due("recv_backward"), self._like)
+        self._latest = tuple(due for batch in (activations, gradients) for due, _ in batch.transfers)
         with self._journal.during(Work.EXCHANGE):
+            if self._checks:
+                self._check(activations, gradients)
             self._run(activations, gradients)
         return None if arrived is None else arrived.requires_grad_(), output_gradient
+
+    def told(self) -> list[str]:
+        """The messages of the latest exchange in words."""
+        return [due.told(self._dtype) for due in self._latest if due.shape is not None]
+
+    def _due(self, call: str) -> Transfer:
+        """The coming message of one of the four kinds."""
+        microbatch, chunk = turn = next(self._expected[call])
+        spec, contents = self._at(turn)
+        is_sent, is_gradient = call.startswith("send"), call.endswith("backward")
+        is_before = is_sent == is_gradient  # the chunk, and not behind it
+        message, step = (spec.receives, -1) if is_before else (spec.sends, 1)
+        crosses = not is_gradient or (
+            self._gradient_path.leaves(spec, bool(contents.image_grids)) if is_before else
+            self._gradient_path.comes_back(spec, bool(contents.image_grids)))
+        return Transfer(
+            is_sent,
+            is_gradient,
+            microbatch,
+            chunk,
+            boundary=chunk * self._num_stages + spec.stage + (not is_before),
+            peer=self._previous if is_before else self._next,
+            peer_stage=(spec.stage + step) % self._num_stages,
+            shape=self._shape(message, contents) if crosses else None,
+            samples=contents.samples,
+        )
+
+    def _check(self, *batches: _Batch) -> None:
+        """Tell the other side what each message is, and compare; raises MessageError.
+
+        Also of a boundary that carries nothing, but not at the two ends of the model.
+        """
+        ends, headers, said = (0, self._num_stages * len(self._specs)), [], []
+        for batch in batches:
+            headers.append(_Batch(batch.group))
+            for due, tensor in batch.transfers:
+                if due.boundary not in ends:
+                    expected = due.header(tensor)
+                    found = self._like.new_tensor(expected, dtype=torch.int64)
+                    headers[-1].add(due, found)
+                    said.append((due, expected, found))
+        self._run(*headers)
+        stage = self._specs[0].stage
+        problems = [difference(due, stage, expected, found.tolist())
+                    for due, expected, found in said if not due.is_sent]
+        if found := [problem for problem in problems if problem]:
+            raise MessageError("\n".join(found))
 
     def _at(self, turn: Turn) -> tuple[StageSpec, Microbatch]:
         microbatch, chunk = turn

@@ -24,6 +24,8 @@ from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
+from mm.parallel.mesh import Mesh
+from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
@@ -37,10 +39,9 @@ from mm.weights.groups import group_facts
 class Trainer:
     """Everything that one rank holds during a run."""
 
-    def __init__(self, run: Run, device: Device) -> None:
+    def __init__(self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog) -> None:
         args, self.run, self.device = run.args, run, device
-        self.mesh = parallel.start(
-            device, run.model, run.tp_size, args.distributed_timeout_minutes, run.cp_size, run.is_ring)
+        self.mesh, self.watchdog = mesh, watchdog
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
         self.progress = state.Progress(0, 0)
@@ -52,6 +53,7 @@ class Trainer:
             self.parts = Parts.build(stage, self.mesh, args)
         else:
             self.parts = self._load(stage, args.load)
+        watchdog.follow(self.parts.stage.journal, self.parts.communicator)
         self.learning_rate = LearningRate(
             max_lr=args.lr,
             min_lr=args.min_lr,
@@ -81,9 +83,10 @@ class Trainer:
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
             observer.begin(iteration)
-            with self.parts.stage.journal.during(Work.DATA):
-                plan = next(data)
-            result = self._step(plan, iteration)
+            with self.watchdog.step(iteration):
+                with self.parts.stage.journal.during(Work.DATA):
+                    self.watchdog.plan = plan = next(data)
+                result = self._step(plan, iteration)
             ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
             self._report(plan, result, ended - started, observer.end())
             started = ended

@@ -41,7 +41,8 @@ class Parts:
                   if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
-        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal)
+        communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
+                                            args.check_p2p)
         return cls(mesh, stage, models, optimizer, communicator)
 
 

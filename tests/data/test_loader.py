@@ -71,6 +71,12 @@ def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_confi
             pairs = [[stream.sample_at(start + i) for i in range(2)] for start in starts]
             expected.append([Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in pairs])
         assert_same(steps, expected)
+        in_batch = [one.samples for step in steps for one in step]
+        by_length = [encoder.encode(dataset[index]).num_tokens for samples in in_batch for index in samples]
+        assert by_length == [length for step in steps for one in step for length in one.segment_lengths]
+        assert [sorted(samples) for samples in in_batch] == [
+            sorted(stream.sample_at(step * 8 + microbatch * 4 + dp_rank * 2 + i) for i in range(2))
+            for step in range(3) for microbatch in range(2)]
 
 
 def test_resume_goes_on_where_the_run_stopped(make_loader):

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import current_thread
@@ -67,8 +67,10 @@ def batches(dp_rank: int) -> list[list[Microbatch]]:
     for number, replicas in enumerate(STEPS):
         generator = torch_generator(100 * number + dp_rank)
         steps.append([
-            microbatch([random_sample(generator, grids, 8 + 3 * at + number) for at, grids in enumerate(samples)])
-            for samples in replicas[dp_rank]
+            replace(
+                microbatch([random_sample(generator, grids, 8 + 3 * at + number) for at, grids in enumerate(samples)]),
+                samples=tuple(100 * number + 10 * which + at for at in range(len(samples))))
+            for which, samples in enumerate(replicas[dp_rank])
         ])  # fmt: skip
     return steps
 
@@ -94,6 +96,7 @@ def fingerprint(one: Microbatch) -> dict:
         "positions": of(one.positions),
         "segment_lengths": list(one.segment_lengths),
         "image_grids": [list(grid) for grid in one.image_grids],
+        "samples": list(one.samples),
         "pixels": None if one.pixel_values is None else of(one.pixel_values),
     }
 

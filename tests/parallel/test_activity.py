@@ -31,9 +31,9 @@ def test_work_inside_other_work_is_about_the_same_microbatch() -> None:
 
 def test_what_fails_is_over() -> None:
     journal = Journal()
-    with pytest.raises(ZeroDivisionError), journal.during(Work.UPDATE):
+    with pytest.raises(ZeroDivisionError), journal.during(Work.FORWARD, 0, 2), journal.during(Work.VISION_FORWARD):
         raise ZeroDivisionError
-    assert journal.now is None
+    assert journal.now is None and journal.failed == Activity(Work.VISION_FORWARD, 0, 2)
 
 
 def test_a_backward_pass_is_heard_from_its_first_gradient_to_its_last() -> None:

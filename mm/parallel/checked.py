@@ -1,0 +1,71 @@
+"""One message between two stages as the step's plan says it is: in words for a report, in numbers for ``--check-p2p``.
+
+How messages travel is not known here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mm.batch import told_samples
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class MessageError(RuntimeError):
+    """What a stage sends is not what the next one expects: the stages do not work on the same plan."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message of this rank.  A boundary that carries nothing has one too, with no shape."""
+
+    is_sent: bool
+    is_gradient: bool
+    microbatch: int
+    chunk: int
+    """Of this rank."""
+    boundary: int
+    """Number of the slot before which it lies: an activation enters that slot, a gradient leaves it."""
+    peer: int
+    """Global rank."""
+    peer_stage: int
+    shape: tuple[int, int] | None
+    samples: tuple[int, ...]
+    """That it is about."""
+
+    def told(self, dtype: torch.dtype) -> str:
+        """For a report."""
+        verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
+        return (f"{verb} {_name(self.is_gradient, self.microbatch, self.boundary)} {way} rank {self.peer} "
+                f"(stage {self.peer_stage}), {_shown(self.shape, dtype)}{told_samples(self.samples)}")
+
+    def header(self, tensor: Tensor | None) -> list[int]:
+        """What both sides must agree on; ``tensor`` is what is sent, or where it will be received."""
+        what = [-1] * 3 if tensor is None else [_DTYPES.index(tensor.dtype), *tensor.shape]
+        return [self.boundary, self.microbatch, int(self.is_gradient), *what]
+
+
+def difference(transfer: Transfer, stage: int, expected: Sequence[int], found: Sequence[int]) -> str | None:
+    """What is wrong with the header of a message that ``stage`` is about to receive."""
+    if list(expected) == list(found):
+        return None
+    return (f"--check-p2p: stage {stage} expected from stage {transfer.peer_stage} (rank {transfer.peer}) "
+            f"{_read(expected)}; found {_read(found)}: the two stages do not work on the same plan")
+
+
+def _read(header: Sequence[int]) -> str:
+    boundary, microbatch, is_gradient, dtype, *shape = header
+    tensor = _shown(None, torch.float32) if dtype < 0 else _shown((shape[0], shape[1]), _DTYPES[dtype])
+    return f"{_name(bool(is_gradient), microbatch, boundary)}, {tensor}"
+
+
+def _name(is_gradient: bool, microbatch: int, boundary: int) -> str:
+    what = "gradient" if is_gradient else "activation"
+    return f"the {what} of microbatch {microbatch} between slots {boundary - 1} and {boundary}"
+
+
+def _shown(shape: tuple[int, int] | None, dtype: torch.dtype) -> str:
+    return "nothing" if shape is None else f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,199 @@
+"""Ends all ranks when one dies, fails or takes too long, after a report of the cause and of where each rank was.
+
+A thread on each rank talks with the hub (``hub.py``), beside whatever the main thread is stuck in.  How a step works is
+not known here: the journal and the communicator say what they are at.
+"""
+
+import faulthandler
+import math
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch.distributed as dist
+
+from mm.batch import StepPlan, told_samples
+from mm.errors import AgreedError, ReportedError, UserError
+from mm.parallel.activity import Journal, Work
+from mm.parallel.hub import GRACE_SECONDS, Hub, Lines, connect, death_of
+from mm.parallel.mesh import Mesh
+from mm.parallel.pipeline import PipelineCommunicator
+
+USUAL_SECONDS, USUAL_FACTOR = 300.0, 10.0
+"""A step may take this long, or this many times the median of the latest steps, if --step-timeout says nothing."""
+FIRST_SECONDS = 1800.0
+"""The first step of a process may take this long in any case: kernels are compiled and data workers start."""
+_BEAT_SECONDS = 1.0
+_HUB_SECONDS = 15.0
+"""How long a rank waits for a hub that does not answer, or for another rank's part of a normal end."""
+_STANDARD_ERROR = 2
+_OWN_THREADS = ("hub", "watchdog")
+_LOST = re.compile("gloo|nccl|hccl|connection|broken pipe", re.IGNORECASE)
+"""In a RuntimeError of torch: a message that did not come or go, so that the reason may lie on another rank."""
+
+
+class Watchdog:
+    """Guards this rank's part of a run as a context.
+
+    What is raised inside and is no UserError is reported by the hub, and ReportedError raised in its place; on ranks
+    that are not the cause of an end, nothing is raised and the process exits.  ``step_seconds`` is the limit of a step;
+    None takes it from the steps so far, 0 means none.  Every rank of ``mesh`` must enter and leave.
+    """
+
+    def __init__(self, mesh: Mesh, step_seconds: float | None) -> None:
+        self.plan: StepPlan | None = None
+        """Of the step at hand, once it is known."""
+        self._mesh, self._step_seconds = mesh, step_seconds
+        self._hub: Hub | None = None
+        self._lines = Lines()
+        self._journal: Journal | None = None
+        self._communicator: PipelineCommunicator | None = None
+        self._iteration, self._is_in_step = 0, False
+        self._taken: deque[float] = deque(maxlen=100)
+        self._limit = self._deadline = math.inf
+        self._is_leaving = False
+        self._ordered = threading.Event()
+        self._cause_rank: int | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def follow(self, journal: Journal, communicator: PipelineCommunicator) -> None:
+        """Where the report finds what this rank is doing."""
+        self._journal, self._communicator = journal, communicator
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """While one step runs, with the wait for its data."""
+        self._iteration, self._is_in_step, self.plan = iteration, True, None
+        self._limit = limit_seconds(self._step_seconds, self._taken)
+        started = time.monotonic()
+        self._deadline = started + self._limit
+        if self._limit < math.inf:  # by a thread that needs no Python lock, if the one below cannot have it
+            faulthandler.dump_traceback_later(self._limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
+        try:
+            yield
+        finally:
+            self._deadline = math.inf
+            faulthandler.cancel_dump_traceback_later()
+        self._is_in_step = False  # an error stays in its step
+        self._taken.append(time.monotonic() - started)
+
+    def __enter__(self) -> "Watchdog":
+        mesh = self._mesh
+        self._hub = Hub(mesh.world_size) if mesh.rank == 0 else None
+        address = [None if self._hub is None else (self._hub.port, self._hub.token)]
+        dist.broadcast_object_list(address, src=0, group=mesh.control_group)
+        assert address[0] is not None, "rank 0 has a hub"
+        host = "localhost" if mesh.rank == 0 else os.environ["MASTER_ADDR"]
+        self._lines = connect(host, *address[0], mesh.rank)
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._leave(error)
+        finally:  # a process group that outlives the interpreter's end aborts it
+            self._journal = self._communicator = self.plan = None
+
+    def _leave(self, error: BaseException | None) -> None:
+        is_over = error is None or isinstance(error, AgreedError) or not isinstance(error, Exception)
+        if is_over:  # on all ranks, or by an order from outside
+            self._is_leaving = True
+            self._lines.send(0, "leaves")
+            limit = None if error is None else _HUB_SECONDS if isinstance(error, AgreedError) else 0.0
+            self._thread.join(limit)
+            if self._hub is not None:
+                self._hub.join(limit)
+        elif isinstance(error, UserError):
+            self._fail("fails", "", 2)
+        else:
+            name = f"rank {self._mesh.rank} failed with {type(error).__name__}: {error}"
+            stack = "".join(traceback.format_exception(error))
+            if isinstance(error, ConnectionError | dist.DistError) or (
+                isinstance(error, RuntimeError) and _LOST.search(str(error))
+            ):
+                words = "loses", f"{name}\nNo rank says why it could not go on.\n{stack}"
+            else:
+                words = "fails", f"{name}\n{stack}", 1
+            if self._fail(*words):
+                raise ReportedError(name) from error
+
+    def _fail(self, *words: str | int) -> bool:
+        """Tell the hub, and return when all ranks were told to end because of this one; False if no answer comes."""
+        self._lines.send(0, *words)
+        if self._ordered.wait(_HUB_SECONDS) and self._cause_rank != self._mesh.rank:
+            threading.Event().wait()  # another rank is the cause: the watching thread ends this process
+        return self._ordered.is_set()
+
+    def _watch(self) -> None:
+        has_complained, said = False, ""
+        while True:
+            if (place := self._place()) != said:
+                self._lines.send(0, "is at", said := place)
+            for _, words in self._lines.receive(_BEAT_SECONDS):
+                match words:
+                    case ["asks"]:
+                        self._lines.send(0, "tells", self._place(), _stacks())
+                    case ["ends", status, rank]:
+                        self._end(status, rank)
+                    case None if self._is_leaving:
+                        return
+                    case None:
+                        self._end(1, 0, f"error: {death_of(0)}\n{self._own_place()}" if self._mesh.rank == 1 else "")
+            late = time.monotonic() - self._deadline
+            if late > 0 and not has_complained:
+                self._lines.send(0, "stalls", f"iteration {self._iteration} has taken more than {self._limit:.0f} s on "
+                                              f"rank {self._mesh.rank}; --step-timeout sets this limit")
+                has_complained = True
+            if late > _HUB_SECONDS:
+                self._end(1, 0, f"error: iteration {self._iteration} has taken more than {self._limit:.0f} s, and rank "
+                                f"0 does not answer\n{self._own_place()}{_stacks()}")
+
+    def _end(self, status: int, cause_rank: int, report: str = "") -> None:
+        sys.stderr.write(report)
+        sys.stderr.flush()
+        self._cause_rank = cause_rank
+        self._ordered.set()
+        time.sleep(GRACE_SECONDS)
+        os._exit(status)
+
+    def _own_place(self) -> str:
+        return f"Where rank {self._mesh.rank} was (without rank 0 no other can be asked):\n  {self._place()}\n"
+
+    def _place(self) -> str:
+        """What this rank is doing."""
+        mesh, journal, plan = self._mesh, self._journal, self.plan
+        where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, data-parallel rank {mesh.dp_rank}"
+        if not self._is_in_step or journal is None or self._communicator is None:
+            return f"{where}: outside of a step" + (f", after iteration {self._iteration}" if self._iteration else "")
+        now = journal.failed or journal.now
+        what = "between two pieces of work" if now is None else str(now.work)
+        if now is not None and now.work is Work.EXCHANGE:
+            what += f": {'; '.join(self._communicator.told())}"
+        elif now is not None and now.microbatch is not None and plan is not None:
+            samples = plan.microbatches[now.microbatch].samples
+            what += f" of microbatch {now.microbatch}, chunk {now.chunk}{told_samples(samples)}"
+        return f"{where}: iteration {self._iteration}, {what}"
+
+
+def limit_seconds(given: float | None, taken: Collection[float]) -> float:
+    """What the coming step may take, after steps that have ``taken`` so many seconds each; ``given`` on demand."""
+    if given == 0:
+        return math.inf
+    usual = max(USUAL_SECONDS, USUAL_FACTOR * statistics.median(taken or [0.0]))
+    limit = usual if given is None else given
+    return limit if taken else max(limit, FIRST_SECONDS)
+
+
+def _stacks() -> str:
+    """Of every thread of this process but those that ask."""
+    frames = sys._current_frames()
+    return "".join(f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+                   for thread in threading.enumerate() if thread.name not in _OWN_THREADS and thread.ident in frames)

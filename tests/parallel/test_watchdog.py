@@ -1,0 +1,125 @@
+"""A rank that dies, fails or stalls ends all ranks, and the first that is read is why.
+
+Only the fault, its report and the statuses are looked at, not the time that it took; the worker's found.json has that.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm.device.device import Device
+from mm.parallel.checked import Transfer, difference
+from tests.launch import ROOT
+from tests.parallel.faults import FAULTS
+from tests.tiny_inputs import write_inputs
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_inputs(tmp_path_factory.mktemp("watchdog"))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.watchdog_worker", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def said(jobs: Path, fault: str) -> str:
+    """All that the ranks wrote after the first step, which every job passes; the log of a step may come late."""
+    lines = (jobs / fault / "output").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("note: ") and "] iteration  " not in line)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_all_ranks_end(fault, jobs: Path) -> None:
+    """By themselves: nobody kills them but the fault, and after a minute the guard."""
+    found = json.loads((jobs / fault.name / "found.json").read_text())
+    status = 2 if fault.name == "user's mistake" else 1
+    expected = [status, status]
+    if fault.name.startswith("killed"):
+        expected[fault.rank] = -9
+    assert found["statuses"] == expected
+
+
+def test_a_killed_rank_is_named_first(jobs: Path) -> None:
+    report = said(jobs, "killed")
+    assert report.startswith("error: rank 1 died without a word: ")
+    assert "\n  rank 1, when last heard, stage 1, " in report and "\n  rank 0, stage 0, " in report
+    assert "Traceback" not in report, "the broken connections of the others"
+
+
+def test_the_hub_may_die_with_its_rank(jobs: Path) -> None:
+    report = said(jobs, "killed with the hub")
+    assert report.startswith("error: rank 0 died without a word: ")
+    assert "Traceback" not in report
+
+
+def test_an_error_comes_with_its_place(jobs: Path) -> None:
+    report = said(jobs, "raises")
+    assert report.startswith("error: rank 1 failed with IndexError: seventeen is too many\nTraceback")
+    assert report.count("Traceback") == 1
+    place = r"iteration 2, LLM forward of microbatch 1, chunk 0 \(samples \d\)"
+    assert re.search(rf"\n  rank 1, stage 1, .*: {place}\n", report)
+    assert "\n  rank 0, stage 0, " in report
+
+
+def test_a_mistake_of_the_user_keeps_its_words(jobs: Path) -> None:
+    assert said(jobs, "user's mistake") == "[rank 1] error: sample 17 cannot be used\n"
+
+
+def test_a_stalled_step_says_what_every_rank_is_at(jobs: Path) -> None:
+    report = said(jobs, "sleeps")
+    assert re.match("error: iteration 2 has taken more than 8 s on rank [01]; --step-timeout sets this limit\n", report)
+    place = r"iteration 2, backward of microbatch 1, chunk 0 \(samples \d\)"
+    assert re.search(rf"\n  rank 1, stage 1, .*: {place}\n", report)
+    message = (r"(sends|waits for) the (activation|gradient) of microbatch \d between slots 0 and 1 (to|from) rank 1 "
+               r"\(stage 1\), \[\d+, 64\] float32 \(samples \d\)")
+    assert re.search(f"\n  rank 0, stage 0, .*: iteration 2, messages: {message}", report)
+    waiting, sleeping = report.partition("\nStacks of rank 0:\n")[2].split("\nStacks of rank 1:\n")
+    assert "in _exchange\n" in waiting and "time.sleep(" not in waiting
+    assert "in begin\n    time.sleep(" in sleeping
+
+
+def test_a_message_of_another_shape_is_refused(jobs: Path) -> None:
+    report = said(jobs, "wrong shape")
+    name = r"the activation of microbatch \d between slots 0 and 1, \[(\d+), 64\] float32"
+    found = re.match(f"error: rank 1 failed with MessageError: --check-p2p: stage 1 expected from stage 0 \\(rank 0\\) "
+                     f"{name}; found {name}: the two stages do not work on the same plan\nTraceback", report)
+    assert found and int(found[1]) < int(found[2])
+
+
+ACTIVATION = Transfer(is_sent=False, is_gradient=False, microbatch=3, chunk=0, boundary=1, peer=0, peer_stage=0,
+                      shape=(5, 8), samples=(4, 2))
+
+
+@pytest.mark.parametrize(("sent", "dtype", "what"), [
+    ({"microbatch": 2}, torch.bfloat16, "the activation of microbatch 2 between slots 0 and 1, [5, 8] bfloat16"),
+    ({"is_gradient": True}, torch.bfloat16, "the gradient of microbatch 3 between slots 0 and 1, [5, 8] bfloat16"),
+    ({"boundary": 5}, torch.bfloat16, "the activation of microbatch 3 between slots 4 and 5, [5, 8] bfloat16"),
+    ({}, torch.float32, "the activation of microbatch 3 between slots 0 and 1, [5, 8] float32"),
+    ({"shape": None}, torch.bfloat16, "the activation of microbatch 3 between slots 0 and 1, nothing"),
+])
+def test_each_difference_is_found(sent: dict, dtype: torch.dtype, what: str) -> None:
+    expected = ACTIVATION.header(torch.empty(5, 8, dtype=torch.bfloat16))
+    other = Transfer(**{**vars(ACTIVATION), **sent})
+    found = other.header(None if other.shape is None else torch.empty(other.shape, dtype=dtype))
+    problem = difference(ACTIVATION, 1, expected, found)
+    assert problem is not None and f"; found {what}: " in problem
+    assert difference(ACTIVATION, 1, expected, expected) is None
+
+
+def test_the_limit_follows_the_steps_and_the_first_has_more() -> None:
+    Device.pick("cpu")  # before megatron is imported
+    from mm.parallel.watchdog import limit_seconds
+
+    assert limit_seconds(None, []) == limit_seconds(5.0, []) == 1800.0
+    assert limit_seconds(3000.0, []) == 3000.0
+    assert limit_seconds(None, [700.0, 1.0, 2.0]) == 300.0
+    assert limit_seconds(None, [700.0, 60.0, 50.0]) == 600.0
+    assert limit_seconds(5.0, [60.0]) == 5.0
+    assert limit_seconds(0, []) == limit_seconds(0, [60.0]) == math.inf

@@ -1,0 +1,142 @@
+"""Runs the program on two stages once for each fault, and writes how each rank ended and what all of them said.
+
+Started by tests/parallel/test_watchdog.py: ``python -m tests.parallel.watchdog_worker DIRECTORY``, where DIRECTORY
+holds what ``tests.tiny_inputs`` writes.  Each fault leaves its output and found.json in DIRECTORY/FAULT.  There is no
+launcher that could end a rank: this process imports everything once, forks the ranks of each fault and only waits.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mm.device.device import Device
+from tests.launch import fork_rank, free_port
+from tests.parallel.faults import FAULTS, Fault
+
+Device.pick("cpu")
+
+from mm import train  # noqa: E402
+from mm.batch import StepPlan  # noqa: E402
+from mm.errors import UserError  # noqa: E402
+from mm.parallel.activity import Activity  # noqa: E402
+from mm.training import preflight, run  # noqa: E402, F401
+
+GUARD_SECONDS = 60.0
+"""After which a job that does not end is killed."""
+ITERATION = 2
+JOBS_AT_ONCE = 2
+
+
+class FaultyTrainer(run.Trainer):
+    """A run in which ``fault`` happens; the trainer asks nothing of it, the journal tells it when."""
+
+    fault: Fault
+
+    def run_steps(self) -> None:
+        if self.mesh.rank == self.fault.rank:
+            self.parts.stage.journal.listener = self
+        super().run_steps()
+
+    def begin(self, activity: Activity) -> None:
+        """In the second step, at the work of microbatch 1 that the fault names."""
+        is_there = activity.work is self.fault.work and activity.microbatch in (1, None)
+        if self.progress.iteration != ITERATION - 1 or not is_there:
+            return
+        Path(self.run.args.log_dir, "began").write_text(str(time.monotonic()), encoding="utf-8")
+        match self.fault.kind:
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raises":
+                raise IndexError("seventeen is too many")
+            case "sleeps":
+                time.sleep(10 * GUARD_SECONDS)
+            case "user's mistake":
+                raise UserError("sample 17 cannot be used")
+
+    def end(self, activity: Activity) -> None:
+        pass
+
+    def data(self, num_steps: int) -> Iterator[StepPlan]:
+        """A rank of the wrong shape works on a plan in which a picture is smaller."""
+        plans = super().data(num_steps)
+        return _Smaller(plans) if self.fault.kind == "wrong shape" and self.mesh.rank == self.fault.rank else plans
+
+
+class _Smaller(Iterator[StepPlan]):
+    def __init__(self, plans) -> None:
+        self.plans, self.iteration = plans, 0
+
+    def __next__(self) -> StepPlan:
+        plan, self.iteration = next(self.plans), self.iteration + 1
+        if self.iteration != ITERATION:
+            return plan
+        number, chosen = next((number, one) for number, one in enumerate(plan.microbatches) if one.image_grids)
+        (t, _, w), *grids = chosen.image_grids
+        smaller = replace(chosen, image_grids=((t, 2, w), *grids))
+        return replace(plan, microbatches=(*plan.microbatches[:number], smaller, *plan.microbatches[number + 1 :]))
+
+    def close(self) -> None:
+        self.plans.close()
+
+
+def run_with(fault: Fault, inputs: Path) -> int:
+    """On one rank: the program; returns its exit status."""
+    (inputs / fault.name).mkdir(exist_ok=True)
+    output = os.open(inputs / fault.name / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    FaultyTrainer.fault = fault
+    run.Trainer = FaultyTrainer
+    return train.main([
+        "--device", "cpu", "--mm-model", str(inputs / "model_2.json"), "--mm-data", str(inputs / "data.json"),
+        "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "3", "--lr",
+        "1e-3", "--num-workers", "0", "--log-interval", "1", "--log-dir", str(inputs / fault.name), *fault.flags,
+    ])  # fmt: skip
+
+
+class Job:
+    """The ranks of one fault."""
+
+    def __init__(self, fault: Fault, inputs: Path) -> None:
+        self.fault, self.directory = fault, inputs / fault.name
+        self.until, port = time.monotonic() + GUARD_SECONDS, free_port()
+        self.statuses: list[int | None] = [None, None]
+        """By rank, negative for a signal, as subprocess has them."""
+        self.processes = [fork_rank(rank, 2, port, partial(run_with, fault, inputs)) for rank in range(2)]
+
+    def is_over(self) -> bool:
+        """Look which ranks have ended."""
+        for rank, process in enumerate(self.processes):
+            if self.statuses[rank] is None and (found := os.waitpid(process, os.WNOHANG))[0]:
+                self.statuses[rank] = os.waitstatus_to_exitcode(found[1])
+            elif self.statuses[rank] is None and time.monotonic() > self.until:
+                os.kill(process, signal.SIGKILL)
+        return None not in self.statuses
+
+    def write(self) -> None:
+        """How it ended, and the seconds from the fault to the end of the last rank."""
+        seconds = time.monotonic() - float((self.directory / "began").read_text(encoding="utf-8"))
+        found = {"statuses": self.statuses, "seconds": seconds}
+        (self.directory / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        print(self.fault.name, found, flush=True)
+
+
+def main(inputs: Path, only: list[str]) -> None:
+    waiting, running = [fault for fault in FAULTS if not only or fault.name in only], []
+    while waiting or running:
+        while waiting and len(running) < JOBS_AT_ONCE:
+            running.append(Job(waiting.pop(0), inputs))
+        for job in [job for job in running if job.is_over()]:
+            job.write()
+            running.remove(job)
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
