@@ -86,8 +86,10 @@ def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
 
 
 def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
-    (problem,) = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5")
-    assert problem.startswith("--lr-scale-modules has 'visoin', which is in no name of a weight; names begin with ")
+    found = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5", "--freeze-modules", "embd")
+    assert found[0] == "--freeze-modules has 'embd', which is in no name of a weight (did you mean 'embedding'?)"
+    assert found[1].startswith("--lr-scale-modules has 'visoin', which is in no name of a weight; names begin with ")
+    assert len(found) == 2
 
 
 def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
