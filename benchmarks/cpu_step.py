@@ -11,16 +11,15 @@ same microbatches; loss and gradient norm are compared before anything is timed.
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from benchmarks.ranks import run_ranks
 
 NUM_SAMPLES = 64
 NUM_WARMUP = 3
@@ -269,17 +268,11 @@ def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: i
 
 def launch(num_stages: int, directory: Path, flags: argparse.Namespace) -> dict:
     """Run ``measure`` on ``num_stages`` processes and return its result."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
     result = directory / f"result_{num_stages}.json"
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_stages), "--master_port", str(port),
-         "-m", "benchmarks.cpu_step", "--worker", str(directory), "--output", str(result),
-         "--rounds", str(flags.rounds), "--micro-batch-size", str(flags.micro_batch_size), "--num-microbatches",
-         str(flags.num_microbatches)],
-        check=True, env={**os.environ, "OMP_NUM_THREADS": str(num_stages)},
-    )  # fmt: skip
+    run_ranks(num_stages, "benchmarks.cpu_step", [
+        "--worker", str(directory), "--output", str(result), "--rounds", str(flags.rounds),
+        "--micro-batch-size", str(flags.micro_batch_size), "--num-microbatches", str(flags.num_microbatches),
+    ], num_threads=num_stages)  # fmt: skip
     return json.loads(result.read_text())
 
 

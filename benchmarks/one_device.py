@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
+from benchmarks.ranks import free_port
 from benchmarks.workload import Sample
 from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, StepPlan
@@ -140,9 +140,7 @@ class Ours:
     """This trainer's step; ``tensors`` are weights by Hugging Face names."""
 
     def __init__(self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
             "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",

@@ -5,31 +5,35 @@
 ``sleep``: four stages whose chunks sleep a known time, so that the schedule alone is seen: 1F1B, virtual chunks, and a
 frozen prefix, each against its simulated ideal.  ``compute``: two processes of one thread each, so that two cores are
 two devices, against one process of one thread: the share of the ideal m p / (m + p - 1), the same for two virtual
-chunks and for a frozen ViT, and batches of changing lengths against equal ones with the same tokens.  Both sides of a
-ratio run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
+chunks; a frozen ViT on a stage of its own, whose ideal is simulated from what ViT, LLM and backward pass took on one
+process; and batches of changing lengths against equal ones with the same tokens.  Two cores share caches and memory,
+which two devices do not: so the one process has another like it beside it, on the other core.  Both sides of a ratio
+run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks import run_ranks
+from mm.parallel.activity import Work
+from mm.placement import Message
 from mm.plan.simulation import SlotSeconds, step_seconds
 from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
 SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
-"""Seconds of one stage: far above what the tiny model beside them computes."""
-MODEL = {"vision_layers": 4, "language_layers": 8, "vision_width": 64, "language_width": 384}
-QUICK_MODEL = MODEL | {"language_width": 64}
+"""Seconds of one stage."""
+MODEL = {"vision_layers": 4, "language_layers": 8, "vision_width": 256, "language_width": 384}
+QUICK_MODEL = MODEL | {"vision_width": 64, "language_width": 64}
+IMAGE = (1, 32, 32)
 TOKENS = 256
 """Of a microbatch."""
 
@@ -52,16 +56,19 @@ class Case:
 
 
 SLEEP_CASES = {
-    "1F1B": Case(((4, 0, 0, 0),), ((0, 2, 3, 3),), sleeps=True),
-    "2 virtual chunks": Case(((4, 0, 0, 0), (0,) * 4), ((0, 1, 1, 1), (2, 1, 1, 1)), sleeps=True),
+    "1F1B": Case(((4, 0, 0, 0),), ((2, 2, 2, 2),), sleeps=True),
+    "2 virtual chunks": Case(((4, 0, 0, 0), (0,) * 4), ((1, 1, 1, 1), (1, 1, 1, 1)), sleeps=True),
     "frozen ViT on 2 of 4 stages": Case(((2, 2, 0, 0),), ((0, 0, 4, 4),), ("vision", "projector"), has_images=True,
                                         sleeps=True),
 }
 ONE = Case(((4,),), ((8,),))
+FROZEN = ("vision", "projector")
 COMPUTE_CASES = {
     # name: what is measured, and what it is compared with
     "PP 2 over PP 1": (Case(((4, 0),), ((4, 4),)), ONE),
     "PP 2, 2 virtual chunks, over PP 1": (Case(((4, 0), (0, 0)), ((2, 2), (2, 2))), ONE),
+    "frozen ViT on a stage of its own, over PP 1": (
+        Case(((4, 0),), ((0, 8),), FROZEN, has_images=True), dataclasses.replace(ONE, freeze=FROZEN, has_images=True)),
     "changing over equal lengths, PP 2": (Case(((4, 0),), ((4, 4),), lengths="changing"), Case(((4, 0),), ((4, 4),))),
 }
 
@@ -87,13 +94,13 @@ def plan_of(case: Case, model: Any) -> Any:
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
     factors = [spread[(5 * number) % 8] for number in range(NUM_MICROBATCHES)]
-    grids = ((1, 8, 8),) if case.has_images else ()
+    grids = (IMAGE,) if case.has_images else ()
     batch = [random_microbatch(model, [(grids, int(TOKENS * factor))], seed) for seed, factor in enumerate(factors)]
     return StepPlan(tuple(batch), BatchTotals.of(batch, model.vision))
 
 
 def make_sleep(chunk: Any, num_chunks: int) -> None:
-    """Let ``chunk`` sleep after each of its forward passes, and before each backward pass."""
+    """Let ``chunk`` sleep in place of each of its forward and backward passes, and send zeros."""
     import torch
 
     class Sleep(torch.autograd.Function):
@@ -107,12 +114,28 @@ def make_sleep(chunk: Any, num_chunks: int) -> None:
             time.sleep(SLEEP_BACKWARD / num_chunks)
             return gradient
 
-    work = chunk.forward
-    chunk.forward = lambda *arguments: Sleep.apply(work(*arguments))
+    vision, language = chunk.model.vision, chunk.model.language
+    trains = any(parameter.requires_grad for parameter in chunk.parameters())
+
+    def forward(inputs: Any, received: torch.Tensor | None) -> torch.Tensor:
+        x = torch.zeros((), requires_grad=trains)
+        x = Sleep.apply(x if received is None else x + received.sum() * 0.0)
+        match chunk.spec.sends:
+            case Message.PATCHES:
+                return x + torch.zeros(len(inputs.vision.plan.positions), vision.hidden_size)
+            case Message.VISUAL_TOKENS:
+                rows = len(inputs.vision.plan.positions) // vision.spatial_merge_size**2
+                return x + torch.zeros(rows, language.hidden_size)
+            case Message.HIDDEN_STATES:
+                return x + torch.zeros(len(inputs.language.cos), language.hidden_size)
+        return x  # in place of the loss
+
+    chunk.forward = forward
 
 
-def worker(case: Case, sizes: dict[str, int], num_steps: int) -> list[float]:
-    """Seconds of each step's forward and backward passes, as the slowest rank saw them."""
+def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
+    """Seconds of each step's forward and backward passes, as the slowest rank saw them, and of this rank's work in
+    them, by its kind."""
     from mm.device.device import Device
 
     device = Device.pick("cpu")
@@ -123,7 +146,9 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> list[float]:
     from mm.model.load import initialize
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
+    from mm.training.recorder import Recorder
     from mm.training.step import Parts, forward_backward
+    from mm.training.timeline import seconds_of
 
     torch.set_num_threads(1)
     model = model_of(case, sizes)
@@ -134,7 +159,8 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> list[float]:
         make_sleep(chunk, len(stage.chunks))
     args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",
                             "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
-    parts, plan, seconds = Parts.build(stage, mesh, args), plan_of(case, model), []
+    parts, plan, seconds, works = Parts.build(stage, mesh, args), plan_of(case, model), [], []
+    stage.journal.listener = recorder = Recorder(device)
     for _ in range(num_steps + 1):
         dist.barrier(group=mesh.control_group)
         started = time.perf_counter()
@@ -142,26 +168,40 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> list[float]:
         taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX, group=mesh.control_group)
         seconds.append(float(taken))
-    return seconds[1:]
+        spans = recorder.spans()
+        works.append({work.value: seconds_of(spans, [work]) for work in Work})
+    return {"seconds": seconds[1:], "works": works[1:]}
 
 
-def measure(case: Case, sizes: dict[str, int], num_steps: int) -> float:
-    """Median seconds of a step, in processes of their own."""
-    with socket.socket() as listener, tempfile.TemporaryDirectory() as directory:
-        listener.bind(("localhost", 0))
-        port, output = listener.getsockname()[1], Path(directory) / "seconds.json"
-        listener.close()
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Medians over the steps of a round."""
+
+    seconds: float
+    """Of a step."""
+    works: dict[str, float]
+    """Of the first rank's work in it."""
+
+
+def measure(case: Case, sizes: dict[str, int], num_steps: int) -> Measured:
+    """In processes of their own."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "seconds.json"
         request = json.dumps({"case": dataclasses.asdict(case), "sizes": sizes, "num_steps": num_steps})
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.num_stages), "--master_addr",
-            "localhost", "--master_port", str(port), "-m", "benchmarks.pipeline", "--worker", request, "--output",
-            str(output),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{case}: {done.stdout}\n{done.stderr}")
-        return statistics.median(json.loads(output.read_text()))
+        run_ranks(case.num_stages, "benchmarks.pipeline", ["--worker", request, "--output", str(output)])
+        found = json.loads(output.read_text())
+    works = {work: statistics.median(one[work] for one in found["works"]) for work in found["works"][0]}
+    return Measured(statistics.median(found["seconds"]), works)
+
+
+def measure_beside_another(case: Case, sizes: dict[str, int], num_steps: int) -> Measured:
+    """The same on both cores: a case of one process runs twice at once, each on its own."""
+    if case.num_stages == 2:
+        return measure(case, sizes, num_steps)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: measure(case, sizes, num_steps), range(2))
+    works = {work: (one.works[work] + other.works[work]) / 2 for work in one.works}
+    return Measured((one.seconds + other.seconds) / 2, works)
 
 
 def sleep_ideal(case: Case) -> float:
@@ -177,7 +217,7 @@ def sleep_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
     found = {}
     for name in (name for name in SLEEP_CASES if name in names):
         case = SLEEP_CASES[name]
-        seconds, ideal = [measure(case, QUICK_MODEL, num_steps) for _ in range(rounds)], sleep_ideal(case)
+        seconds, ideal = [measure(case, QUICK_MODEL, num_steps).seconds for _ in range(rounds)], sleep_ideal(case)
         found[name] = {"ideal_seconds": ideal, "seconds": seconds,
                        "share_of_ideal": ideal / statistics.median(seconds)}  # fmt: skip
         print(name, json.dumps(found[name]), flush=True)
@@ -188,15 +228,27 @@ def compute_part(names: list[str], rounds: int, num_steps: int, sizes: dict[str,
     found: dict[str, Any] = {}
     for name in (name for name in COMPUTE_CASES if name in names):
         case, base = COMPUTE_CASES[name]
-        pairs = [(measure(case, sizes, num_steps), measure(base, sizes, num_steps)) for _ in range(rounds)]
-        ratios = [theirs / ours for ours, theirs in pairs]
-        found[name] = {"seconds": pairs, "speed_ratios": ratios, "speed_ratio": statistics.median(ratios)}
-        if base is ONE:
-            even = [SlotSeconds(1.0, 2.0)] * (2 * len(case.vision))
-            ideal = NUM_MICROBATCHES * 3 * len(even) / step_seconds(even, NUM_MICROBATCHES, 2)
-            found[name] |= {"ideal": ideal, "share_of_ideal": statistics.median(ratios) / ideal}
+        pairs = [(measure(case, sizes, num_steps), measure_beside_another(base, sizes, num_steps))
+                 for _ in range(rounds)]
+        ratios = [theirs.seconds / ours.seconds for ours, theirs in pairs]
+        seconds = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
+        found[name] = {"seconds": seconds, "speed_ratios": ratios, "speed_ratio": statistics.median(ratios)}
+        if base.num_stages == 1:
+            ideals = [ideal_ratio(case, theirs) for _, theirs in pairs]
+            shares = [ratio / ideal for ratio, ideal in zip(ratios, ideals, strict=True)]
+            found[name] |= {"ideals": ideals, "shares": shares, "share_of_ideal": statistics.median(shares)}
         print(name, json.dumps(found[name]), flush=True)
     return found
+
+
+def ideal_ratio(case: Case, one: Measured) -> float:
+    """How many times faster than on one process the step would be on two, if messages took no time."""
+    if case.freeze:  # the first stage has the ViT, the second the LLM
+        vision, *rest = (one.works[work.value] / NUM_MICROBATCHES
+                         for work in (Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD))
+        return one.seconds / step_seconds([SlotSeconds(vision, 0.0), SlotSeconds(*rest)], NUM_MICROBATCHES, 2)
+    even = [SlotSeconds(1.0, 2.0)] * (2 * len(case.vision))
+    return NUM_MICROBATCHES * 3 * len(even) / step_seconds(even, NUM_MICROBATCHES, 2)
 
 
 def main() -> None:
@@ -212,9 +264,9 @@ def main() -> None:
     if flags.worker:
         request = json.loads(flags.worker)
         fields = {name: _tuples(value) for name, value in request["case"].items()}
-        seconds = worker(Case(**fields), request["sizes"], request["num_steps"])
+        measured = worker(Case(**fields), request["sizes"], request["num_steps"])
         if os.environ["RANK"] == "0":
-            flags.output.write_text(json.dumps(seconds))
+            flags.output.write_text(json.dumps(measured))
         return
     found: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "rounds": flags.rounds, "steps": flags.steps}
     found["sleep"] = sleep_part(flags.only, flags.rounds, flags.steps)

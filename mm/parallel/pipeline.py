@@ -116,7 +116,8 @@ class PipelineCommunicator:
         self._has_turned = False
         self._latest: tuple[Transfer, ...] = ()
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
-        for group in dict.fromkeys((self.pp_group, self._gradient_group)):
+        context = [mesh.context.group] if mesh.cp_size > 1 else []  # where a ring's ranks send each other keys
+        for group in dict.fromkeys((self.pp_group, self._gradient_group, *context)):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def begin(self, plan: StepPlan) -> None:

@@ -79,15 +79,15 @@ class StepObserver:
     def begin(self, iteration: int) -> None:
         """Before a step."""
         args = self._args
-        listens = args.log_timers or iteration == args.profile_pipeline
-        self._stage.journal.listener = self._recorder if listens else None
+        if args.log_timers or iteration == args.profile_pipeline:
+            self._stage.journal.listener = self._recorder
         if self._window and iteration == self._window[0] and self._mesh.rank in args.profile_ranks:
             self._profiler = self._stage.device.profiler(self._profile_path, f"rank{self._mesh.rank}")
             self._profiler.start()
 
     def end(self) -> Mapping[str, float] | None:
         """After a step, on every rank: with --log-timers, seconds of each kind of work on the rank that had most."""
-        if self._stage.journal.listener is None:
+        if self._stage.journal.listener is not self._recorder:
             return None
         self._stage.journal.listener = None
         self._spans = self._recorder.spans()

@@ -41,6 +41,8 @@ CASES = (
          freeze_modules=("norm",), **FEW),
     Case("distributed-overlap-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True, distributed_optimizer=True,
          overlap=True, **FEW),
+    Case("ulysses", (3, 1), (0, 4), cp=2, **FEW),
+    Case("ring", (3, 1), (0, 4), cp=2, ring=True, **FEW),
 )
 
 READ_BACK = ("tolist", "numpy", "cpu")

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from mm.batch import BatchTotals
+from mm.data.owner import deal_images
 from mm.device.device import Device
+from mm.parallel.context import even_rows
 from mm.parallel.pieces import piece_of
 from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
-from tests.tiny import microbatch, our_config, random_sample
+from tests.tiny import RawSample, microbatch, our_config, random_sample
 
 NOTHING, PATCHES, VISUAL, HIDDEN = "nothing", "patches", "visual tokens", "hidden states"
 BOUNDARIES = {
@@ -41,6 +43,7 @@ BOUNDARIES = {
     "mlp-recompute": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
     "sequence-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
     "distributed-overlap-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
+    "ulysses": ((PATCHES,), (True,), (False,)),
 }
 FROZEN_STAGES = {"vision-frozen": 1, "vision-and-projector-frozen": 2, "only-projector": 1, "first-of-vit-frozen": 1,
                  "first-of-llm-frozen": 3, "frozen-recompute": 2}  # fmt: skip
@@ -65,11 +68,13 @@ def expected_messages(case: Case) -> list[Counter[Message]]:
 
 def _messages_of(case: Case, rank: int) -> Iterator[Message]:
     stage, replica = divmod(rank, 4 // case.pp)
-    dp_rank, tp_rank = divmod(replica, case.tp)
+    dp_rank, axis_rank = divmod(replica, case.tp * case.cp)  # no case has both
     crosses, with_images, with_text = BOUNDARIES[case.name]
     for samples in batch_of(case)[dp_rank]:
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         num_patches = sum(t * h * w for sample in samples for t, h, w in sample.grids)
+        if case.cp > 1:
+            num_tokens, num_patches = share_of(samples, axis_rank, case.cp)
         for boundary, what in enumerate(crosses):
             rows, width, unit = {
                 NOTHING: (0, 0, 1),
@@ -78,7 +83,7 @@ def _messages_of(case: Case, rank: int) -> Iterator[Message]:
                 HIDDEN: (num_tokens, LANGUAGE_HIDDEN, 1),
             }[what]
             if case.sequence_parallel:
-                here = piece_of(rows, unit, tp_rank, case.tp)
+                here = piece_of(rows, unit, axis_rank, case.tp)
                 rows = here.stop - here.start
             before, after, num_bytes = boundary % case.pp, (boundary + 1) % case.pp, FLOAT_BYTES * rows * width
             comes_back = (with_images if num_patches else with_text)[boundary]
@@ -88,7 +93,18 @@ def _messages_of(case: Case, rank: int) -> Iterator[Message]:
                 yield from [("recv_", before, num_bytes)] + [("send", before, num_bytes)] * comes_back
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def share_of(samples: list[RawSample], rank: int, size: int) -> tuple[int, int]:
+    """Tokens and patches that a rank of the context axis holds."""
+    one = deal_images(microbatch(samples), our_config(((4,),), ((4,),)).vision, size)
+    grids = [grid for grid, holder in zip(one.image_grids, one.image_ranks, strict=True) if holder == rank]
+    return len(even_rows(one.num_tokens, size)[rank]), sum(t * h * w for t, h, w in grids)
+
+
+COUNTED = [case for case in CASES if not case.ring]
+"""A ring's ranks send each other keys beside what crosses boundaries."""
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
 def test_exactly_the_planned_messages_are_exchanged(case: Case, found: list[dict]) -> None:
     """No shape handshake, nothing over a boundary that carries nothing, no gradient into a frozen prefix."""
     for rank, expected in enumerate(expected_messages(case)):
@@ -101,7 +117,7 @@ def test_exactly_the_planned_messages_are_exchanged(case: Case, found: list[dict
 
 
 def test_the_cases_cover_what_they_are_for() -> None:
-    by_name = {case.name: expected_messages(case) for case in CASES}
+    by_name = {case.name: expected_messages(case) for case in COUNTED}
     assert by_name.keys() == BOUNDARIES.keys()
     assert not by_name["text"][0] and by_name["text"][3], "text alone crosses no boundary of the ViT"
     assert not by_name["nothing-on-the-first"][0] and not by_name["nothing-on-the-last"][3]
