@@ -170,7 +170,8 @@ class Watchdog:
     def _place(self) -> str:
         """What this rank is doing."""
         mesh, journal, plan = self._mesh, self._journal, self.plan
-        where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, data-parallel rank {mesh.dp_rank}"
+        context = f"context-parallel rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
+        where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, {context}data-parallel rank {mesh.dp_rank}"
         if not self._is_in_step or journal is None or self._communicator is None:
             return f"{where}: outside of a step" + (f", after iteration {self._iteration}" if self._iteration else "")
         now = journal.failed or journal.now

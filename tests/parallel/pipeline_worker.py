@@ -175,6 +175,40 @@ def run_case(case: Case) -> dict:
     return found
 
 
+def runs_ahead(case: Case) -> bool:
+    """A step in which the last stage begins only when the first, to which no gradient comes back, has done its part.
+
+    It would never end if the first had to wait for the last.
+    """
+    import torch.distributed as dist
+
+    from mm.parallel import mesh as parallel
+    from mm.training.step import forward_backward
+    from tests.parallel import parity_worker
+    from tests.tiny import hf_model, hf_tensors
+
+    engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
+    communicator, mesh = engine.parts.communicator, engine.parts.mesh
+    store, key = dist.distributed_c10d._get_default_store(), "the first stage has done its part"
+    take, end = communicator.take, communicator.end
+
+    def take_late(microbatch: int, chunk: int) -> object:
+        store.wait([key])
+        return take(microbatch, chunk)
+
+    def end_and_tell() -> None:
+        store.set(key, "")
+        end()
+
+    if mesh.pp_rank == 0:
+        communicator.end = end_and_tell
+    elif mesh.pp_rank == mesh.pp_size - 1:
+        communicator.take = take_late
+    forward_backward(engine.parts, engine.plan)
+    parallel.stop_mesh()
+    return len(engine.plan.microbatches) > mesh.pp_size
+
+
 def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
     """Whether a step that ends before all of its messages were exchanged is refused."""
     communicator = engine.parts.communicator
@@ -212,6 +246,7 @@ def main(directory: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     found = {case.name: run_case(case) for case in CASES}
     found["num_known_reads"] = count_known_reads()
+    found["runs_ahead"] = runs_ahead(next(case for case in CASES if case.name == "vision-and-projector-frozen"))
     (Path(directory) / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     os._exit(0)

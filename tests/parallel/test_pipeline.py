@@ -136,6 +136,11 @@ def test_a_frozen_prefix_keeps_nothing_and_has_no_backward(name: str, found: lis
         assert (step["num_weight_products"] == 0) is (is_frozen or (stage > 1 and "language" in case.freeze)), stage
 
 
+def test_a_frozen_prefix_runs_ahead(found: list[dict]) -> None:
+    """Through all of its forward steps, of more microbatches than there are stages, before the last stage begins."""
+    assert all(rank["runs_ahead"] for rank in found)
+
+
 def test_a_frozen_llm_computes_input_gradients_only(found: list[dict]) -> None:
     steps = [rank["language-frozen"] for rank in found]
     assert [step["num_weight_products"] > 0 for step in steps] == [True, True, False, False]
