@@ -110,8 +110,7 @@ def _run_lines(run: Run) -> list[str]:
 
 
 def _ranks(run: Run) -> str:
-    algorithm = run.args.context_parallel_algo.removesuffix("_cp_algo")
-    context = f" x context {run.cp_size} ({algorithm})" if run.cp_size > 1 else ""
+    context = f" x context {run.cp_size} ({'ring' if run.is_ring else 'Ulysses'})" if run.cp_size > 1 else ""
     return f"tensor {run.tp_size}{context} x pipeline {run.num_stages} x data {run.dp_size}"
 
 

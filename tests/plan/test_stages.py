@@ -188,7 +188,7 @@ def test_context_parallel_ranks_hold_their_share_and_one_image_more():
     visual = longest_microbatches(run)[VISUAL]
     assert (visual.num_tokens, visual.num_patches) == (2560, 10240 + 768 * 768 // 14**2)
     text = stage_report(run)
-    assert "4 ranks = tensor 1 x context 4 (ulysses) x pipeline 1 x data 1" in text
+    assert "4 ranks = tensor 1 x context 4 (Ulysses) x pipeline 1 x data 1" in text
     assert "a context-parallel rank holds 2,560 tokens and at most 13,249 patches: its share, and one image" in text
 
 
