@@ -15,6 +15,8 @@ from mm.device.attention import Kernel, Segments
 from mm.model.rows import Order
 from mm.parallel.context import all_to_all
 
+Move = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -40,23 +42,12 @@ class Exchange:
     def __call__(self, rows: Tensor) -> Tensor:
         """[rows here, width] -> [rows wanted here, width].  All ranks call it together, forward and backward: where
         one rank's rows need gradients, those of all must say so."""
-        return _Exchange.apply(rows, self)
+        return _Moved.apply(rows, self.run, self.reversed().run)
 
     def run(self, rows: Tensor) -> Tensor:
         """The same without autograd."""
         arrived = all_to_all(rows.index_select(0, self.send.index), self.sent, self.received, self.group)
         return arrived.index_select(0, self.receive.index)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.run(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.reversed().run(gradient), None
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,8 @@ class Ulysses:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
         heads = (q.shape[1] // size, k.shape[1] // size, v.shape[1] // size)
         parts = [part.unflatten(1, (size, count)) for part, count in zip((q, k, v), heads, strict=True)]
-        q, k, v = _ToHeads.apply(torch.cat(parts, dim=2), self).split(heads, dim=1)
-        return _ToRows.apply(kernel(q, k, v, segments, causal), self)
+        q, k, v = _Moved.apply(torch.cat(parts, dim=2), self.to_heads, self.to_rows).split(heads, dim=1)
+        return _Moved.apply(kernel(q, k, v, segments, causal), self.to_rows, self.to_heads).flatten(1, 2)
 
     def to_heads(self, rows: Tensor) -> Tensor:
         """[tokens here, ranks, heads of each, head_dim] -> [all tokens, heads here, head_dim]"""
@@ -90,23 +81,14 @@ class Ulysses:
         return all_to_all(heads, self.num_rows, [here] * size, self.group).unflatten(0, (size, here)).transpose(0, 1)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ulysses: Ulysses) -> Tensor:
-        ctx.ulysses = ulysses
-        return ulysses.to_heads(rows)
+class _Moved(torch.autograd.Function):
+    """Elements that move between ranks by ``there``; their gradients go ``back``."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ulysses.to_rows(gradient), None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, ulysses: Ulysses) -> Tensor:
-        ctx.ulysses, ctx.shape = ulysses, None
-        return ulysses.to_rows(heads).flatten(1, 2)
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ulysses.to_heads(gradient.unflatten(1, (len(ctx.ulysses.num_rows), -1))), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None

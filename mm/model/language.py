@@ -119,9 +119,9 @@ def _visual_exchange(microbatch: Microbatch, index: Tensor, share: Share) -> Exc
     """Of the visual tokens at rows ``index``: from the ranks that hold their images to those that hold the rows."""
     context = share.context
     patches_per_token = microbatch.num_patches // max(len(index), 1)
-    num_tokens = torch.tensor([math.prod(grid) for grid in microbatch.image_grids], dtype=torch.int64)
+    num_patches = torch.tensor([math.prod(grid) for grid in microbatch.image_grids], dtype=torch.int64)
     made_by = torch.tensor(microbatch.image_ranks, dtype=torch.int64)
-    made_by = made_by.repeat_interleave(num_tokens // max(patches_per_token, 1))
+    made_by = made_by.repeat_interleave(num_patches // max(patches_per_token, 1))
     wanted_by = share.rank_of_rows()[index]
     sent, received = wanted_by[made_by == context.rank], made_by[wanted_by == context.rank]
 

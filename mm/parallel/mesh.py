@@ -30,8 +30,6 @@ class Mesh:
     tp_size: int
     pp_rank: int
     pp_size: int
-    cp_rank: int
-    cp_size: int
     dp_rank: int
     dp_size: int
     context: Context
@@ -59,6 +57,14 @@ class Mesh:
     @property
     def owns_data(self) -> bool:
         return self.rank == self.replica_owner
+
+    @property
+    def cp_rank(self) -> int:
+        return self.context.rank
+
+    @property
+    def cp_size(self) -> int:
+        return self.context.size
 
     @property
     def copy_rank(self) -> int:
@@ -99,8 +105,8 @@ def build_mesh(
         return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
 
     tps, cps, dps, pps = range(tp_size), range(cp_size), range(dp_size), range(pp_size)
-    cp_rank, tp_rank = rank // tp_size % cp_size, rank % tp_size
-    pp_rank, dp_rank = rank // (tp_size * cp_size * dp_size), rank // (tp_size * cp_size) % dp_size
+    tp_rank, dp_rank = rank % tp_size, rank // (tp_size * cp_size) % dp_size
+    pp_rank = rank // (tp_size * cp_size * dp_size)
     patches = placement.patch_embedding_stage
     embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
     pixel_ranks = [[sorted({at(0, dp, 0, 0)} | {at(patches, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
@@ -123,8 +129,6 @@ def build_mesh(
         tp_size=tp_size,
         pp_rank=pp_rank,
         pp_size=pp_size,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
         context=Context(groups.cp, is_ring),

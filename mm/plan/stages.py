@@ -269,7 +269,8 @@ def _microbatch_lines(run: Run, kinds: dict[str, Rows]) -> list[str]:
 def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Which of the devices that we know are large enough."""
     found = peaks(run, placement, sizes)
-    (least_kind, least), *_, (worst_kind, worst) = sorted(2 * list(found.items()), key=lambda item: item[1])
+    ordered = sorted(found.items(), key=lambda item: item[1])
+    (least_kind, least), (worst_kind, worst) = ordered[0], ordered[-1]
     names: dict[int, list[str]] = {}
     for name, size in MEMORY_BYTES.items():
         names.setdefault(size, []).append(name)
