@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.ranks import run_ranks
 from mm.parallel.activity import Work
+from mm.parallel.simulation import SlotCost, step_cost
 from mm.placement import Message
-from mm.plan.simulation import SlotSeconds, step_seconds
 from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
@@ -91,12 +91,13 @@ def model_of(case: Case, sizes: dict[str, int]) -> Any:
 def plan_of(case: Case, model: Any) -> Any:
     from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
+    from mm.data.sequence import in_pipeline_order
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
     factors = [spread[(5 * number) % 8] for number in range(NUM_MICROBATCHES)]
     grids = (IMAGE,) if case.has_images else ()
     batch = [random_microbatch(model, [(grids, int(TOKENS * factor))], seed) for seed, factor in enumerate(factors)]
-    return StepPlan(tuple(batch), BatchTotals.of(batch, model.vision))
+    return StepPlan(tuple(in_pipeline_order(model, batch)), BatchTotals.of(batch, model.vision))
 
 
 def make_sleep(chunk: Any, num_chunks: int) -> None:
@@ -209,8 +210,8 @@ def sleep_ideal(case: Case) -> float:
     model, num_chunks = model_of(case, QUICK_MODEL), len(case.vision)
     path = GradientPath.of(model)
     flows = [path.comes_back(slot, case.has_images) or slot.has_head for slot in model.placement().slots]
-    slots = [SlotSeconds(SLEEP_FORWARD / num_chunks, flow * SLEEP_BACKWARD / num_chunks) for flow in flows]
-    return step_seconds(slots, NUM_MICROBATCHES, case.num_stages)
+    slots = [SlotCost(SLEEP_FORWARD / num_chunks, flow * SLEEP_BACKWARD / num_chunks) for flow in flows]
+    return step_cost([slots] * NUM_MICROBATCHES, case.num_stages)
 
 
 def sleep_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
@@ -246,9 +247,9 @@ def ideal_ratio(case: Case, one: Measured) -> float:
     if case.freeze:  # the first stage has the ViT, the second the LLM
         vision, *rest = (one.works[work.value] / NUM_MICROBATCHES
                          for work in (Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD))
-        return one.seconds / step_seconds([SlotSeconds(vision, 0.0), SlotSeconds(*rest)], NUM_MICROBATCHES, 2)
-    even = [SlotSeconds(1.0, 2.0)] * (2 * len(case.vision))
-    return NUM_MICROBATCHES * 3 * len(even) / step_seconds(even, NUM_MICROBATCHES, 2)
+        return one.seconds / step_cost([[SlotCost(vision, 0.0), SlotCost(*rest)]] * NUM_MICROBATCHES, 2)
+    even = [SlotCost(1.0, 2.0)] * (2 * len(case.vision))
+    return NUM_MICROBATCHES * 3 * len(even) / step_cost([even] * NUM_MICROBATCHES, 2)
 
 
 def main() -> None:

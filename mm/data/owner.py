@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.batch import BatchTotals, Microbatch, StepPlan
-from mm.config.model import VisionConfig
+from mm.config.model import ModelConfig, VisionConfig
+from mm.data.sequence import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.flops import image_flops
@@ -32,9 +33,9 @@ class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
-    ``holds_patch_embedding`` says whether this rank needs pixels; ``vision`` has their width, ``dtype`` is what the
-    model computes in, and ``device`` is what they will be copied to.  A sample that one owner cannot use raises the
-    same AgreedError on every rank, at that step.
+    ``holds_patch_embedding`` says whether this rank needs pixels; ``model`` says how wide they are and what a
+    microbatch costs, ``dtype`` is what the model computes in, and ``device`` is what they will be copied to.  A sample
+    that one owner cannot use raises the same AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class DataOwner(Iterator[StepPlan]):
         mesh: Mesh,
         num_steps: int,
         holds_patch_embedding: bool,
-        vision: VisionConfig,
+        model: ModelConfig,
         dtype: torch.dtype,
         device: Device,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
-        self._holds_patch_embedding, self._vision = holds_patch_embedding, vision
+        self._holds_patch_embedding, self._model = holds_patch_embedding, model
         self._dtype, self._device = dtype, device
         self._shared: Queue[StepPlan | Exception] = Queue()
         self._wanted = Semaphore(1)  # one step ahead: the coming one is made while the caller computes
@@ -84,7 +85,8 @@ class DataOwner(Iterator[StepPlan]):
     def _share_step(self) -> StepPlan:
         mesh = self._mesh
         microbatches, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
-        totals = astuple(BatchTotals.of(microbatches or [], self._vision))
+        microbatches = in_pipeline_order(self._model, microbatches) if microbatches else None
+        totals = astuple(BatchTotals.of(microbatches or [], self._model.vision))
         counts = torch.tensor([bool(problems), *totals], dtype=torch.int64)
         if mesh.owns_data and mesh.dp_size > 1:
             dist.all_reduce(counts, group=mesh.owners_group)
@@ -99,7 +101,7 @@ class DataOwner(Iterator[StepPlan]):
         counts, contents = payload[: len(counts)], payload[len(counts) :]
         if counts[0]:
             raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
-        light = [deal_images(one, self._vision, mesh.cp_size) for one in _from_numbers(contents)]
+        light = [deal_images(one, self._model.vision, mesh.cp_size) for one in _from_numbers(contents)]
         pixels = self._share_pixels(microbatches, light)
         return StepPlan(
             tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
@@ -120,7 +122,7 @@ class DataOwner(Iterator[StepPlan]):
                 continue
             if owned is None:
                 num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
-                pixels = torch.empty(num_patches, self._vision.patch_elements, dtype=self._dtype)
+                pixels = torch.empty(num_patches, self._model.vision.patch_elements, dtype=self._dtype)
             else:
                 pixels = _pixels_of(owned, microbatch, images).to(self._dtype)
             if group is not None:

@@ -1,16 +1,17 @@
-"""Model FLOPs of a training step, for MFU.
+"""Model FLOPs of a training step, for MFU and for what stages wait.
 
 Counts real tokens and real patches, the ViT included and padding excluded.  Causal attention counts the pairs it
 looks at; recomputation does not count, because it is no part of the model.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mm.batch import BatchTotals, Grid, image_pairs, window_pairs
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
-from mm.weights.table import Place, model_weights
+from mm.parallel.simulation import SlotCost
+from mm.weights.table import Place, model_weights, owns
 from mm.weights.trained import GradientPath, is_frozen
 
 
@@ -50,18 +51,31 @@ def blocks(model: ModelConfig, totals: BatchTotals) -> list[Block]:
 
 
 def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
-    """FLOPs of one step: a block with a trained matrix costs three forwards, another two where a gradient passes
-    through it to something trained before it, else one."""
-    path = GradientPath.of(model)
+    """FLOPs of one step."""
+    return sum(cost.forward + cost.backward for cost in slot_flops(model, [totals])[0])
+
+
+def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[SlotCost]]:
+    """FLOPs of each batch in each slot of the placement.
+
+    A block with a trained matrix costs three forwards, another two where a gradient passes through it to something
+    trained before it, else one.
+    """
+    path, slots = GradientPath.of(model), model.placement().slots
     trained = {(weight.place, weight.layer) for weight in model_weights(model)
                if len(weight.shape) > 1 and not is_frozen(weight, model)}
     if model.language.tied and (Place.EMBEDDING, None) in trained:
         trained.add((Place.HEAD, None))
-    flops = 0.0
-    for block in blocks(model, totals):
-        passes = path.needs_input_gradient(block.place, block.layer)
-        flops += block.forward * (3 if (block.place, block.layer) in trained else 2 if passes else 1)
-    return flops
+    costs = []
+    for totals in batches:
+        forward, backward = [0.0] * len(slots), [0.0] * len(slots)
+        for block in blocks(model, totals):
+            slot = next(number for number, spec in enumerate(slots) if owns(spec, block.place, block.layer))
+            passes = path.needs_input_gradient(block.place, block.layer, totals.num_images > 0)
+            forward[slot] += block.forward
+            backward[slot] += block.forward * (2 if (block.place, block.layer) in trained else 1 if passes else 0)
+        costs.append([SlotCost(*both) for both in zip(forward, backward, strict=True)])
+    return costs
 
 
 def _vision_of(model: ModelConfig, totals: BatchTotals) -> Iterator[Block]:

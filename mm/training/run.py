@@ -133,7 +133,7 @@ class Trainer:
 
         stage = self.parts.stage
         return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding,
-                         run.model.vision, stage.config.params_dtype, self.device)
+                         run.model, stage.config.params_dtype, self.device)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None

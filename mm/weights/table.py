@@ -100,7 +100,7 @@ def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     In a tied model whose embedding and head live in different slots, the head's slot also owns
     ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
     """
-    owned = [weight for weight in model_weights(model) if _owns(spec, weight)]
+    owned = [weight for weight in model_weights(model) if owns(spec, weight.place, weight.layer)]
     if spec.has_head and model.language.tied and not spec.has_embedding:
         owned.append(_vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
     return tuple(owned)
@@ -295,9 +295,10 @@ def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str)
     return _Section("language", place).weight(name, (hf_name,), (shape,), Cut(0, language.vocab_size))
 
 
-def _owns(spec: StageSpec, weight: Weight) -> bool:
-    owned = getattr(spec, weight.place.value)
-    return owned if weight.layer is None else weight.layer in owned
+def owns(spec: StageSpec, place: Place, layer: int | None) -> bool:
+    """Whether the slot ``spec`` holds a place of the model."""
+    owned = getattr(spec, place.value)
+    return owned if layer is None else layer in owned
 
 
 def num_stacked_blocks(weight: Weight) -> int:

@@ -114,12 +114,12 @@ class GradientPath:
         """Whether the gradient goes on to the visual tokens of a microbatch."""
         return self.vision < math.inf
 
-    def needs_input_gradient(self, place: Place, layer: int | None = None) -> bool:
-        """Whether what the layer or other place works on needs the gradient of a microbatch with images."""
+    def needs_input_gradient(self, place: Place, layer: int | None = None, has_images: bool = True) -> bool:
+        """Whether what the layer or other place works on needs the gradient of a microbatch."""
         position = _position(place, layer)
         if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
             return self.vision < position
-        return self.leads_to_images or self.language < position
+        return (has_images and self.leads_to_images) or self.language < position
 
     def _crosses(self, message: Message, vision_layers: int, language_layers: int, has_images: bool) -> bool:
         """Over a boundary behind so many layers of both towers."""

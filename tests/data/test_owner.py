@@ -11,6 +11,7 @@ import torch
 
 from mm.batch import BatchTotals, Microbatch
 from mm.data.owner import deal_images
+from mm.data.sequence import in_pipeline_order
 from tests.launch import run_ranks
 from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
 
@@ -49,7 +50,8 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
         holds_pixels = placement[mine["place"]["pp"]].has_patch_embedding
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
-            dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in owned]
+            ordered = in_pipeline_order(layout.config, owned)
+            dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in ordered]
             expected = [fingerprint(with_pixels_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
             if not holds_pixels:
                 expected = [microbatch | {"pixels": None} for microbatch in expected]
@@ -63,7 +65,7 @@ def test_pixels_come_in_the_dtype_of_the_model(received: list[dict]) -> None:
     for rank in RANKS:
         mine = received[rank]["bfloat16"]
         steps = [[replace(m, pixel_values=None if m.pixel_values is None else m.pixel_values.bfloat16()) for m in step]
-                 for step in batches(mine["place"]["dp"])]
+                 for step in (in_pipeline_order(layout.config, one) for one in batches(mine["place"]["dp"]))]
         holds_pixels = layout.config.placement()[mine["place"]["pp"]].has_patch_embedding
         expected = [[fingerprint(m)["pixels"] if holds_pixels else None for m in step] for step in steps]
         assert [[m["pixels"] for m in step["microbatches"]] for step in mine["steps"]] == expected

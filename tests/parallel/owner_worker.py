@@ -142,7 +142,7 @@ def receive(layout: Layout, failure: Exception | None = None, dtype: str = "floa
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     device = PinsOnCpu(**vars(Device.pick("cpu")))
-    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config.vision,
+    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config,
                       getattr(torch, dtype), device)  # fmt: skip
     steps, error, pinned_in = [], None, set()
     try:
