@@ -24,6 +24,7 @@ from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
 from mm.device.device import Device
 from mm.device.kernels import Kernels, kernels_of
 from mm.device.shims import CPU_SHIMS, Shim, apply_shims
+from mm.device.side import SideQueue
 
 META = torch.device("meta")
 PHASES = ("zero", "prepare", "forward", "backward", "update")
@@ -246,6 +247,9 @@ class MetaDevice(Device):
 
     def copy(self, tensor: Tensor) -> Tensor:
         return self.recorder.copy(tensor)
+
+    def side_queue(self) -> SideQueue:
+        return SideQueue(None)
 
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
         """A copy to the host that is waited for once, however many numbers it holds."""

@@ -158,12 +158,12 @@ def rows_of(step: Trace) -> Rows:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
-    """Measured at most 1.0 % off (messages that are on their way), else 0.4 %."""
+    """Measured at most 1.5 % off (messages that are on their way), else 0.4 %."""
     case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)
-    kept = chunk.kept_bytes(rows) + chunk.kept_logit_bytes(rows)
-    assert num_in_flight * kept == pytest.approx(step.in_flight_bytes, rel=0.02)
+    expected = memory.kept_bytes(rows, case.num_microbatches) + num_in_flight * chunk.kept_logit_bytes(rows)
+    assert expected == pytest.approx(step.in_flight_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)

@@ -74,6 +74,8 @@ class Arguments:
         "0 = never"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
+    no_overlap_p2p_communication: bool = Field(
+        False, description="ask for a message between stages when it is wanted, not while the stage still computes")
 
     # Batches and steps
     micro_batch_size: Count = Field(description="samples per microbatch")

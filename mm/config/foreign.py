@@ -72,7 +72,7 @@ FLAGS: Mapping[str, FlagRow] = {
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
-           "--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication --no-align-grad-reduce"),
+           "--overlap-p2p-communication-warmup-flush --no-align-grad-reduce"),
     **dict.fromkeys(("--use-deter-comp", "--npu-deterministic"), SameAs("--deterministic-mode")),
     **_all(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
     **_all(Inert("--recompute-granularity selective recomputes norms and activation functions"),

@@ -23,6 +23,7 @@ from mm.device.attention import torch_npu
 from mm.device.deterministic import make_deterministic
 from mm.device.kernels import Kernels, kernels_of
 from mm.device.shims import apply_shims
+from mm.device.side import SideQueue
 from mm.errors import UserError
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
@@ -117,6 +118,10 @@ class Device:
             return tensor
         getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
         return tensor.pin_memory()
+
+    def side_queue(self) -> SideQueue:
+        """A new one beside what this process computes."""
+        return SideQueue(None if self.kind == "cpu" else self.kind)
 
     @property
     def adam_obeys_scale(self) -> bool:

@@ -16,6 +16,7 @@ from mm.batch import BatchTotals, Microbatch
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.device.side import SideQueue
 from mm.model.cut_rows import gather_rows
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
@@ -45,7 +46,7 @@ class Chunk(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
-                 loss_unit: LossUnit, journal: Journal) -> None:
+                 loss_unit: LossUnit, journal: Journal, side: SideQueue) -> None:
         super().__init__()
         placement = model.placement()
         self.spec = spec = placement[mesh.pp_rank, number]
@@ -54,6 +55,7 @@ class Chunk(nn.Module):
         self.device = device
         self.loss_unit: LossUnit = loss_unit
         self.journal = journal
+        self.side = side
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         self.context = mesh.context
         self.visual_gradients = GradientPath.of(model).leads_to_images
@@ -145,7 +147,8 @@ class Stage:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
-        self.chunks = tuple(Chunk(model, number, mesh, self.config, device, loss_unit, self.journal)
+        side = device.side_queue()
+        self.chunks = tuple(Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side)
                             for number in range(model.num_chunks))
         self.weights = tuple(weight for chunk in self.chunks for weight in chunk.weights)
         self._parameters = dict(self.named_parameters())

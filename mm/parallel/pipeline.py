@@ -6,7 +6,7 @@ is no shape exchange and no wait for the device in the loop, and a boundary that
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, backward_order, forward_order
 from mm.parallel.pieces import piece_of
+from mm.parallel.transport import Arriving, Batch, Handle
 from mm.placement import Message, StageSpec
 from mm.weights.trained import GradientPath
 
@@ -58,42 +59,24 @@ def piece_shape(
     return here.stop - here.start, shape[1]
 
 
-class _Batch:
-    """Messages of one process group that start together."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.operations: list[dist.P2POp] = []
-        self.transfers: list[tuple[Transfer, Tensor | None]] = []
-        """Every message, also one that carries nothing, with its tensor."""
-        self.group = group
-
-    def send(self, due: Transfer, tensor: Tensor | None) -> None:
-        self.add(due, None if tensor is None else tensor.contiguous())
-
-    def receive(self, due: Transfer, like: Tensor) -> Tensor | None:
-        """Where the message will be; None when nothing comes."""
-        tensor = None if due.shape is None else like.new_empty(due.shape)
-        self.add(due, tensor)
-        return tensor
-
-    def add(self, due: Transfer, tensor: Tensor | None) -> None:
-        self.transfers.append((due, tensor))
-        if tensor is not None and tensor.numel():
-            self.operations.append(dist.P2POp(dist.isend if due.is_sent else dist.irecv, tensor, due.peer, self.group))
-
-
 class PipelineCommunicator:
     """Point-to-point messages of one stage, in the form that megatron's schedules call.
 
     The schedules do not say which microbatch and chunk a call is about; their order does, and the communicator counts
     along.  Tensors without a gradient are handed to the schedule as None, because it keeps what it is given for the
     backward pass; the forward step takes every received tensor from ``take``.
+
+    With ``starts_ahead``, what is sent and the next message of the same kind begin together, so that the message comes
+    while this stage computes.  No message overtakes another of its group by that: what this stage sends next in the
+    group needs what it receives.
     """
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
-        checks: bool = False,
+        checks: bool = False, starts_ahead: bool = True,
     ) -> None:
+        """``checks``: sender and receiver compare what each message is, which begins nothing ahead."""
+        self.starts_ahead = starts_ahead and not checks
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
@@ -109,10 +92,13 @@ class PipelineCommunicator:
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
-        self._inbox: dict[Turn, Tensor | None] = {}
+        self._inbox: dict[Turn, Arriving] = {}
+        self._activations: deque[Tensor | None] = deque()
+        """What the schedule will be given: those that need a gradient."""
+        self._gradients: deque[Arriving] = deque()
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._microbatches: tuple[Microbatch, ...] = ()
-        self._expected: dict[str, Iterator[Turn]] = {}
+        self._expected: dict[str, deque[Turn]] = {}
         self._has_turned = False
         self._latest: tuple[Transfer, ...] = ()
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
@@ -130,76 +116,114 @@ class PipelineCommunicator:
         around_back = [(microbatch, chunk - 1) for microbatch, chunk in backward if chunk > 0]
         self._microbatches = plan.microbatches
         self._expected = {
-            "recv_forward": iter(around if self._is_first else forward),
-            "send_forward": iter(forward),
-            "recv_backward": iter(around_back if self._is_last else backward),
-            "send_backward": iter(backward),
+            "recv_forward": deque(around if self._is_first else forward),
+            "send_forward": deque(forward),
+            "recv_backward": deque(around_back if self._is_last else backward),
+            "send_backward": deque(backward),
         }
         self._has_turned = False
 
     def end(self) -> None:
         """Wait until everything sent in this step has left; nothing may be left to receive or to take."""
-        left = [name for name, turns in self._expected.items() if next(turns, None) is not None]
-        assert not left and not self._inbox, f"the step ended with messages left: {left}, {list(self._inbox)}"
+        left = [name for name, turns in self._expected.items() if turns]
+        is_empty = not (left or self._inbox or self._activations or self._gradients)
+        assert is_empty, f"the step ended with messages left: {left}, {list(self._inbox)}, {list(self._gradients)}"
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
 
     def take(self, microbatch: int, chunk: int) -> Tensor | None:
         """The message that the coming forward step works on; None when its boundary carried nothing."""
         is_start = self._is_first and chunk == 0
-        return None if is_start else self._inbox.pop((microbatch, chunk))
+        return None if is_start else self._wait_for(self._inbox.pop((microbatch, chunk)))
 
     # The calls of megatron's schedules, first of the one without chunks.  The arguments that we ignore are shapes.
 
     def recv_forward(self, _: object, is_first_stage: bool) -> "Tensor | list[Tensor | None] | None":
-        return self._answer(self._exchange(recv_forward=not is_first_stage)[0])
+        return self._answer(None if is_first_stage else self._next_activation())
 
     def send_forward(self, outputs: list[Tensor], _: bool) -> None:
-        self._exchange(outputs[0], send_forward=True)
+        self._start(outputs[0], send_forward=True, recv_forward=self._asks_ahead("recv_forward"))
 
     def recv_backward(self, _: object, is_last_stage: bool) -> "Tensor | list[Tensor | None] | None":
-        return self._answer(self._exchange(recv_backward=not is_last_stage)[1])
+        return self._answer(None if is_last_stage else self._next_gradient())
 
     def send_backward(self, gradients: list[Tensor | None], _: bool) -> None:
-        self._exchange(None, gradients[0], send_backward=True)
+        self._start(None, gradients[0], send_backward=True, recv_backward=self._asks_ahead("recv_backward"))
 
     def send_forward_recv_backward(
         self, outputs: list[Tensor], _: object, is_last_stage: bool
     ) -> list[Tensor | None]:
-        return [self._exchange(outputs[0], send_forward=True, recv_backward=not is_last_stage)[1]]
+        self._start(outputs[0], send_forward=True, recv_forward=self._asks_ahead("recv_forward"),
+                    recv_backward=self._must_ask("recv_backward"))  # fmt: skip
+        return [self._next_gradient()]
 
     def send_backward_recv_forward(
         self, gradients: list[Tensor | None], _: object, is_first_stage: bool
     ) -> list[Tensor | None]:
-        return [self._exchange(None, gradients[0], send_backward=True, recv_forward=not is_first_stage)[0]]
+        self._start(None, gradients[0], send_backward=True, recv_backward=self._asks_ahead("recv_backward"),
+                    recv_forward=self._must_ask("recv_forward"))  # fmt: skip
+        return [self._next_activation()]
 
-    # Of the one with chunks: after a forward step, after a backward step, and after one of each.
+    def _must_ask(self, call: str) -> bool:
+        """Whether the next message of a kind, if there is one, has not begun."""
+        has_begun = self._activations if call == "recv_forward" else self._gradients
+        return not has_begun and bool(self._expected[call])
+
+    def _asks_ahead(self, call: str) -> bool:
+        return self.starts_ahead and self._must_ask(call)
+
+    def _next_activation(self) -> Tensor | None:
+        if self._must_ask("recv_forward"):
+            self._start(recv_forward=True)
+        return self._activations.popleft() if self._activations else None
+
+    def _next_gradient(self) -> Tensor | None:
+        if self._must_ask("recv_backward"):
+            self._start(recv_backward=True)
+        return self._wait_for(self._gradients.popleft()) if self._gradients else None
+
+    # Of the one with chunks: after a forward step, after a backward step, and after one of each.  It says itself
+    # whether it receives.  Where it computes meanwhile it is given handles: none for an activation, which ``take``
+    # waits for.
 
     def send_forward_recv_forward(
-        self, output: Tensor | None, recv_prev: bool, tensor_shape: object
-    ) -> Tensor | None:
-        return self._exchange(output, send_forward=True, recv_forward=recv_prev)[0]
+        self, output: Tensor | None, recv_prev: bool, tensor_shape: object, overlap_p2p_comm: bool = False
+    ) -> "Tensor | tuple[Tensor | None, dict[str, Handle]] | None":
+        self._start(output, send_forward=True, recv_forward=recv_prev)
+        arriving = self._activations.popleft() if recv_prev else None
+        return (arriving, {}) if overlap_p2p_comm else arriving
 
     def send_backward_recv_backward(
-        self, gradient: Tensor | None, recv_next: bool, tensor_shape: object
-    ) -> Tensor | None:
-        return self._exchange(None, gradient, send_backward=True, recv_backward=recv_next)[1]
+        self, gradient: Tensor | None, recv_next: bool, tensor_shape: object, overlap_p2p_comm: bool = False
+    ) -> "Tensor | tuple[Tensor | None, dict[str, Handle]] | None":
+        """The first of these calls that computes meanwhile ends the warm-up: no backward step came before it."""
+        has_turned = self._has_turned or not overlap_p2p_comm
+        self._has_turned = True
+        self._start(None, gradient, send_backward=has_turned, recv_backward=recv_next)
+        if not overlap_p2p_comm:
+            return self._wait_for(self._gradients.popleft()) if recv_next else None
+        if not recv_next:
+            return None, {}
+        arriving = self._gradients.popleft()
+        return arriving.tensor, {"recv_next": Handle(partial(self._wait_for, arriving))}
 
     def send_forward_backward_recv_forward_backward(
         self, output: Tensor | None, gradient: Tensor | None, recv_prev: bool, recv_next: bool, tensor_shape: object
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The first of these calls in a step ends the warm-up: no backward step came before it."""
+        """The first of these calls in a step ends the warm-up, too."""
         has_turned, self._has_turned = self._has_turned, True
-        return self._exchange(
+        self._start(
             output, gradient, send_forward=True, send_backward=has_turned, recv_forward=recv_prev,
             recv_backward=recv_next,
         )  # fmt: skip
+        arriving = self._activations.popleft() if recv_prev else None
+        return arriving, self._wait_for(self._gradients.popleft()) if recv_next else None
 
     def _answer(self, tensor: Tensor | None) -> "Tensor | list[Tensor | None] | None":
         """What both schedules ask for, the one without chunks as a list."""
         return [tensor] if len(self._specs) == 1 else tensor
 
-    def _exchange(
+    def _start(
         self,
         output: Tensor | None = None,
         gradient: Tensor | None = None,
@@ -207,13 +231,9 @@ class PipelineCommunicator:
         send_backward: bool = False,
         recv_forward: bool = False,
         recv_backward: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Start all parts of one call together, wait for what is received.
-
-        Returns the activation from the previous stage, if it needs a gradient, and the gradient from the next.
-        """
-        activations, gradients = _Batch(self.pp_group), _Batch(self._gradient_group)
-        arrived = output_gradient = None
+    ) -> None:
+        """Begin all parts of one call together; what comes is in ``_inbox``, ``_activations`` and ``_gradients``."""
+        activations, gradients, arrived = Batch(self.pp_group), Batch(self._gradient_group), None
         if send_forward:
             due = self._due("send_forward")
             if due.shape is not None:
@@ -222,22 +242,36 @@ class PipelineCommunicator:
             activations.send(due, None if due.shape is None or output is None else output.detach())
         if recv_forward:
             due = self._due("recv_forward")
-            self._inbox[due.microbatch, due.chunk] = received = activations.receive(due, self._like)
             spec, microbatch = self._at((due.microbatch, due.chunk))
-            if received is not None and self._gradient_path.leaves(spec, bool(microbatch.image_grids)):
-                arrived = received
+            self._inbox[due.microbatch, due.chunk] = received = activations.receive(due, self._room_for(due))
+            arrived = received.tensor if self._gradient_path.leaves(spec, bool(microbatch.image_grids)) else None
+            self._activations.append(arrived)
         if send_backward:
             due = self._due("send_backward")
             assert due.shape is None or gradient is not None, "a gradient flows back, but the backward pass made none"
             gradients.send(due, None if due.shape is None else gradient)
         if recv_backward:
-            output_gradient = gradients.receive(self._due("recv_backward"), self._like)
+            due = self._due("recv_backward")
+            self._gradients.append(gradients.receive(due, self._room_for(due)))
         self._latest = tuple(due for batch in (activations, gradients) for due, _ in batch.transfers)
         with self._journal.during(Work.EXCHANGE):
             if self._checks:
                 self._check(activations, gradients)
             self._run(activations, gradients)
-        return None if arrived is None else arrived.requires_grad_(), output_gradient
+        if arrived is not None:
+            arrived.requires_grad_()
+
+    def _room_for(self, due: Transfer) -> Tensor | None:
+        return None if due.shape is None else self._like.new_empty(due.shape)
+
+    def _wait_for(self, arriving: Arriving) -> Tensor | None:
+        """A message; the device waits for it, and on the CPU the host."""
+        if arriving.works:
+            self._latest = (arriving.due,)
+            with self._journal.during(Work.EXCHANGE, arriving.due.chunk, arriving.due.microbatch):
+                for work in arriving.works:
+                    work.wait()
+        return arriving.tensor
 
     def told(self) -> list[str]:
         """The messages of the latest exchange in words."""
@@ -245,7 +279,7 @@ class PipelineCommunicator:
 
     def _due(self, call: str) -> Transfer:
         """The coming message of one of the four kinds."""
-        microbatch, chunk = turn = next(self._expected[call])
+        microbatch, chunk = turn = self._expected[call].popleft()
         spec, contents = self._at(turn)
         is_sent, is_gradient = call.startswith("send"), call.endswith("backward")
         is_before = is_sent == is_gradient  # the chunk, and not behind it
@@ -265,24 +299,27 @@ class PipelineCommunicator:
             samples=contents.samples,
         )
 
-    def _check(self, *batches: _Batch) -> None:
+    def _check(self, *batches: Batch) -> None:
         """Tell the other side what each message is, and compare; raises MessageError.
 
         Also of a boundary that carries nothing, but not at the two ends of the model.
         """
         ends, headers, said = (0, self._num_stages * len(self._specs)), [], []
         for batch in batches:
-            headers.append(_Batch(batch.group))
+            headers.append(Batch(batch.group))
             for due, tensor in batch.transfers:
                 if due.boundary not in ends:
                     expected = due.header(tensor)
                     found = self._like.new_tensor(expected, dtype=torch.int64)
-                    headers[-1].add(due, found)
-                    said.append((due, expected, found))
+                    if due.is_sent:
+                        headers[-1].send(due, found)
+                    else:
+                        said.append((headers[-1].receive(due, found), expected, found))
         self._run(*headers)
         stage = self._specs[0].stage
-        problems = [difference(due, stage, expected, found.tolist())
-                    for due, expected, found in said if not due.is_sent]
+        for arriving, *_ in said:
+            self._wait_for(arriving)
+        problems = [difference(arriving.due, stage, expected, found.tolist()) for arriving, expected, found in said]
         if found := [problem for problem in problems if problem]:
             raise MessageError("\n".join(found))
 
@@ -294,27 +331,15 @@ class PipelineCommunicator:
         shape = message_shape(message, microbatch, self._model, self._context)
         return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
 
-    def _run(self, *batches: _Batch) -> None:
-        """Issue each as one batch; wait for receives, and keep what is sent alive until it has left.
+    def _run(self, *batches: Batch) -> None:
+        """Begin each as one batch, and keep what is sent alive until it has left.
 
-        Where NCCL and HCCL give one work for a batch, its sends are waited for with its receives.  A batch of sends is
-        not waited for: so a stage to which no gradient comes back runs ahead of the next, within the limit.  With gloo,
-        only waiting for a send shows that it has left.  A neighbour that sends back is never more than a pipeline's
-        depth of messages behind, so waiting for one twice that old never holds both sides up.
+        What is sent is not waited for: so a stage to which no gradient comes back runs ahead of the next, within the
+        limit.  With gloo, only waiting for a send shows that it has left.  A neighbour that sends back is never more
+        than a pipeline's depth of messages behind, so waiting for one twice that old never holds both sides up.
         """
         limit = 4 * self.pp_group.size() * len(self._specs)
         while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):
             self._in_flight.popleft()[0].wait()
-        receiving: list[dist.Work] = []
         for batch in batches:
-            works = dist.batch_isend_irecv(batch.operations) if batch.operations else []
-            is_one = len(works) < len(batch.operations)  # as NCCL gives
-            has_receives = any(operation.op is dist.irecv for operation in batch.operations)
-            for operation, work in zip(batch.operations, works * len(batch.operations) if is_one else works,
-                                       strict=True):
-                if operation.op is dist.isend and not (is_one and has_receives):
-                    self._in_flight.append((work, operation.tensor))
-                elif operation.op is dist.irecv:
-                    receiving.append(work)
-        for work in receiving:
-            work.wait()
+            self._in_flight += batch.start()

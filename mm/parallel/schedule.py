@@ -3,6 +3,7 @@
 megatron-core's schedules run the loop, over our communicator.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from mm.batch import Microbatch, StepPlan
+from mm.batch import StepPlan
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import group_size
+from mm.parallel.order import Turn, forward_order, group_size
 from mm.parallel.pipeline import PipelineCommunicator
 
 
@@ -34,17 +35,19 @@ def run_schedule(
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
     journal: Journal = chunks[0].journal
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
+    inputs = _Inputs(chunks, plan, forward_order(len(plan.microbatches), mesh.pp_size, len(chunks)))
 
     def forward_step(
-        microbatches: Iterator[tuple[int, Microbatch]], wrapped: DistributedDataParallel
+        numbers: Iterator[int], wrapped: DistributedDataParallel
     ) -> tuple[Tensor, object]:
         chunk: Any = wrapped.module
-        number, microbatch = next(microbatches)
+        number = next(numbers)
         place = chunk.spec.chunk, number
-        with journal.during(Work.INPUTS, *place):
-            inputs = chunk.prepare(microbatch, plan.totals)
+        received = communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None
+        own = inputs.take(number, chunk.spec.chunk)
         with journal.during(Work.FORWARD, *place):
-            output = wrapped(inputs, communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None)
+            output = wrapped(own, received)
+        inputs.prepare_next()
         journal.follow_backward(output, *place)
         if chunk.spec.has_head:
             total.add_(output.detach())
@@ -56,7 +59,7 @@ def run_schedule(
                 group.start_param_sync()
     arguments: dict[str, Any] = {
         "forward_step_func": forward_step,
-        "data_iterator": [enumerate(plan.microbatches) for _ in models],
+        "data_iterator": [iter(range(len(plan.microbatches))) for _ in models],
         "model": list(models),
         "num_microbatches": len(plan.microbatches),
         "seq_length": 1,  # shapes come from the plan
@@ -65,17 +68,51 @@ def run_schedule(
     }
     if mesh.pp_size == 1:
         forward_backward_no_pipelining(**arguments)
+        inputs.end()
         return total
     arguments["p2p_communicator"] = communicator
     communicator.begin(plan)
     if len(models) > 1:
         size = group_size(len(plan.microbatches), mesh.pp_size)
         communicator.config.microbatch_group_size_per_vp_stage = size
+        communicator.config.overlap_p2p_comm = communicator.starts_ahead
         forward_backward_pipelining_with_interleaving(**arguments)
     else:
         forward_backward_pipelining_without_interleaving(**arguments)
     communicator.end()
+    inputs.end()
     return total
+
+
+class _Inputs:
+    """What the forward steps of a rank need beside messages, made while the device works on the step before."""
+
+    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[Turn]) -> None:
+        self._chunks, self._plan, self._side = chunks, plan, chunks[0].side
+        self._turns = deque(turns)
+        self._prepared: deque[tuple[Turn, Any]] = deque()
+
+    def take(self, microbatch: int, chunk: int) -> Any:
+        """Of the coming forward step, ready for the device."""
+        if not self._prepared:  # of the first: copied beside the last step's update
+            self.prepare_next()
+        turn, inputs = self._prepared.popleft()
+        assert turn == (microbatch, chunk), f"{turn} was prepared for {(microbatch, chunk)}"
+        self._side.join()
+        self._side.mark()
+        return inputs
+
+    def prepare_next(self) -> None:
+        """After a forward step was queued, while its inputs live: behind it no more of them have died."""
+        if self._turns:
+            microbatch, chunk = turn = self._turns.popleft()
+            one = self._chunks[chunk]
+            with one.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
+                self._prepared.append((turn, one.prepare(self._plan.microbatches[microbatch], self._plan.totals)))
+
+    def end(self) -> None:
+        assert not self._turns and not self._prepared, "the step ended with forward steps left"
+        self._side.mark()
 
 
 def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:

@@ -12,7 +12,7 @@ from operator import mul
 from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import in_flight
-from mm.placement import Placement, StageSpec
+from mm.placement import Message, Placement, StageSpec
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Place, Weight, stage_weights
 from mm.weights.trained import GradientPath, is_frozen
@@ -146,6 +146,21 @@ class ChunkMemory:
         vision = self._vision_per_patch() * rows.num_patches
         return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
 
+    def coming_bytes(self, rows: Rows) -> int:
+        """What is there already of the next microbatch: its inputs, and room for the message that it works on."""
+        spec, vision, language = self.spec, self.model.vision, self.model.language
+        per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
+        per_patch += vision.patch_elements * self.width if spec.has_patch_embedding else 0
+        per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
+        per_token += INT64 if spec.has_embedding else 0
+        message = {
+            Message.NOTHING: 0,
+            Message.PATCHES: rows.num_patches * vision.hidden_size,
+            Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
+            Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
+        }[spec.receives]
+        return rows.num_patches * per_patch + rows.num_tokens * per_token + message * self.width // self.num_pieces
+
     def kept_logit_bytes(self, rows: Rows) -> int:
         """The logits that one microbatch keeps as well: those of its last chunk."""
         return self._logits((rows.num_targets - 1) % MAX_LOGIT_ROWS + 1 if rows.num_targets else 0) * FP32
@@ -193,8 +208,8 @@ class ChunkMemory:
         model, spec, vision = self.model, self.spec, self.model.vision
         merged = vision.spatial_merge_size**2
         kept = sum(layer.kept(keeps) for layer, keeps in self._layers("vision"))
-        if kept:  # tables of cos and sin, in both orders of rows; the indices of both orders and back
-            kept += 2 * 2 * vision.head_dim * FP32 + 2 * INT64
+        if kept:
+            kept += _vision_table_bytes(vision)
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
             kept += vision.patch_elements * self.width // self.num_pieces + INT64
         if spec.has_projector:
@@ -253,9 +268,11 @@ class StageMemory:
         return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
 
     def kept_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Activations at that moment."""
-        kept = (chunk.kept_bytes(rows) for chunk in self.chunks)
-        return sum(map(mul, self.in_flight(rows, num_microbatches), kept))
+        """Activations at that moment, and what is there already of the next microbatch."""
+        kept, counts = (chunk.kept_bytes(rows) for chunk in self.chunks), self.in_flight(rows, num_microbatches)
+        is_last = sum(counts) == num_microbatches * len(self.chunks)
+        coming = 0 if is_last else max(chunk.coming_bytes(rows) for chunk in self.chunks)
+        return sum(map(mul, counts, kept)) + coming
 
     def logit_bytes(self, rows: Rows) -> int:
         return max(chunk.logit_bytes(rows) for chunk in self.chunks)
@@ -267,6 +284,11 @@ class StageMemory:
         """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
         at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
         return state_bytes + self.kept_bytes(rows, num_microbatches) + at_work
+
+
+def _vision_table_bytes(vision: VisionConfig) -> int:
+    """Of a patch: tables of cos and sin, in both orders of rows; the indices of both orders and back."""
+    return 2 * 2 * vision.head_dim * FP32 + 2 * INT64
 
 
 def _held_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Parts:
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
-                                            args.check_p2p)
+                                            args.check_p2p, not args.no_overlap_p2p_communication)
         return cls(mesh, stage, models, optimizer, communicator)
 
 

@@ -47,6 +47,8 @@ class Case:
     """Whether context parallelism is a ring; else Ulysses."""
     clip_grad: float = 0.0
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
+    waits: bool = False
+    """Whether messages come only when they are wanted."""
     groups: bool = False
     """Groups of the optimizer: ``GROUP_FLAGS`` and the rates of parts beside them."""
 
@@ -78,7 +80,8 @@ class Case:
     def without_layout(self) -> "Case":
         """The same training on one rank: what transformers does."""
         return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
-                       overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False)
+                       overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False,
+                       waits=False)
 
 
 ALL = ("vision", "projector", "language")
@@ -177,6 +180,8 @@ CASES = (
     Case("pp2-vpp2-layers-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("projector",), recompute="block",
          freeze_layers=("0-2", "0-1"), freeze_modules=("patch_embed", "word_embeddings", "fc2")),
     Case("pp2-vpp3-of-4-microbatches", ((2, 1), (1, 0), (0, 0)), ((0, 0), (0, 1), (1, 2)), micro_batch_size=3),
+    Case("pp2-waits", (3, 1), (0, 4), waits=True),
+    Case("pp2-vpp2-waits", ((2, 1), (1, 0)), ((0, 0), (1, 3)), waits=True),
     Case("pp2-vpp2-recompute", ((2, 1), (1, 0)), ((0, 0), (1, 3)), recompute="block"),
     Case("dp2-images-on-one-rank", dp=2, batch="images on one rank"),
     Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
@@ -216,6 +221,8 @@ CASES = (
          distributed_optimizer=True, overlap=True),
     Case("dp2-pp2-images-on-one-rank-overlap", (3, 1), (0, 4), dp=2, batch="images on one rank", overlap=True),
     Case("pp4-vpp2", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1))),
+    Case("pp4-vpp2-waits-vision-frozen", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), waits=True,
+         freeze=("vision",)),
     Case("pp4-vpp2-tied", ((0, 2, 0, 2), (0, 0, 0, 0)), ((0, 0, 0, 0), (2, 0, 1, 1)), tied=True),
     Case("pp4-vpp2-only-projector", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)),
          freeze=("vision", "language")),

@@ -172,6 +172,7 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
         + list(GROUP_FLAGS) * case.groups
         + ["--use-distributed-optimizer"] * case.distributed_optimizer
         + ["--overlap-grad-reduce"] * case.overlap
+        + ["--no-overlap-p2p-communication"] * case.waits
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ CASES = (
          freeze_modules=("norm",), **FEW),
     Case("distributed-overlap-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True, distributed_optimizer=True,
          overlap=True, **FEW),
+    Case("waits", (2, 2, 0, 0), (0, 0, 2, 2), waits=True),
+    Case("virtual-waits", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), freeze=("vision",), waits=True),
     Case("ulysses", (3, 1), (0, 4), cp=2, **FEW),
     Case("ring", (3, 1), (0, 4), cp=2, ring=True, **FEW),
 )
@@ -64,6 +66,8 @@ class Trace:
     """Products that add a weight's gradient to its buffer."""
     num_vision_layer_runs: int = 0
     num_language_layer_runs: int = 0
+    num_coming: dict[str, int] = field(default_factory=dict)
+    """By kind of work: the most messages that had begun to come, and were not waited for, when one began."""
     in_host_work: bool = False
 
 
@@ -151,6 +155,27 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
             del chunk.prepare
 
 
+class Coming:
+    """A listener that counts messages on their way when a pass of a chunk begins."""
+
+    def __init__(self, trace: Trace, communicator: "PipelineCommunicator") -> None:  # noqa: F821
+        self._trace, self._num_waited = trace, 0
+        wait_for = communicator._wait_for
+
+        def counted(arriving: Any) -> Any:
+            self._num_waited += bool(arriving.works)
+            return wait_for(arriving)
+
+        communicator._wait_for = counted
+
+    def begin(self, activity: "Activity") -> None:  # noqa: F821
+        num_begun = sum(operation["name"] == "recv_" for operation in self._trace.operations)
+        kind = activity.work.value
+        self._trace.num_coming[kind] = max(self._trace.num_coming.get(kind, 0), num_begun - self._num_waited)
+
+    def end(self, _: "Activity") -> None: ...  # noqa: F821
+
+
 def run_case(case: Case) -> dict:
     """One step, after one that is not watched."""
     from mm.parallel import mesh as parallel
@@ -164,6 +189,7 @@ def run_case(case: Case) -> dict:
     parts, trace = engine.parts, Trace([])
     for model in parts.models:
         model.zero_grad_buffer()
+    parts.stage.journal.listener = Coming(trace, parts.communicator)
     with counting(trace, parts.stage):
         run_schedule(parts.models, engine.plan, parts.communicator, parts.mesh)
     found = {

@@ -43,6 +43,9 @@ BOUNDARIES = {
     "mlp-recompute": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
     "sequence-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
     "distributed-overlap-virtual": ((PATCHES, PATCHES, HIDDEN), (True, True, True), (False, False, True)),
+    "waits": ((PATCHES, VISUAL, HIDDEN), (True, True, True), (False, False, True)),
+    "virtual-waits": ((PATCHES, PATCHES, PATCHES, VISUAL, HIDDEN, HIDDEN, HIDDEN),
+                      (False, False, False, True, True, True, True), (False, False, False, False, True, True, True)),
     "ulysses": ((PATCHES,), (True,), (False,)),
 }
 FROZEN_STAGES = {"vision-frozen": 1, "vision-and-projector-frozen": 2, "only-projector": 1, "first-of-vit-frozen": 1,
@@ -134,6 +137,19 @@ def test_a_frozen_prefix_keeps_nothing_and_has_no_backward(name: str, found: lis
         is_frozen = stage < FROZEN_STAGES[name]
         assert (step["num_kept"] == 0) is is_frozen and (step["num_backward_operators"] == 0) is is_frozen, stage
         assert (step["num_weight_products"] == 0) is (is_frozen or (stage > 1 and "language" in case.freeze)), stage
+
+
+def test_messages_come_while_a_stage_computes(found: list[dict]) -> None:
+    """The next activation during a backward step, the next gradient during a forward step."""
+    def during(name: str) -> list[tuple[bool, bool]]:
+        coming = [rank[name]["num_coming"] for rank in found]
+        return [(one["backward"] > 0, one["forward"] > 0) for one in coming]
+
+    assert during("mixed") == [(False, True), (True, True), (True, True), (True, False)]
+    assert during("virtual") == [(False, True), (True, True), (True, True), (True, True)]
+    assert during("waits") == [(False, False)] * 4
+    # the first stage gets what comes around from the last one long before its turn
+    assert during("virtual-waits") == [(False, True), *[(False, False)] * 3]
 
 
 def test_a_frozen_prefix_runs_ahead(found: list[dict]) -> None:

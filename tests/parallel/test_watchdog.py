@@ -81,7 +81,7 @@ def test_a_stalled_step_says_what_every_rank_is_at(jobs: Path) -> None:
                r"\(stage 1\), \[\d+, 64\] float32 \(samples \d\)")
     assert re.search(f"\n  rank 0, stage 0, .*: iteration 2, messages: {message}", report)
     waiting, sleeping = report.partition("\nStacks of rank 0:\n")[2].split("\nStacks of rank 1:\n")
-    assert "in _exchange\n" in waiting and "time.sleep(" not in waiting
+    assert "in _wait_for\n" in waiting and "time.sleep(" not in waiting
     assert "in begin\n    time.sleep(" in sleeping
 
 

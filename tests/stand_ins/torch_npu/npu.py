@@ -4,6 +4,7 @@ Names and signatures are those of torch_npu 2.13's ``torch_npu/npu``.
 """
 
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -77,3 +78,29 @@ class Event:
     def elapsed_time(self, end_event):
         assert self._can_time and end_event._can_time, "both events must be made with enable_timing"
         return 1000 * (end_event._seconds - self._seconds)
+
+
+class Stream:
+    """A queue of work that is always done: what waits for it, or for an event, goes on at once."""
+
+    def wait_event(self, event):
+        assert hasattr(event, "_seconds"), "the event was never recorded"
+
+    def wait_stream(self, stream):
+        assert isinstance(stream, Stream), f"{stream!r} is no stream"
+
+
+_current = Stream()
+
+
+def current_stream(device=None):
+    return _current
+
+
+@contextmanager
+def stream(stream):
+    """The work of the body goes to ``stream``."""
+    global _current  # noqa: PLW0603  (which stream is current is the state of the library)
+    around, _current = _current, stream
+    yield
+    _current = around
