@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from mm.data.dataset import Turn
+from mm.data.sample import Turn
 
 IGNORED = -100
 DEFAULT_SYSTEM = "You are a helpful assistant."

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
-from mm.data.dataset import IMAGE_PLACEHOLDER, Turn
+from mm.data.sample import Turn
 from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -109,7 +109,8 @@ class ChatEncoder:
         """
         whole = "".join(turn.text for turn in turns)
         mask, masked = next(one for one in _MASKS if one not in whole), _CONTROL.findall(whole)
-        turns = [Turn(turn.role, _CONTROL.sub(mask, turn.text)) for turn in turns]
+        turns = [Turn(turn.role, tuple(_CONTROL.sub(mask, part) if isinstance(part, str) else part
+                                       for part in turn.parts)) for turn in turns]
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
         token_ids, offsets = self._tokens(text, mask, masked)
@@ -166,7 +167,7 @@ class ChatEncoder:
     def render(self, turns: Sequence[Turn]) -> str:
         """The conversation as the chat template writes it, with one image token per image."""
         messages = [
-            {"role": turn.role, "content": _parts(turn.text) if turn.role == "user" else turn.text} for turn in turns
+            {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
         ]
         try:
             return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False))
@@ -185,13 +186,9 @@ class ChatEncoder:
         return [(match.start(2), match.end()) for match in rendered]
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    """A user's text as transformers' chat templates take it."""
-    return [
-        {"type": "image"} if piece == IMAGE_PLACEHOLDER else {"type": "text", "text": piece}
-        for piece in re.split(f"({IMAGE_PLACEHOLDER})", text)
-        if piece
-    ]
+def _contents(turn: Turn) -> list[dict[str, str]]:
+    """A user's turn as transformers' chat templates take it."""
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in turn.parts]
 
 
 def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:

@@ -6,38 +6,19 @@ Every sample is checked once, up front, so that a bad one stops the run before i
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mm.config.data import Attributes, DataConfig
 from mm.data.records import RecordFile, Version, read_record
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Sample, Turn
 from mm.errors import UserError, collected, nearest
 
-IMAGE_PLACEHOLDER = "<image>"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_PROBLEMS = 20
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one side says.  ``role`` is "system", "user" or "assistant"; only user turns hold image placeholders."""
-
-    role: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An optional system message, then user and assistant turns in alternation, ending with an assistant's."""
-
-    turns: tuple[Turn, ...]
-    image_paths: tuple[str, ...]
-    """One for each placeholder, in reading order; they exist on this machine."""
-    source: str
-    """``file:index``, the index counted from 0 within the file."""
 
 
 class Dataset:
@@ -132,19 +113,30 @@ def _sample(record: Any, config: DataConfig, source: str) -> Sample:
     messages = record[attr.messages]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{attr.messages!r} is {_shown(messages)}; expected a list of messages that is not empty.")
-    turns = [_turn(message, number, attr) for number, message in enumerate(messages)]
-    turns = _with_system_column(turns, record, attr)
-    _check_order(turns, attr)
+    said = [_said(message, number, attr) for number, message in enumerate(messages)]
+    said = _with_system_column(said, record, attr)
+    _check_order([role for role, _ in said], attr)
     images = _images(record, config)
-    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns if turn.role == "user")
+    num_placeholders = sum(text.count(IMAGE_PLACEHOLDER) for role, text in said if role == "user")
     if num_placeholders != len(images):
         raise UserError(
             f"has {num_placeholders} {IMAGE_PLACEHOLDER} in its messages but {len(images)} images; remove or add some."
         )
-    return Sample(tuple(turns), tuple(images), source)
+    coming = iter(images)
+    return Sample(tuple(Turn(role, _parts(text, coming) if role == "user" else (text,)) for role, text in said), source)
 
 
-def _turn(message: Any, number: int, attr: Attributes) -> Turn:
+def _parts(text: str, images: Iterator[str]) -> tuple[str | Image, ...]:
+    """A user's text with the coming images in place of its placeholders."""
+    return tuple(Image(next(images)) if piece == IMAGE_PLACEHOLDER else piece
+                 for piece in re.split(f"({IMAGE_PLACEHOLDER})", text) if piece)
+
+
+Said = tuple[str, str]
+"""Role and text, with placeholders."""
+
+
+def _said(message: Any, number: int, attr: Attributes) -> Said:
     if not isinstance(message, dict) or attr.role_tag not in message or attr.content_tag not in message:
         raise UserError(
             f"message {number} is {_shown(message)}; expected an object with {attr.role_tag!r} and "
@@ -165,43 +157,44 @@ def _turn(message: Any, number: int, attr: Attributes) -> Turn:
             f"{IMAGE_PLACEHOLDER} in it."
         )
     _check_text(text, f"message {number}", roles[role])
-    return Turn(roles[role], text)
+    return roles[role], text
 
 
 def _check_text(text: str, where: str, role: str) -> None:
     if not text.strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
-    if "<video>" in text:
-        raise UserError(f"{where} holds '<video>'; video is not supported by this version: remove the sample.")
+    if VIDEO_PLACEHOLDER in text:
+        raise UserError(
+            f"{where} holds {VIDEO_PLACEHOLDER!r}; video is not supported by this version: remove the sample.")
     if _SURROGATE.search(text):
         raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
 
 
-def _with_system_column(turns: list[Turn], record: dict[str, Any], attr: Attributes) -> list[Turn]:
+def _with_system_column(said: list[Said], record: dict[str, Any], attr: Attributes) -> list[Said]:
     """Put the system column in front.  An empty system text counts as none: the chat template's default applies."""
     system = record.get(attr.system) if attr.system is not None else None
     if system is not None and not isinstance(system, str):
         raise UserError(f"{attr.system!r} is {_shown(system)}; expected a string or null.")
     if system:
         _check_text(system, repr(attr.system), "system")
-        if turns[0].role == "system":
+        if said[0][0] == "system":
             raise UserError(f"has a system message and {attr.system!r} too; remove one of them.")
-        turns = [Turn("system", system), *turns]
-    return turns[1:] if turns[0] == Turn("system", "") else turns
+        said = [("system", system), *said]
+    return said[1:] if said[0] == ("system", "") else said
 
 
-def _check_order(turns: list[Turn], attr: Attributes) -> None:
-    if turns and turns[0].role == "system":
-        turns = turns[1:]
+def _check_order(roles: list[str], attr: Attributes) -> None:
+    if roles and roles[0] == "system":
+        roles = roles[1:]
     tags = {"user": attr.user_tag, "assistant": attr.assistant_tag, "system": attr.system_tag}
-    for number, turn in enumerate(turns):
+    for number, role in enumerate(roles):
         expected = ("user", "assistant")[number % 2]
-        if turn.role != expected:
+        if role != expected:
             raise UserError(
-                f"turn {number} is of {tags[turn.role]!r}; expected {tags[expected]!r}: turns alternate, beginning "
+                f"turn {number} is of {tags[role]!r}; expected {tags[expected]!r}: turns alternate, beginning "
                 f"with {tags['user']!r}, and only the first message may be the system's."
             )
-    if len(turns) % 2 or not turns:
+    if len(roles) % 2 or not roles:
         raise UserError(f"ends without a turn of {tags['assistant']!r}; there is nothing to learn from it.")
 
 

@@ -9,8 +9,8 @@ from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
-from mm.data.dataset import IMAGE_PLACEHOLDER, Sample, Turn
 from mm.data.image import ImageProcessor
+from mm.data.sample import Image, Sample, Turn
 from mm.errors import UserError, refuse
 from mm.model.positions import mrope_positions
 
@@ -66,7 +66,7 @@ class SampleEncoder:
                 f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model."
             )
         # A conversation of every kind of part finds a template of another model at once.
-        conversation = [Turn("user", f"{IMAGE_PLACEHOLDER}question"), Turn("assistant", "answer")]
+        conversation = [Turn("user", (Image(""), "question")), Turn("assistant", ("answer",))]
         try:
             chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)])
         except UserError as error:
@@ -79,7 +79,7 @@ class SampleEncoder:
         Raises UserError naming the sample and, where it is one's fault, the image.
         """
         try:
-            paths = sample.image_paths
+            paths = [image.path for image in sample.media]
             grids = tuple(self.images.image_grid(path) for path in paths)
             text = self.chat.encode(sample.turns, grids)
             grids = tuple(grids[number] for number in text.images)

@@ -73,7 +73,7 @@ def picture_problems(run: Run) -> list[str]:
     if not _has_samples(run):
         return []
     dataset, images = Dataset(run.data, run.args.bad_sample == "skip"), image_processor(run.data)
-    paths = dict.fromkeys(path for index in range(len(dataset)) for path in dataset[index].image_paths)
+    paths = dict.fromkeys(image.path for index in range(len(dataset)) for image in dataset[index].media)
     with ThreadPoolExecutor() as pool:
         found = (problem for part in pool.map(partial(_picture_problems, images), paths) for problem in part)
         return list(islice(found, MAX_PROBLEMS))
@@ -99,7 +99,7 @@ def picture_note(run: Run) -> str | None:
     dataset = Dataset(replace(run.data, max_samples=num_compared), run.args.bad_sample == "skip")
     ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
     for index in range(len(dataset)):
-        for path in dataset[index].image_paths:
+        for path in (image.path for image in dataset[index].media):
             sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
             if sizes[0] != sizes[1]:
                 return (

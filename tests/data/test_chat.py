@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
 from mm.data.chat import ChatEncoder, load_tokenizer
-from mm.data.dataset import Dataset, Turn
+from mm.data.dataset import Dataset
+from mm.data.sample import Image, Turn
 from mm.errors import UserError
 from tests import llama_factory
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
@@ -47,7 +49,8 @@ def targets(tokenizer, encoded):
 
 
 def conversation(*turns):
-    return [Turn(role, text) for role, text in turns]
+    return [Turn(role, tuple(Image("") if part == "<image>" else part for part in re.split("(<image>)", text) if part))
+            for role, text in turns]
 
 
 TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
@@ -70,7 +73,7 @@ def test_default_system_prompt_is_the_templates(tokenizer):
         .render(TWO_TURNS)
         .startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nOne?")
     )
-    own = [Turn("system", "Be brief."), *TWO_TURNS]
+    own = [*conversation(("system", "Be brief.")), *TWO_TURNS]
     assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
 
@@ -183,7 +186,7 @@ def test_a_question_of_any_length_leaves_its_answer(tokenizer):
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):
     tokenizer = load_tokenizer(str(hf_directory))
     tokenizer.chat_template = template
-    messages = [Turn("user", "<image>Hi"), Turn("assistant", "Hello")]
+    messages = conversation(("user", "<image>Hi"), ("assistant", "Hello"))
     with pytest.raises(UserError, match=message):
         encoder(tokenizer).encode(messages, [(1, 2, 2)])
 

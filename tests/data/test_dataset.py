@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.config.data import Attributes
-from mm.data.dataset import Dataset, Turn
+from mm.data.dataset import Dataset
+from mm.data.sample import Image, Turn
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, data_config
 
@@ -36,14 +37,14 @@ def test_messages_and_images_are_in_reading_order(write_dataset, media_directory
     assert len(dataset) == len(RECORDS)
     sample = dataset[2]
     assert sample.turns[:2] == (
-        Turn("system", "Answer in one word."),
-        Turn("user", "Compare <image> with <image>."),
+        Turn("system", ("Answer in one word.",)),
+        Turn("user", ("Compare ", Image(tall), " with ", Image(wide), ".")),
     )
-    assert sample.image_paths == (tall, wide)
+    assert sample.media == (Image(tall), Image(wide))
     assert sample.source.endswith("data.json:2")
     assert [message.role for message in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert dataset[3].image_paths == (tall,)
-    assert dataset[4].image_paths == ()
+    assert dataset[3].media == (Image(tall),)
+    assert dataset[4].media == ()
 
 
 def test_llava_columns_and_system_column(load):
@@ -53,9 +54,9 @@ def test_llava_columns_and_system_column(load):
     }
     dataset = load(json.dumps([record]), attr=Attributes(system="instruction"))
     assert dataset[0].turns == (
-        Turn("system", "Be brief."),
-        Turn("user", "Hi"),
-        Turn("assistant", "Hello"),
+        Turn("system", ("Be brief.",)),
+        Turn("user", ("Hi",)),
+        Turn("assistant", ("Hello",)),
     )
 
 

@@ -85,7 +85,7 @@ def same_pictures(encoded, values, grids) -> bool:
 def test_under_the_peers_settings(made, tokenizer, model_config, name):
     sample, config, seq_length = made(name, image_resize="llamafactory")
     encoded = SampleEncoder.from_config(config, model_config, seq_length).encode(sample)
-    opened = [llama_factory.preprocessed(Image.open(path), *BOUNDS) for path in sample.image_paths]
+    opened = [llama_factory.preprocessed(Image.open(one.path), *BOUNDS) for one in sample.media]
     values, grids = pixels(opened)
     pairs = llama_factory.encoded_pairs(tokenizer, sample.turns, [t * h * w // 4 for t, h, w in grids])
     ids, labels = llama_factory.sample(pairs, seq_length, **ROWS[name][2])
@@ -103,7 +103,7 @@ def test_under_ours(made, reference, model_config, name):
     """Strips, which transformers refuses, and cuts, which it does not know, are left out."""
     sample, config, seq_length = made(name)
     encoded = SampleEncoder.from_config(config, model_config, seq_length).encode(sample)
-    values, grids = pixels([Image.open(path) for path in sample.image_paths], max_pixels=BOUNDS[1])
+    values, grids = pixels([Image.open(one.path) for one in sample.media], max_pixels=BOUNDS[1])
     messages = reference.messages({"messages": [(turn.role, turn.text) for turn in sample.turns]})
     assert encoded.token_ids.tolist() == reference.token_ids(messages, grids)
     labels = reference.labels(messages, grids, last_only=config.mask_history)

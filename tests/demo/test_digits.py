@@ -99,5 +99,5 @@ def test_the_trainer_reads_it_with_the_columns_of_data_tiny_json(dataset: digits
     raw = read(dataset.train)
     assert len(samples) == len(raw)
     for index in (0, 700, len(raw) - 1):
-        assert len(samples[index].image_paths) == len(raw[index]["images"])
+        assert len(samples[index].media) == len(raw[index]["images"])
         assert samples[index].turns[-1].text == raw[index]["messages"][1]["content"]

@@ -1,0 +1,77 @@
+"""The one form of a sample inside, whatever file format it was read from: turns of text, pictures and videos.
+
+Which formats there are, and what becomes of a sample, is not known here.
+"""
+
+from dataclasses import dataclass
+
+IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture.  Bounds of its own, in pixels, take the place of those of the data JSON."""
+
+    path: str
+    """It exists on this machine."""
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video.  Settings of its own take the place of those of the data JSON; they are named as qwen-vl-utils does."""
+
+    path: str
+    fps: float | None = None
+    """Frames to take of a second; not together with ``nframes``."""
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    """Of a frame, like ``max_pixels``."""
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    """Of all frames together."""
+    video_start: float | None = None
+    """Seconds from the beginning, like ``video_end``: what lies outside is not looked at."""
+    video_end: float | None = None
+
+
+Media = Image | Video
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says.  ``role`` is "system", "user" or "assistant"; only a user shows pictures and videos."""
+
+    role: str
+    parts: tuple[str | Media, ...]
+
+    @property
+    def text(self) -> str:
+        """Its words, with a placeholder for each picture and video."""
+        return "".join(part if isinstance(part, str) else _placeholder(part) for part in self.parts)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """In reading order."""
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An optional system message, then user and assistant turns in alternation, ending with an assistant's."""
+
+    turns: tuple[Turn, ...]
+    source: str
+    """``file:index``, the index counted from 0 within the file."""
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """In reading order."""
+        return tuple(part for turn in self.turns for part in turn.media)
+
+
+def _placeholder(part: Media) -> str:
+    return IMAGE_PLACEHOLDER if isinstance(part, Image) else VIDEO_PLACEHOLDER
