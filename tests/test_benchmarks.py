@@ -32,6 +32,7 @@ COMMANDS = {
     "speed": ("benchmarks.device_step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "700",
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
     "cpu": ("benchmarks.cpu_step", "--quick", "--rounds", "1", "--num-microbatches", "2"),
+    "data": ("benchmarks.data", "--quick"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
 }

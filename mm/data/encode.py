@@ -20,7 +20,7 @@ def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImagePr
     rule = rule or data.image_resize or "transformers"
     is_upright = rule == "transformers" if data.image_exif is None else data.image_exif
     return ImageProcessor.from_directory(
-        data.model_name_or_path, data.image_min_pixels, data.image_max_pixels, rule, is_upright)
+        data.model_name_or_path, data.image_min_pixels, data.image_max_pixels, rule, is_upright, data.image_backend)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SampleEncoder:
         )
 
     def _pixels(self, path: str, grid: Grid) -> Tensor:
-        values, decoded_grid = self.images.patches(self.images.load(path))
+        patches, decoded_grid = self.images.patches(path)
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
-        return values
+        return self.images.normalised(patches)

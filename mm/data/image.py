@@ -1,15 +1,13 @@
-"""Image files as the numbers that the ViT reads.
+"""Pictures as the bytes that the ViT reads, once they are normalised.
 
-Equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower and lacks the checks on files: a
-photograph is turned upright, transparency becomes white, and an animation gives its first frame.  LLaMA-Factory, whose
-rule MindSpeed-MM has, makes another picture of it first.
+By default equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower; or, sooner still, by
+torch's way of resizing, which is that of transformers' processor on torchvision.  LLaMA-Factory, whose rule
+MindSpeed-MM has, makes another picture of it first.  What is in a file is ``picture.py``'s.
 """
 
 import json
 import math
 import operator
-import os
-import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,23 +15,20 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from annotated_types import Gt
-from PIL import ExifTags, Image
+from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from mm.batch import Grid
-from mm.config.data import ResizeRule
+from mm.config.data import ImageBackend, ResizeRule
 from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Number, expected, fields_of
+from mm.data.picture import image_size, load_image, load_pixels
+from mm.data.sample import Image as ImageItem
 from mm.errors import UserError, refuse
 
-MAX_IMAGE_PIXELS = 50_000_000
-"""Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Only formats that are pictures: Pillow starts a PostScript interpreter for EPS."""
-_DEEP_MODES = ("F", "I")
-"""Pillow modes of more than 8 bits a channel; its conversion to RGB would clip almost all of them to white."""
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -84,78 +79,6 @@ def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: in
     return steps
 
 
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # fmt: skip
-"""EXIF orientation -> what turns the picture upright."""
-_TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
-"""Those that exchange width and height."""
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What turns ``image`` upright, from its header.  A TIFF file has been turned by Pillow."""
-    exif = Image.Exif()
-    exif.load(image.info.get("exif", b""))
-    return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
-
-
-def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
-    """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
-
-    Raises UserError naming ``path`` when it is no regular file, no image, cut short, deeper than 8 bits a channel or
-    larger than ``MAX_IMAGE_PIXELS``.
-    """
-    with _open(path) as image:
-        turn = _turn(image) if is_upright else None
-        try:
-            image.load()
-        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
-        decoded = _to_rgb(image) if on_white else image.convert("RGB")
-        return decoded if turn is None else decoded.transpose(turn)
-
-
-def _open(path: str) -> Image.Image:
-    """A Pillow image whose pixels are not yet decoded."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UserError(f"{path}: is no regular file; expected an image.")
-        image = Image.open(path, formats=_FORMATS)
-    except Image.UnidentifiedImageError as error:
-        formats = ", ".join(_FORMATS)
-        raise UserError(f"{path}: is no image in one of the formats {formats}; {_beginning(path)}.") from error
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    problem = None
-    if image.width * image.height > MAX_IMAGE_PIXELS:
-        problem = f"{image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}; make the image smaller"
-    elif image.mode.split(";")[0] in _DEEP_MODES:
-        problem = f"more than 8 bits a channel (mode {image.mode}); convert the image to 8 bits"
-    if problem:
-        image.close()
-        raise UserError(f"{path}: {problem}.")
-    return image
-
-
-def _beginning(path: str) -> str:
-    with open(path, "rb") as stream:
-        start = stream.read(16)
-    return f"it begins with {start!r}" if start else "it is empty"
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """As transformers' ``convert_to_rgb`` for Pillow images."""
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
 _Positive = Annotated[Number, Gt(0)]
 _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
 _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
@@ -176,11 +99,13 @@ class ImageProcessor:
     """Whether photographs are turned upright."""
     llama_factory: tuple[int, int] | None = None
     """The least and most pixels of LLaMA-Factory's rule, where that is applied first."""
+    backend: ImageBackend = "pillow"
+    """What resizes."""
 
     @classmethod
     def from_directory(
         cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
-        is_upright: bool = True,
+        is_upright: bool = True, backend: ImageBackend = "pillow",
     ) -> "ImageProcessor":
         """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
 
@@ -196,7 +121,7 @@ class ImageProcessor:
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
             "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
         }
-        found = replace(_checked(path, values | bounds), is_upright=is_upright)
+        found = replace(_checked(path, values | bounds), is_upright=is_upright, backend=backend)
         if rule == "llamafactory":
             return replace(found, llama_factory=(min_pixels, max_pixels))
         lower, upper = max(found.min_pixels, min_pixels), min(found.max_pixels, max_pixels or found.max_pixels)
@@ -208,6 +133,18 @@ class ImageProcessor:
             )
         return replace(found, min_pixels=lower, max_pixels=upper)
 
+    def within(self, item: ImageItem) -> "ImageProcessor":
+        """For an image with bounds of its own."""
+        if item.min_pixels is None and item.max_pixels is None:
+            return self
+        lower, upper = self.llama_factory or (self.min_pixels, self.max_pixels)
+        bounds = item.min_pixels or lower, item.max_pixels or upper
+        if bounds[0] > bounds[1]:
+            raise UserError(f"{item.path}: its min_pixels {bounds[0]} is above its max_pixels {bounds[1]}; change one.")
+        if self.llama_factory is not None:
+            return replace(self, llama_factory=bounds)
+        return replace(self, min_pixels=bounds[0], max_pixels=bounds[1])
+
     def _grid(self, width: int, height: int) -> Grid:
         """Patches of an image of this size in pixels.  Raises ValueError when the rule does not take it."""
         width, height = [(width, height), *(size for size, _ in self._steps(width, height))][-1]
@@ -218,40 +155,63 @@ class ImageProcessor:
     def _steps(self, width: int, height: int) -> list[Step]:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
-    def load(self, path: str) -> Image.Image:
-        """Decode an image file as the rule does.  Raises UserError as ``load_image`` does."""
-        return load_image(path, self.is_upright, on_white=self.llama_factory is None)
-
     def image_grid(self, path: str) -> Grid:
-        """Patches of an image file, from its header alone.  Raises UserError as ``load_image`` does, and for strips."""
-        with _open(path) as image:
-            is_turned = self.is_upright and _turn(image) in _TURNED
-            size = image.size[::-1] if is_turned else image.size
+        """Patches of an image file, from its header alone.  Raises UserError as ``image_size`` does, and for strips."""
         try:
-            return self._grid(*size)
+            return self._grid(*image_size(path, self.is_upright))
         except ValueError as error:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
-    def patches(self, image: Image.Image) -> tuple[Tensor, Grid]:
-        """Resize, normalise and cut an RGB image.
+    def patches(self, path: str) -> tuple[Tensor, Grid]:
+        """Decode, resize and cut an image file, uint8 [num_patches, channels x frames x patch_size x patch_size].
 
-        Returns float32 [num_patches, channels x frames x patch_size x patch_size] and the grid.  Patches that merge
-        into one visual token lie together.  A still image is repeated to fill ``temporal_patch_size`` frames.
+        A still image is repeated to fill ``temporal_patch_size`` frames.  Raises UserError as ``load_image`` does.
         """
-        grid = self._grid(*image.size)
+        pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
+        return self.cut(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
+
+    def cut(self, frames: Tensor) -> tuple[Tensor, Grid]:
+        """Frames, uint8 [num_frames, height, width, 3], as patches uint8 [num_patches, 3 x frames x side x side].
+
+        Patches that merge into one visual token lie together.
+        """
+        count, height, width, _ = frames.shape
+        side, merge, depth = self.patch_size, self.merge_size, self.temporal_patch_size
+        grid = count // depth, height // side, width // side
+        times, rows, columns = grid
+        pixels = frames.reshape(times, depth, rows // merge, merge, side, columns // merge, merge, side, 3)
+        return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
+
+    def normalised(self, patches: Tensor) -> Tensor:
+        """Bytes as float32.
+
+        Three roundings, not one fused multiply-add: this is what transformers' numpy code rounds to, for every byte.
+        """
+        mean, std = (torch.tensor(one).view(3, 1) for one in (self.image_mean, self.image_std))
+        values = patches.view(len(patches), 3, -1).float().div_(255).sub_(mean).div_(std)
+        return values.view(len(patches), -1)
+
+    def _resized_by_pillow(self, path: str) -> Tensor:
+        """uint8 [height, width, 3]"""
+        image = load_image(path, self.is_upright, on_white=self.llama_factory is None)
+        _, rows, columns = self._grid(*image.size)
         for size, how in self._steps(*image.size):
             image = image.resize(size, how)
-        _, rows, columns = grid
-        side, merge, frames = self.patch_size, self.merge_size, self.temporal_patch_size
-        resized = image.resize((columns * side, rows * side), resample=Image.Resampling.BICUBIC)
-        pixels = torch.from_numpy(np.array(resized))
-        # Bytes are permuted, and only one frame is computed: an eighth of what moving floats of all frames would cost.
-        pixels = pixels.view(rows // merge, merge, side, columns // merge, merge, side, 3)
-        pixels = pixels.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, side * side)
-        # Three roundings, not one fused multiply-add: this is what transformers' numpy code rounds to, for every byte.
-        mean, std = torch.tensor(self.image_mean).view(3, 1, 1), torch.tensor(self.image_std).view(3, 1, 1)
-        values = pixels.float().div_(255).sub_(mean).div_(std)
-        return values.expand(-1, -1, frames, -1).reshape(rows * columns, -1), grid
+        size = columns * self.patch_size, rows * self.patch_size
+        return torch.from_numpy(np.array(image.resize(size, resample=Image.Resampling.BICUBIC)))
+
+    def _resized_by_torch(self, path: str) -> Tensor:
+        """uint8 [height, width, 3], by torch's arithmetic on bytes: coefficients of 16 bits, where Pillow has 22."""
+        pixels = torch.from_numpy(load_pixels(path, self.is_upright))
+        _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])
+        size = rows * self.patch_size, columns * self.patch_size
+        resized = pixels.permute(2, 0, 1)[None]
+        lost_rows, lost_columns = pixels.shape[0] - size[0], pixels.shape[1] - size[1]
+        # The order of both sides shows after the rounding between them: Pillow's since version 13 (its Resample.c).
+        sizes = [(size[0], pixels.shape[1]), size] if lost_rows > max(0, 2 * lost_columns) else [size]
+        for one in sizes:
+            resized = interpolate(resized, size=list(one), mode="bicubic", antialias=True)
+        return resized[0].permute(1, 2, 0)
 
 
 def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:

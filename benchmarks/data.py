@@ -1,0 +1,97 @@
+"""How fast pictures become numbers, beside transformers' Pillow-based processor, on one core.
+
+    python -m benchmarks.data [--rounds 9] [--quick] [--output FILE.json]
+
+``pictures``: JPEG files of three sizes, from the file to what the trainer hands on, one after another: transformers'
+``Qwen2VLImageProcessorPil``, ours with ``image_backend`` "pillow" (equal to it to the bit) and "torch".  Medians over
+the rounds of the ratios of each round.  ``headers``: files a second whose patches are counted by their header alone.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from mm.data.image import ImageProcessor
+
+SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
+MAX_PIXELS = 1_003_520
+"""1,280 tokens of 28 x 28 pixels, which qwen-vl-utils and the README of Qwen2.5-VL name."""
+SETTINGS: dict[str, Any] = {
+    "min_pixels": 3136, "max_pixels": MAX_PIXELS, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711),
+}  # fmt: skip
+
+
+def write_photo(path: Path, size: tuple[int, int]) -> None:
+    """Smooth colours with noise, of a photograph's bytes per pixel."""
+    random = np.random.default_rng(0)
+    coarse = random.integers(0, 256, (size[1] // 40, size[0] // 40, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
+    noisy = smooth + random.normal(0, 6, smooth.shape).astype(np.int16)
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def pictures(directory: Path, rounds: int) -> dict[str, Any]:
+    theirs = Qwen2VLImageProcessorPil(**SETTINGS)
+    exact, fast = (ImageProcessor(**SETTINGS, backend=backend) for backend in ("pillow", "torch"))
+    found = {}
+    for name, size in SIZES.items():
+        path = str(directory / f"{size[0]}.jpg")
+        write_photo(Path(path), size)
+        expected = theirs([Image.open(path)], return_tensors="pt")["pixel_values"]
+        assert torch.equal(exact.normalised(exact.patches(path)[0]), expected)
+        taken = [(seconds(lambda path=path: theirs([Image.open(path)], return_tensors="pt")),
+                  seconds(lambda path=path: exact.patches(path)), seconds(lambda path=path: fast.patches(path)))
+                 for _ in range(rounds)]
+        found[name] = {
+            "their_milliseconds": 1000 * statistics.median(one for one, _, _ in taken),
+            "exact_speed_ratio": statistics.median(one / other for one, other, _ in taken),
+            "fast_speed_ratio": statistics.median(one / other for one, _, other in taken),
+        }
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def headers(directory: Path, num_files: int) -> dict[str, float]:
+    raw, processor = (directory / "640.jpg").read_bytes(), ImageProcessor(**SETTINGS)
+    paths = [directory / f"{number}.jpg" for number in range(10_000, 10_000 + num_files)]
+    for path in paths:
+        path.write_bytes(raw)
+    taken = seconds(lambda: [processor.image_grid(str(path)) for path in paths])
+    found = {"files_per_second": num_files / taken}
+    print("headers", json.dumps(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="one round and few files: shows that it runs")
+    parser.add_argument("--output", type=Path)
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        found = {"pictures": pictures(Path(directory), 1 if flags.quick else flags.rounds),
+                 "headers": headers(Path(directory), 50 if flags.quick else 5000)}
+    if flags.output:
+        flags.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

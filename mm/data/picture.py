@@ -1,0 +1,156 @@
+"""Picture files: their size by their header, and their pixels as RGB.
+
+A photograph is turned upright, transparency becomes white, an animation gives its first frame.  What size a picture is
+brought to, and what becomes of its pixels, is not known here.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image
+
+from mm.errors import UserError
+
+MAX_IMAGE_PIXELS = 50_000_000
+"""Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
+FORMATS = (
+    "AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF", "ICNS", "ICO", "IM", "IMT",
+    "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX", "PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER",
+    "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM", "XVTHUMB",
+)  # fmt: skip
+"""What Pillow itself decodes.  For EPS it would start a PostScript interpreter; WMF it reads on Windows only; of other
+formats it knows the name."""
+_OTHERS = (
+    (b"ftypheic", "HEIC, which Pillow reads with a plugin only"),
+    (b"ftypheix", "HEIC, which Pillow reads with a plugin only"),
+    (b"ftypmif1", "HEIF, which Pillow reads with a plugin only"),
+    (b"<svg", "a drawing (SVG)"),
+    (b"%!PS", "PostScript"),
+    (b"%PDF", "a PDF document"),
+    (b"<html", "a web page"),
+    (b"<!doctype html", "a web page"),
+    (b"git-lfs", "a pointer of Git LFS; fetch the file itself with 'git lfs pull'"),
+)
+"""What files that are no pictures begin with, in small letters but for PostScript and PDF, and what they are."""
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+"""EXIF orientation -> what turns the picture upright."""
+_TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
+"""Those that exchange width and height."""
+
+
+def image_size(path: str, is_upright: bool = True) -> tuple[int, int]:
+    """Width and height in pixels, from the header alone.  Raises UserError as ``load_image`` does for headers."""
+    with _open(path) as image:
+        is_turned = is_upright and _turn(image) in _TURNED
+        return image.size[::-1] if is_turned else image.size
+
+
+def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
+    """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
+
+    16 bits a channel become 8 by their upper half, and numbers from 0 to 1 are scaled to 0 to 255; Pillow alone would
+    make both white or black.  Raises UserError naming ``path`` when it is no regular file, no image, cut short, of
+    other numbers or larger than ``MAX_IMAGE_PIXELS``.
+    """
+    with _open(path) as image:
+        turn = _turn(image) if is_upright else None
+        try:
+            image.load()
+        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+        shallow = _in_8_bits(image, path)
+        if shallow.mode == "RGB" and "transparency" not in shallow.info:
+            decoded = shallow  # as it is: a copy of a large picture takes milliseconds
+        else:
+            decoded = _to_rgb(shallow) if on_white else shallow.convert("RGB")
+        return decoded if turn is None else decoded.transpose(turn)
+
+
+def load_pixels(path: str, is_upright: bool = True) -> np.ndarray:
+    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], sooner: a JPEG file goes past Pillow."""
+    with _open(path) as image:
+        is_plain = image.format in ("JPEG", "MPO") and image.mode == "RGB"
+        turn = _turn(image) if is_upright else None
+    if not is_plain:
+        return np.array(load_image(path, is_upright))
+    try:  # with the same library below it, and the same exact transforms
+        pixels = simplejpeg.decode_jpeg(Path(path).read_bytes(), "RGB", fastdct=False, fastupsample=False)
+    except ValueError as error:
+        raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+    return pixels if turn is None else _turned(pixels, turn)
+
+
+def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
+    """``Image.transpose`` of an array."""
+    if turn in _TURNED:
+        pixels = pixels.transpose(1, 0, 2)
+    rows = slice(None, None, -1 if turn in (_TURNS[3], _TURNS[4], _TURNS[7], _TURNS[8]) else 1)
+    columns = slice(None, None, -1 if turn in (_TURNS[2], _TURNS[3], _TURNS[6], _TURNS[7]) else 1)
+    return np.ascontiguousarray(pixels[rows, columns])
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What turns ``image`` upright, from its header.  A TIFF file has been turned by Pillow."""
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
+
+
+def _open(path: str) -> Image.Image:
+    """A Pillow image whose pixels are not yet decoded."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{path}: is no regular file; expected an image.")
+        image = Image.open(path, formats=FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise UserError(f"{path}: is no picture that Pillow reads: {_beginning(path)}.") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    if image.width * image.height > MAX_IMAGE_PIXELS:
+        image.close()
+        raise UserError(
+            f"{path}: {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}; make the image smaller.")
+    return image
+
+
+def _beginning(path: str) -> str:
+    with open(path, "rb") as stream:
+        start = stream.read(200)
+    known = next((what for mark, what in _OTHERS if mark in start or mark in start.lower()), None)
+    if known is not None:
+        return f"it is {known}; give a JPEG or PNG file"
+    return f"it begins with {start[:16]!r}; give a JPEG or PNG file" if start else "it is empty"
+
+
+def _in_8_bits(image: Image.Image, path: str) -> Image.Image:
+    """``image``, if it has more than 8 bits a channel, in 8."""
+    mode = image.mode.split(";")[0]
+    if mode not in ("I", "F"):
+        return image
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if mode == "I" and low >= 0 and high <= 0xFFFF:
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    if mode == "F" and low >= 0 and high <= 255:  # false for numbers that are not finite
+        return Image.fromarray((values * (255 if high <= 1 else 1)).round().astype(np.uint8))
+    expected = "integers from 0 to 65535" if mode == "I" else "numbers from 0 to 1, or to 255"
+    raise UserError(f"{path}: its pixels go from {low} to {high}; expected {expected}: convert the image to 8 bits.")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """As transformers' ``convert_to_rgb`` for Pillow images."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
