@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
+from mm.batch import normalised
 from mm.data.image import ImageProcessor
 
 SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
@@ -55,7 +56,7 @@ def pictures(directory: Path, rounds: int) -> dict[str, Any]:
         path = str(directory / f"{size[0]}.jpg")
         write_photo(Path(path), size)
         expected = theirs([Image.open(path)], return_tensors="pt")["pixel_values"]
-        assert torch.equal(exact.normalised(exact.patches(path)[0]), expected)
+        assert torch.equal(normalised(exact.patches(path)[0], exact.normalisation.constants()), expected)
         taken = [(seconds(lambda path=path: theirs([Image.open(path)], return_tensors="pt")),
                   seconds(lambda path=path: exact.patches(path)), seconds(lambda path=path: fast.patches(path)))
                  for _ in range(rounds)]

@@ -20,7 +20,7 @@ from benchmarks.cpu_step import peer_batches
 from benchmarks.ranks import free_port
 from benchmarks.workload import Sample
 from checkpoint.formats.hf import published_name
-from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, StepPlan
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
@@ -118,10 +118,14 @@ def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> M
                                          model.vision.spatial_merge_size))  # fmt: skip
     all_grids = tuple(grid for grids, _ in samples for grid in grids)
     num_patches = sum(t * h * w for t, h, w in all_grids)
-    pixels = torch.randn(num_patches, model.vision.patch_elements, generator=generator) if all_grids else None
+    pixels = torch.randint(0, 256, (num_patches, model.vision.patch_elements), generator=generator, dtype=torch.uint8)
     return Microbatch(
-        torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids, pixels
+        torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids,
+        pixels if all_grids else None, normalisation=NORMALISATION if all_grids else None,
     )
+
+
+NORMALISATION = Normalisation((0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -2,11 +2,13 @@
 
 from dataclasses import astuple, fields, replace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, targets_per_segment
+from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, normalised, targets_per_segment
 from mm.model.positions import plan_vision
 from tests.tiny import our_config
 
@@ -100,3 +102,15 @@ def numbered(microbatch: Microbatch, number: int) -> Microbatch:
     pixels = torch.full((microbatch.num_patches, 2), float(number)) if microbatch.image_grids else None
     ids, positions = microbatch.token_ids + number, microbatch.positions + number
     return replace(microbatch, token_ids=ids, positions=positions, pixel_values=pixels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalised_bytes_are_those_of_numpy(dtype, monkeypatch) -> None:
+    """In rounds of any size; a row of patches has each channel's values together."""
+    monkeypatch.setattr("mm.batch._ROWS_AT_A_TIME", 3)
+    rule = Normalisation((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+    patches = torch.arange(3 * 256, dtype=torch.uint8).view(3, 256).repeat(7, 1, 1).flatten(1)
+    mean, std = (np.array(one, dtype=np.float32)[:, None] for one in (rule.mean, rule.std))
+    row = (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / std
+    expected = torch.from_numpy(row).flatten().repeat(7, 1).to(dtype)
+    assert torch.equal(normalised(patches, rule.constants(), dtype), expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.formats.hf import published_name
-from mm.batch import IGNORE_INDEX, Grid, Microbatch
+from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.positions import mrope_positions
@@ -149,7 +149,16 @@ class RawSample:
     is_target: Tensor
     """bool: positions whose token is to be predicted."""
     grids: tuple[Grid, ...]
-    pixel_values: Tensor | None
+    pixels: Tensor | None
+    """uint8"""
+
+    @property
+    def pixel_values(self) -> Tensor | None:
+        """As transformers takes them."""
+        return None if self.pixels is None else normalised(self.pixels, NORMALISATION.constants())
+
+
+NORMALISATION = Normalisation((0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
@@ -163,7 +172,8 @@ def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_
     rest = text[3:]
     parts.append(rest)
     targets.append(torch.arange(len(rest)) >= len(rest) // 3)
-    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176, generator=generator) if grids else None
+    num_patches = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randint(0, 256, (num_patches, 1176), generator=generator, dtype=torch.uint8) if grids else None
     return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels)
 
 
@@ -175,7 +185,7 @@ def microbatch(samples: list[RawSample]) -> Microbatch:
         shifted[:-1][sample.is_target[1:]] = sample.token_ids[1:][sample.is_target[1:]]
         labels.append(shifted)
         positions.append(mrope_positions(sample.token_ids, sample.grids, IMAGE, VISION_START, 2))
-    pixels = [sample.pixel_values for sample in samples if sample.pixel_values is not None]
+    pixels = [sample.pixels for sample in samples if sample.pixels is not None]
     return Microbatch(
         token_ids=torch.cat([sample.token_ids for sample in samples]),
         labels=torch.cat(labels),
@@ -183,6 +193,7 @@ def microbatch(samples: list[RawSample]) -> Microbatch:
         segment_lengths=tuple(len(sample.token_ids) for sample in samples),
         image_grids=tuple(grid for sample in samples for grid in sample.grids),
         pixel_values=torch.cat(pixels) if pixels else None,
+        normalisation=NORMALISATION if pixels else None,
     )
 
 

@@ -97,10 +97,11 @@ class SampleEncoder:
             image_grids=grids,
             pixel_values=torch.cat(pixels) if pixels else None,
             num_cut_images=len(paths) - len(text.images),
+            normalisation=self.images.normalisation if pixels else None,
         )
 
     def _pixels(self, path: str, grid: Grid) -> Tensor:
         patches, decoded_grid = self.images.patches(path)
         if decoded_grid != grid:
             raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
-        return self.images.normalised(patches)
+        return patches

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from mm.batch import Grid
+from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
 from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Number, expected, fields_of
@@ -182,14 +182,9 @@ class ImageProcessor:
         pixels = frames.reshape(times, depth, rows // merge, merge, side, columns // merge, merge, side, 3)
         return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
 
-    def normalised(self, patches: Tensor) -> Tensor:
-        """Bytes as float32.
-
-        Three roundings, not one fused multiply-add: this is what transformers' numpy code rounds to, for every byte.
-        """
-        mean, std = (torch.tensor(one).view(3, 1) for one in (self.image_mean, self.image_std))
-        values = patches.view(len(patches), 3, -1).float().div_(255).sub_(mean).div_(std)
-        return values.view(len(patches), -1)
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(self.image_mean, self.image_std)
 
     def _resized_by_pillow(self, path: str) -> Tensor:
         """uint8 [height, width, 3]"""

@@ -2,9 +2,8 @@
 
 The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
 labels, positions, segment lengths, image grids, numbers of the samples) goes to the whole replica in one CPU broadcast;
-pixels go only to the ranks that hold the patch embedding, in the model's dtype: to cast them is the first that the
-model would do.  A thread does this for step n+1 while step n computes; it alone uses the mesh's replica, owners and
-pixel groups.
+pixels go only to the ranks that hold the patch embedding, as bytes, of which the device makes numbers.  A thread does
+this for step n+1 while step n computes; it alone uses the mesh's replica, owners and pixel groups.
 """
 
 import json
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, StepPlan
+from mm.batch import BatchTotals, Microbatch, Normalisation, StepPlan
 from mm.config.model import ModelConfig, VisionConfig
 from mm.data.sequence import in_pipeline_order
 from mm.device.device import Device
@@ -34,8 +33,8 @@ class DataOwner(Iterator[StepPlan]):
 
     ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
     ``holds_patch_embedding`` says whether this rank needs pixels; ``model`` says how wide they are and what a
-    microbatch costs, ``dtype`` is what the model computes in, and ``device`` is what they will be copied to.  A sample
-    that one owner cannot use raises the same AgreedError on every rank, at that step.
+    microbatch costs, and ``device`` is what they will be copied to.  A sample that one owner cannot use raises the same
+    AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -45,13 +44,12 @@ class DataOwner(Iterator[StepPlan]):
         num_steps: int,
         holds_patch_embedding: bool,
         model: ModelConfig,
-        dtype: torch.dtype,
         device: Device,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._holds_patch_embedding, self._model = holds_patch_embedding, model
-        self._dtype, self._device = dtype, device
+        self._device = device
         self._shared: Queue[StepPlan | Exception] = Queue()
         self._wanted = Semaphore(1)  # one step ahead: the coming one is made while the caller computes
         # A daemon, so that a rank that fails can leave while this waits for other ranks.
@@ -122,12 +120,11 @@ class DataOwner(Iterator[StepPlan]):
                 continue
             if owned is None:
                 num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
-                pixels = torch.empty(num_patches, self._model.vision.patch_elements, dtype=self._dtype)
+                pixels = torch.empty(num_patches, self._model.vision.patch_elements, dtype=torch.uint8)
             else:
-                pixels = _pixels_of(owned, microbatch, images).to(self._dtype)
+                pixels = _pixels_of(owned, microbatch, images)
             if group is not None:
-                # as bytes, because not every gloo knows every dtype
-                dist.broadcast(pixels.view(torch.uint8), src=mesh.replica_owner, group=group)
+                dist.broadcast(pixels, src=mesh.replica_owner, group=group)
             kept = pixels if rank == mesh.cp_rank else kept
         return self._device.pin(kept) if kept is not None and self._holds_patch_embedding else None
 
@@ -177,8 +174,20 @@ def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
             torch.tensor(m.segment_lengths, dtype=torch.int64),
             torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
             torch.tensor(m.samples, dtype=torch.int64),
+            *([_bits(m.normalisation)] if m.image_grids else []),
         ]
     return parts
+
+
+def _bits(normalisation: Normalisation | None) -> Tensor:
+    """Six float64 as int64 of the same bits."""
+    assert normalisation is not None, "images have been read with one"
+    return torch.tensor([*normalisation.mean, *normalisation.std], dtype=torch.float64).view(torch.int64)
+
+
+def _normalisation(bits: Tensor) -> Normalisation:
+    values = bits.clone().view(torch.float64).tolist()
+    return Normalisation(tuple(values[:3]), tuple(values[3:]))
 
 
 def _from_numbers(payload: Tensor) -> list[Microbatch]:
@@ -202,6 +211,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
                 image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
                 pixel_values=None,
                 samples=tuple(read(num_samples).tolist()),
+                normalisation=_normalisation(read(6)) if num_images else None,
             )
         )
     assert offset == payload.numel()

@@ -12,7 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mm.batch import BatchTotals, Microbatch
+from mm.batch import BatchTotals, Microbatch, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
@@ -89,7 +89,7 @@ class Chunk(nn.Module):
         share = self.context.share(microbatch) if self.context.size > 1 else None
         vision = embedding = language = loss = None
         if spec.vision_layers and (grids := self.context.image_grids(microbatch)):
-            vision = vision_inputs(grids, microbatch.pixel_values, model.vision, device, cut_group)
+            vision = vision_inputs(grids, self._pixels(microbatch), model.vision, device, cut_group)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.image_token_id, device, cut_group, share, self.visual_gradients)
@@ -98,6 +98,14 @@ class Chunk(nn.Module):
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss)
+
+    def _pixels(self, microbatch: Microbatch) -> Tensor | None:
+        """The bytes of its images go to the device and become numbers there."""
+        if microbatch.pixel_values is None:
+            return None
+        assert microbatch.normalisation is not None, "images have been read with one"
+        constants = self.device.copy(microbatch.normalisation.constants())
+        return normalised(self.device.copy(microbatch.pixel_values), constants, self.config.params_dtype)
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the chunk with the head returns the microbatch's share of the loss.

@@ -31,7 +31,7 @@ class VisionInputs:
     """One microbatch's images as the ViT needs them, on the device."""
 
     pixel_values: Tensor | None
-    """None without the patch embedding."""
+    """In the model's dtype; None without the patch embedding."""
     plan: VisionPlan
     window: AttentionInputs
     """Window layers: rows in window order."""
@@ -46,6 +46,8 @@ def vision_inputs(
     cut_group: dist.ProcessGroup | None = None,
 ) -> VisionInputs:
     """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
+
+    ``pixels`` are there already, as numbers.
 
     ``cut_group``: the ranks that cut rows among them.
     """
@@ -62,7 +64,7 @@ def vision_inputs(
         image_cut = replace(window_cut, order=plan.image_order)
         token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
     return VisionInputs(
-        pixel_values=None if pixels is None else device.copy(pixels),
+        pixel_values=pixels,
         plan=plan,
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), False, window_cut),
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, image_cut),

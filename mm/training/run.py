@@ -132,8 +132,8 @@ class Trainer:
             return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
 
         stage = self.parts.stage
-        return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding,
-                         run.model, stage.config.params_dtype, self.device)
+        return DataOwner(
+            together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding, run.model, self.device)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm.batch import IGNORE_INDEX, Microbatch
+from mm.batch import IGNORE_INDEX, Microbatch, normalised
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.errors import UserError
@@ -26,7 +26,8 @@ def test_a_sample_equals_transformers_from_raw_json_to_pixels(write_dataset, mod
     assert torch.equal(encoded.positions, reference.positions(token_ids, images["image_grid_thw"] if images else None))
     assert [list(grid) for grid in encoded.image_grids] == grids
     if images:
-        assert torch.equal(encoded.pixel_values, images["pixel_values"])
+        found = normalised(encoded.pixel_values, encoded.normalisation.constants())
+        assert torch.equal(found, images["pixel_values"])
     else:
         assert encoded.pixel_values is None
 

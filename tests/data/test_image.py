@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
+from mm.batch import normalised
 from mm.data.image import ImageProcessor, smart_resize
 from mm.data.sample import Image as ImageItem
 from mm.errors import UserError
@@ -44,7 +45,7 @@ def assert_equals_reference(path, hf_directory, max_pixels=300_000):
 
 def assert_equal(path, processor, expected):
     patches, grid = processor.patches(str(path))
-    values = processor.normalised(patches)
+    values = normalised(patches, processor.normalisation.constants())
     expected_values, expected_grid = expected
     assert grid == expected_grid == processor.image_grid(str(path))
     assert values.dtype == torch.float32

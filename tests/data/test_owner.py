@@ -59,19 +59,7 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
             assert given["totals"] == expected_totals(layout, step), (rank, step)
 
 
-def test_pixels_come_in_the_dtype_of_the_model(received: list[dict]) -> None:
-    """Equal to the bit to what the patch embedding would make of them."""
-    layout = LAYOUTS[0]
-    for rank in RANKS:
-        mine = received[rank]["bfloat16"]
-        steps = [[replace(m, pixel_values=None if m.pixel_values is None else m.pixel_values.bfloat16()) for m in step]
-                 for step in (in_pipeline_order(layout.config, one) for one in batches(mine["place"]["dp"]))]
-        holds_pixels = layout.config.placement()[mine["place"]["pp"]].has_patch_embedding
-        expected = [[fingerprint(m)["pixels"] if holds_pixels else None for m in step] for step in steps]
-        assert [[m["pixels"] for m in step["microbatches"]] for step in mine["steps"]] == expected
-
-
-@pytest.mark.parametrize("case", [*(layout.name for layout in LAYOUTS), "bfloat16"])
+@pytest.mark.parametrize("case", [layout.name for layout in LAYOUTS])
 def test_pixels_are_pinned_by_the_data_thread(received: list[dict], case: str) -> None:
     for rank in RANKS:
         has_pixels = any(m["pixels"] for step in received[rank][case]["steps"] for m in step["microbatches"])

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from mm.batch import IGNORE_INDEX
+from mm.batch import IGNORE_INDEX, normalised
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from tests import llama_factory
@@ -78,7 +78,8 @@ def pixels(images: list[Image.Image], **settings):
 
 def same_pictures(encoded, values, grids) -> bool:
     return [list(grid) for grid in encoded.image_grids] == grids and (
-        encoded.pixel_values is None if values is None else torch.equal(encoded.pixel_values, values))
+        encoded.pixel_values is None if values is None else
+        torch.equal(normalised(encoded.pixel_values, encoded.normalisation.constants()), values))
 
 
 @pytest.mark.parametrize("name", ROWS)

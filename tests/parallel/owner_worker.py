@@ -97,6 +97,7 @@ def fingerprint(one: Microbatch) -> dict:
         "segment_lengths": list(one.segment_lengths),
         "image_grids": [list(grid) for grid in one.image_grids],
         "samples": list(one.samples),
+        "normalisation": None if one.normalisation is None else [*one.normalisation.mean, *one.normalisation.std],
         "pixels": None if one.pixel_values is None else of(one.pixel_values),
     }
 
@@ -129,10 +130,8 @@ class PinsOnCpu(Device):
         return copy
 
 
-def receive(layout: Layout, failure: Exception | None = None, dtype: str = "float32") -> dict:
+def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
-    import torch
-
     from mm.data.owner import DataOwner
     from mm.parallel import mesh as parallel
 
@@ -143,7 +142,7 @@ def receive(layout: Layout, failure: Exception | None = None, dtype: str = "floa
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     device = PinsOnCpu(**vars(Device.pick("cpu")))
     owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config,
-                      getattr(torch, dtype), device)  # fmt: skip
+                      device)  # fmt: skip
     steps, error, pinned_in = [], None, set()
     try:
         for plan in owner:
@@ -173,7 +172,6 @@ def main(directory: str) -> None:
     dist.init_process_group("gloo")
     path = Path(directory) / f"{dist.get_rank()}.json"
     received = {layout.name: receive(layout) for layout in LAYOUTS}
-    received["bfloat16"] = receive(LAYOUTS[0], dtype="bfloat16")
     received["user's mistake"] = receive(LAYOUTS[2], failure=UserError("data.json: sample 17 has no answer"))
     received["broken picture"] = receive(LAYOUTS[2], failure=OSError("picture 17 cannot be read"))
     received["bug"] = receive(LAYOUTS[2], failure=IndexError("list index out of range"))
