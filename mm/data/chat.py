@@ -96,6 +96,11 @@ class ChatEncoder:
     def image_token_id(self) -> int:
         return self.tokenizer.get_vocab()[IMAGE_TOKEN]
 
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Of the tokens in whose places visual ones come."""
+        return frozenset({self.image_token_id})
+
     @cached_property
     def vision_start_token_id(self) -> int:
         return self.tokenizer.get_vocab()[VISION_START_TOKEN]

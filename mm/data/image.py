@@ -182,6 +182,12 @@ class ImageProcessor:
         pixels = frames.reshape(times, depth, rows // merge, merge, side, columns // merge, merge, side, 3)
         return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
 
+    def joined(self, patches: Tensor, grid: Grid) -> Tensor:
+        """The inverse of ``cut``: the frames."""
+        (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
+        pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
+        return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
+
     @property
     def normalisation(self) -> Normalisation:
         return Normalisation(self.image_mean, self.image_std)

@@ -1,0 +1,174 @@
+"""A report on a dataset: facts, tables, histograms and problems, as text for the terminal and as one HTML page.
+
+What is counted, and where the numbers come from, is not known here.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_BAR_CHARACTERS = 40
+_MAX_PROBLEMS_IN_TEXT = 20
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often a number of something occurs."""
+
+    title: str
+    unit: str
+    edges: tuple[float, ...]
+    """One more than there are counts; ascending.  A bin holds what is at its lower edge and below the next."""
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, title: str, unit: str, values: np.ndarray, num_bins: int = 20) -> "Histogram":
+        """Bins of equal width, as wide as a round number of 1, 2 or 5 times a power of ten, of whole numbers."""
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        width = _round_width((high - low + 1) / num_bins)
+        start = low // width * width
+        edges = np.arange(start, high + width + 1, width)
+        counts, _ = np.histogram(values, edges)
+        return cls(title, unit, tuple(map(float, edges)), tuple(map(int, counts)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words and numbers as they shall be read, below a header."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one sample, or with a file."""
+
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is said of a dataset."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    tables: tuple[Table, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def text(self) -> str:
+        """For the terminal; of many problems the first."""
+        width = max((len(name) for name, _ in self.facts), default=0)
+        blocks = [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts]]
+        blocks += [_table_lines(table) for table in self.tables]
+        blocks += [_bars(histogram) for histogram in self.histograms]
+        blocks.append([f"note: {note}" for note in self.notes])
+        shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:_MAX_PROBLEMS_IN_TEXT]]
+        if len(self.problems) > len(shown):
+            shown.append(f"... and {len(self.problems) - len(shown)} more problems")
+        blocks.append(shown)
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    def html(self) -> str:
+        """One page that needs nothing beside it: no script, no font, no network."""
+        facts = "".join(f"<tr><th>{_escaped(name)}</th><td>{_escaped(value)}</td></tr>" for name, value in self.facts)
+        parts = [f'<table class="facts">{facts}</table>', *map(_html_table, self.tables)]
+        if self.histograms:
+            parts.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
+        parts += [f"<p>{_escaped(note)}</p>" for note in self.notes]
+        rows = tuple((problem.where, problem.what) for problem in self.problems)
+        heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
+        parts.append(_html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>")
+        return page(self.title, "\n".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document."""
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}</title>\n'
+            f"<style>{_STYLE}</style></head><body><main>\n<h1>{_escaped(title)}</h1>\n{body}\n</main></body></html>\n")
+
+
+def _round_width(least: float) -> int:
+    """The least of 1, 2, 5, 10, 20 ... that is not below ``least``."""
+    power = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * power >= least:
+                return factor * power
+        power *= 10
+
+
+def _table_lines(table: Table) -> list[str]:
+    rows = (table.header, *table.rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [table.title, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                           for row in rows)]
+
+
+def _bars(histogram: Histogram) -> list[str]:
+    most = max(histogram.counts, default=0)
+    names = [f"{edge:,.0f}" for edge in histogram.edges[:-1]]
+    width = max(map(len, names), default=0)
+    bars = [f"{name.rjust(width)}  {'#' * -(-count * _BAR_CHARACTERS // max(most, 1))} {count:,}"
+            for name, count in zip(names, histogram.counts, strict=True)]
+    return [f"{histogram.title} ({histogram.unit}, from)", *bars]
+
+
+def _html_table(table: Table) -> str:
+    header = "".join(f"<th>{_escaped(cell)}</th>" for cell in table.header)
+    rows = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<h2>{_escaped(table.title)}</h2><table><tr>{header}</tr>{rows}</table>"
+
+
+_WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
+"""Of a histogram, in pixels; the last is for its axis."""
+
+
+def _svg(histogram: Histogram) -> str:
+    most, num_bins = max(histogram.counts, default=0) or 1, len(histogram.counts)
+    each, height = _WIDTH / num_bins, _HEIGHT - _BOTTOM - 14
+    parts = list(_svg_bars(histogram.counts, histogram.edges, each, height / most))
+    for number in sorted({0, num_bins // 2, num_bins}):
+        anchor = "start" if number == 0 else "end" if number == num_bins else "middle"
+        parts.append(f'<text x="{number * each:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
+                     f"{histogram.edges[number]:,.0f}</text>")
+    return (f'<figure><figcaption>{_escaped(histogram.title)} <small>({_escaped(histogram.unit)}; at most {most:,} '
+            f'a bin)</small></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+            f"</figure>")
+
+
+def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale: float) -> Iterator[str]:
+    floor = _HEIGHT - _BOTTOM
+    for number, count in enumerate(counts):
+        height = max(count * scale, 1.0 if count else 0.0)
+        told = f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}: {count:,}"
+        yield (f'<rect x="{number * each + 1:.1f}" y="{floor - height:.1f}" width="{max(each - 2, 1):.1f}" '
+               f'height="{height:.1f}"><title>{told}</title></rect>')
+    yield f'<line x1="0" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>'
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text)
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f6f8; margin: 0 }
+main { max-width: 1000px; margin: 0 auto; padding: 24px }
+h1 { font-size: 24px } h2 { font-size: 18px; margin-top: 32px }
+table { border-collapse: collapse; background: #fff; width: 100% }
+th, td { text-align: left; padding: 5px 10px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
+th { background: #eef1f5; font-weight: 600 } .facts { width: auto }
+.histograms { display: flex; flex-wrap: wrap; gap: 20px; margin-top: 24px }
+figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 1 1 440px }
+svg { width: 100%; height: auto } rect { fill: #3b7dd8 } line { stroke: #8a94a3 }
+text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
+.turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
+.learnt { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
+img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }
+"""
