@@ -165,7 +165,7 @@ table { border-collapse: collapse; background: #fff; width: 100% }
 th, td { text-align: left; padding: 5px 10px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
 th { background: #eef1f5; font-weight: 600 } .facts { width: auto }
 .histograms { display: flex; flex-wrap: wrap; gap: 20px; margin-top: 24px }
-figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 1 1 440px }
+figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 0 1 462px }
 svg { width: 100%; height: auto } rect { fill: #3b7dd8 } line { stroke: #8a94a3 }
 text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }

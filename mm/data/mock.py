@@ -1,0 +1,71 @@
+"""Made-up data of a wanted size, to try out memory and speed with before the real data are there."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from mm.errors import refuse
+
+_WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", "green", "field", "and", "one", "old",
+          "tree", "near", "water", "under", "open", "sky")  # fmt: skip
+"""Each with a space before it is one token of Qwen's tokenizer."""
+
+
+@dataclass(frozen=True)
+class Mock:
+    """What a made-up dataset holds; every sample is alike in size, and no two are the same."""
+
+    num_samples: int = 100
+    num_images: int = 1
+    """Of a sample."""
+    width: int = 640
+    height: int = 480
+    text_length: int = 256
+    """Of the answer: tokens where a tokenizer is given, words otherwise."""
+    num_pictures: int = 16
+    """Different picture files; the samples share them."""
+    seed: int = 1234
+
+    def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+        """``data.jsonl`` and ``images/`` in ``directory``; returns the path of the former.
+
+        Raises UserError for a directory that holds one already, and for sizes that make no sample.
+        """
+        target = directory / "data.jsonl"
+        least = {"num_samples": 1, "num_images": 0, "width": 1, "height": 1, "text_length": 1, "num_pictures": 1}
+        refuse([f"{name} is {getattr(self, name)}; expected at least {bound}" for name, bound in least.items()
+                if getattr(self, name) < bound])
+        refuse([f"{target} exists already; give another directory, or remove it"] if target.exists() else [])
+        (directory / "images").mkdir(parents=True, exist_ok=True)
+        random = np.random.default_rng(self.seed)
+        names = [f"images/{number:05}.jpg" for number in range(self.num_pictures if self.num_images else 0)]
+        for name in names:
+            coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+            coarse.resize((self.width, self.height), Image.Resampling.BICUBIC).save(directory / name, quality=90)
+        with open(target, "w", encoding="utf-8") as stream:
+            for number in range(self.num_samples):
+                images = [names[(number * self.num_images + at) % len(names)] for at in range(self.num_images)]
+                stream.write(json.dumps(self._record(number, images, random, tokenizer)) + "\n")
+        return target
+
+    def _record(self, number: int, images: list[str], random: np.random.Generator,
+                tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        answer = _text(self.text_length, random, tokenizer)
+        return {"id": number, "images": images, "messages": [
+            {"role": "user", "content": "<image>" * len(images) + f"Question {number}: what is there to be seen?"},
+            {"role": "assistant", "content": answer}]}
+
+
+def _text(length: int, random: np.random.Generator, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Random words, cut at ``length``."""
+    words = [_WORDS[index] for index in random.integers(0, len(_WORDS), length)]
+    if tokenizer is None:
+        return " ".join(words)
+    while len(ids := tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]) < length:
+        words += words
+    return tokenizer.decode(ids[:length])
