@@ -1,0 +1,43 @@
+"""Bad samples are listed once, over runs too, and too many of them end the run."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from mm.data.quarantine import LEDGER, BadSample, Quarantine
+from mm.errors import UserError
+
+BAD = [BadSample("a.json", 10 * number, number, f"id{number}", "x.jpg", f"x.jpg: damaged {number} é")
+       for number in range(4)]
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_sample_has_one_row_over_epochs_and_runs(tmp_path) -> None:
+    ledger = tmp_path / "logs" / LEDGER
+    first = Quarantine(100, 0.1, ledger)
+    first.add([])
+    assert not ledger.exists()
+    first.add([BAD[0], BAD[1], BAD[0]])
+    first.add([BAD[1]])
+    Quarantine(100, 0.1, ledger).add([BAD[1], BAD[2]])
+    assert rows(ledger) == [asdict(one) for one in BAD[:3]]
+
+
+def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
+    quarantine = Quarantine(20, 0.1, tmp_path / LEDGER)
+    quarantine.add(BAD[:2])
+    quarantine.add(BAD[:2])
+    with pytest.raises(UserError, match=r"3 of 20 samples cannot be used, more than --max-bad-fraction 0.1 .*ed 2"):
+        quarantine.add(BAD[2:3])
+    assert len(rows(tmp_path / LEDGER)) == 3
+
+
+def test_a_rank_that_does_not_write_counts_too() -> None:
+    quarantine = Quarantine(20, 0.0, None)
+    quarantine.add([])
+    with pytest.raises(UserError, match="1 of 20 samples"):
+        quarantine.add(BAD[:1])
