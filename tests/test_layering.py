@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 16_960
+MAX_HOUSE_LINES = 17_560
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 1,400 for
@@ -26,7 +26,8 @@ for the timeline, the picture and the timers of a step; 820 for context parallel
 kernels of its own on each device, and its memory; 270 for freezing by layer and by pattern, exact in messages, memory
 and FLOPs (190), and modules that are recomputed; 530 for a watchdog that ends all ranks with a report, and for messages
 that both sides compare; 50 for the order of a step's
-microbatches; 200 for messages and inputs that come while a stage computes; 100 for the one form of a sample inside."""
+microbatches; 200 for messages and inputs that come while a stage computes; 100 for the one form of a sample inside; 600 for
+picture files of all kinds, bytes that the device makes numbers of, reports on data, and samples that are left out."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,

@@ -68,4 +68,4 @@ def _text(length: int, random: np.random.Generator, tokenizer: PreTrainedTokeniz
         return " ".join(words)
     while len(ids := tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]) < length:
         words += words
-    return tokenizer.decode(ids[:length])
+    return str(tokenizer.decode(ids[:length]))

@@ -50,7 +50,7 @@ def image_size(path: str, is_upright: bool = True) -> tuple[int, int]:
     """Width and height in pixels, from the header alone.  Raises UserError as ``load_image`` does for headers."""
     with _open(path) as image:
         is_turned = is_upright and _turn(image) in _TURNED
-        return image.size[::-1] if is_turned else image.size
+        return (image.height, image.width) if is_turned else (image.width, image.height)
 
 
 def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
