@@ -238,7 +238,7 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
 
 def _most_held(run: Run, memory: StageMemory, rows: Rows) -> int:
     """The number of microbatches, of those that a step may have, with which the stage holds most."""
-    return max(run.possible_microbatches, key=lambda count: memory.kept_bytes(rows, count))
+    return max(run.possible_microbatches, key=lambda count: (memory.kept_bytes(rows, count), count))
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
