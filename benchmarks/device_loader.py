@@ -61,9 +61,9 @@ def measure(data: DataConfig, flags: argparse.Namespace, num_workers: int, step_
     dataset = Dataset(data)
     encoder = SampleEncoder.from_config(data, read_model(EXAMPLES / "model_tiny.json").value, MAX_TOKENS)
     batch = flags.samples_per_step
-    order = Order(len(dataset), 0, True, global_batch_size=batch, micro_batch_size=batch, dp_rank=0, dp_size=1)
+    order = Order.plain(len(dataset), 0, True, global_batch_size=batch, micro_batch_size=batch, dp_rank=0, dp_size=1)
     start = time.perf_counter()
-    loader = StepLoader(dataset, encoder, order, num_workers, data.prefetch_factor)
+    loader = StepLoader(dataset, encoder, order.steps(), num_workers, data.prefetch_factor)
     try:
         microbatches = next(loader)
         found = {"first_step_seconds": time.perf_counter() - start}

@@ -27,7 +27,9 @@ Paths = Annotated[
 ]
 ResizeRule = Literal["transformers", "llamafactory"]
 ImageBackend = Literal["pillow", "torch"]
-Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"]
+Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler", "BucketBatchSampler",
+                  "BalancedBatchSampler"]
+PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,6 +44,8 @@ class Attributes:
     user_tag: str = "human"
     assistant_tag: str = "gpt"
     system_tag: str | None = "system"
+    packing: Annotated[bool, OrDefault] = False
+    """The same as the two of ``DataConfig``: a user of MindSpeed-MM finds each of the three words somewhere."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -67,8 +71,15 @@ class DataConfig:
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None
+    packing: Annotated[bool, OrDefault, Key(_BASIC + "packing")] = False
+    """Ask ``packs``."""
+    neat_packing: Annotated[bool, OrDefault, Key(_BASIC + "neat_packing")] = False
+    packing_max_patches: Annotated[Count | None, Key(_BASIC + "packing_max_patches")] = None
+    """Most patches of a pack, beside the most tokens; None: no bound."""
     shuffle: Annotated[bool, Key("dataloader_param.shuffle")] = True
     """Has no effect with the SequentialSampler; ask ``is_shuffled``."""
+    priority_mode: Annotated[PriorityMode, OrDefault, Key("dataloader_param.priority_mode")] = "data_bucketing_img"
+    """Of the BucketBatchSampler."""
     prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
     sampler_type: Annotated[Sampler, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
 
@@ -76,6 +87,21 @@ class DataConfig:
     def is_shuffled(self) -> bool:
         """Whether the samples come in another order than they stand in the files."""
         return self.shuffle and self.sampler_type != "SequentialSampler"
+
+    @property
+    def packs(self) -> bool:
+        """Whether a microbatch holds as many samples as fit, and not a fixed number."""
+        return self.packing or self.neat_packing or self.attr.packing
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether samples are dealt to microbatches and replicas by what they cost."""
+        return self.sampler_type == "BalancedBatchSampler"
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the order of samples depends on what they hold."""
+        return self.packs or self.is_balanced or self.sampler_type == "BucketBatchSampler"
 
 
 def read_data(path: str | Path) -> Read[DataConfig]:
@@ -99,3 +125,8 @@ def _problems(data: DataConfig) -> Iterator[str]:
                "image_backend to 'pillow'")
     if data.train_on_prompt and data.mask_history:
         yield "train_on_prompt and mask_history are both true; they exclude each other, so set one to false"
+    if data.packs and data.sampler_type == "BucketBatchSampler":
+        yield ("packing and sampler_type = \"BucketBatchSampler\" are both given, but packs are made of long and short "
+               "samples alike; write \"BalancedBatchSampler\", which makes packs of even cost")
+    if data.packing_max_patches is not None and not data.packs:
+        yield f"packing_max_patches is {data.packing_max_patches}, but packing is not true; set it to true"

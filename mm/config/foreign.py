@@ -117,7 +117,6 @@ _NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
 _NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), _NOT_HERE)
 _NULL = Fixed((None,), _NOT_HERE)
-_PACKED = Fixed((None, False), "the samples of a microbatch are packed anyway; --micro-batch-size says how many")
 _PRECISION = "it repeats --bf16 or --fp16"
 
 _TOWER: dict[str, Row] = {
@@ -210,13 +209,10 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         **_all(_NULL, "val_dataset val_max_samples"),
         **_all(_OFF, "streaming use_pmcc_data"),
         "val_rate": Fixed((None, 0.0), _NOT_HERE),
-        "packing": _PACKED,
-        "neat_packing": Fixed((None, False), "packed samples never see one another here"),
     },
     "dataset_param.attr": {
         "formatting": Fixed(("sharegpt",), "lists of messages"),
         **_all(Fixed((None,), _NO_VIDEO), "videos audios"),
-        "packing": _PACKED,
         **_all(_OFF, "ranking pretrain"),
         **_all(Inert(_NO_TOOLS), "observation_tag function_tag"),
         **_all(_NULL, "tools prompt query response history chosen rejected"),
@@ -228,7 +224,6 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         "persistent_workers": Inert("data workers live as long as the training"),
         "num_workers": Inert("--num-workers decides"),
         "batch_size": Inert("--micro-batch-size decides"),
-        "priority_mode": Inert("it concerns the BucketBatchSampler only"),
         "data_sharding": _OFF,
     },
     "dataloader_param.collate_param": {

@@ -16,6 +16,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, Words, flag_name, flag_problems, read_flags, split, usage_notes
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
+from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import fields_of, shown
 from mm.errors import UserError, collected, refuse
 
@@ -92,9 +93,25 @@ class Run:
         return self.args.global_batch_size or self.args.micro_batch_size * self.dp_size
 
     @property
-    def num_microbatches(self) -> int:
-        """Microbatches of one replica in one step."""
-        return self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
+    def num_microbatches(self) -> int | None:
+        """Microbatches of one replica in one step; None where packs make it differ by step and replica."""
+        return None if self.data.packs else self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
+
+    @property
+    def least_microbatches(self) -> int:
+        """Fewest microbatches that a replica can work on: virtual chunks need one for each stage."""
+        return self.num_stages if self.num_chunks > 1 else 1
+
+    @property
+    def possible_microbatches(self) -> Sequence[int]:
+        """Each number of microbatches that a replica may have in a step, as far as stages hold more or less with it.
+
+        More than four for each stage change nothing: a chunk works on fewer than two for each in a row.
+        """
+        if self.num_microbatches is not None:
+            return (self.num_microbatches,)
+        most = self.global_batch_size - (self.dp_size - 1) * self.least_microbatches
+        return range(self.least_microbatches, min(most, 4 * self.num_stages) + 1)
 
     @property
     def lr_decay_iters(self) -> int:
@@ -129,10 +146,12 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*usage_notes(words), *_notes(args), *_frozen_notes(args, model.value), *model.notes, *data.notes)
+    notes = (*usage_notes(words), *_notes(args), *sampling_notes(args, data.value), *_frozen_notes(args, model.value),
+             *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
-    refuse((*problems, *_layout_problems(run), *_context_problems(run), *_model_problems(run, model.document)))
+    refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
+            *_model_problems(run, model.document)))
     return run
 
 
@@ -241,6 +260,11 @@ def _layout_problems(run: Run) -> Iterator[str]:
         yield (f"The world size is {run.world_size}, not a multiple of {' x '.join(used)} parallel size = "
                f"{' x '.join(map(str, used.values()))} = {replica_size}; nearest: "
                f"{_nearest_multiples(run.world_size, replica_size)} ranks")
+    elif run.num_microbatches is None:
+        if run.global_batch_size < (least := run.dp_size * run.least_microbatches):
+            why = ", one for each stage, as virtual chunks need" if run.num_chunks > 1 else ""
+            yield (f"--global-batch-size is {run.global_batch_size}; expected at least {least} samples, so that each "
+                   f"of {run.dp_size} replicas has {run.least_microbatches} or more{why}")
     elif run.global_batch_size % (unit := args.micro_batch_size * run.dp_size):
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
@@ -331,10 +355,6 @@ def _notes(args: Arguments) -> Iterator[str]:
                "recomputed alone, which keeps one hidden state per layer")
     if "core_attn" in args.recompute_modules:
         yield "command line: core_attn of --recompute-modules has no effect: attention scores are never kept"
-    if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
-        yield ("command line: every target token of the global batch counts the same in the loss.  MindSpeed-MM takes "
-               "the mean of each microbatch, then the mean of these: add --calculate-per-microbatch-loss for that, or "
-               "--calculate-per-token-loss to keep this")
     if args.load is None:
         yield "command line: no --load, so training starts from random weights"
     if args.save is None:

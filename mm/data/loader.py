@@ -5,11 +5,10 @@ that its threads (communication, prefetch) may hold at that moment, open sockets
 The price is that a script which trains needs its ``if __name__ == "__main__"`` guard.
 """
 
-import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,27 +18,31 @@ from torch.utils.data import DataLoader
 from mm.batch import Microbatch
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
-from mm.data.order import Order
+from mm.data.order import Step
 from mm.errors import UserError
 
 
 class StepLoader(Iterator[list[Microbatch]]):
-    """Endless iterator over optimizer steps: each item is the list of this data-parallel rank's microbatches.
+    """Iterator over optimizer steps: each item is the list of this data-parallel rank's microbatches.
 
     What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once.
     """
 
     def __init__(
-        self, dataset: Dataset, encoder: SampleEncoder, order: Order, num_workers: int = 2, prefetch_factor: int = 2
+        self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
+        prefetch_factor: int = 2,
     ) -> None:
-        """Each worker prepares ``prefetch_factor`` microbatches ahead.  Without workers the calling thread encodes."""
-        self._num_microbatches = order.num_microbatches
+        """``steps`` says which samples each microbatch of each step holds, and may have no end.
+
+        It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
+        thread encodes.
+        """
         # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
         multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
         self._microbatches: Any = iter(
             DataLoader(
-                _MicrobatchSource(dataset, encoder, order),
-                sampler=itertools.count(),
+                _MicrobatchSource(dataset, encoder),
+                sampler=_in_one_row(steps),  # pyright: ignore[reportArgumentType]  (any iterable does)
                 batch_size=None,
                 num_workers=num_workers,  # torch keeps each to one CPU thread
                 prefetch_factor=prefetch_factor if num_workers else None,
@@ -51,9 +54,9 @@ class StepLoader(Iterator[list[Microbatch]]):
 
     def __next__(self) -> list[Microbatch]:
         """The next step.  Raises UserError for a sample that cannot be used, naming it."""
-        step = []
-        for _ in range(self._num_microbatches):
-            item = next(self._microbatches)
+        step, is_last = [], False
+        while not is_last:
+            item, is_last = next(self._microbatches)
             if isinstance(item, UserError):
                 raise item
             step.append(item)
@@ -68,23 +71,30 @@ class StepLoader(Iterator[list[Microbatch]]):
         self._microbatches = iter(())
 
 
+def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
+    """The microbatches of all steps, and whether each is the last of its step: steps need not have equally many."""
+    for step in steps:
+        assert step, "a step without microbatches would never end"
+        for number, indices in enumerate(step):
+            yield indices, number == len(step) - 1
+
+
 @dataclass(frozen=True)
 class _MicrobatchSource(torch.utils.data.Dataset):
-    """Microbatch ``number`` of this rank, counted over all steps from ``consumed_samples`` on.
+    """The microbatch of some samples, told together with whether its step ends with it.
 
     A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
     """
 
     dataset: Dataset
     encoder: SampleEncoder
-    order: Order
 
-    def __getitem__(self, number: int) -> Microbatch | UserError:
-        indices = self.order.indices(*divmod(number, self.order.num_microbatches))
+    def __getitem__(self, key: tuple[list[int], bool]) -> tuple[Microbatch | UserError, bool]:
+        indices, is_last = key
         try:
-            return Microbatch.join(self._encode(index) for index in indices)
+            return Microbatch.join(self._encode(index) for index in indices), is_last
         except UserError as error:
-            return error
+            return error, is_last
 
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]

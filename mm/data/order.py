@@ -1,56 +1,87 @@
 """Which sample stands where in the endless stream of samples, and which part of it a data-parallel rank takes.
 
-The stream depends on the number of samples and the seed only, never on the layout, so
-a run may go on from its count of consumed samples under another one.
+The stream depends on the number of samples, the seed and, in some samplers, what samples cost; never on the layout.
+So a run may go on from its count of consumed samples under another one.  Which sampler the user has named, and what a
+sample costs, is not known here.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
+
+Step = list[list[int]]
+"""Numbers of the samples in each microbatch of one rank."""
+Deal = Callable[[np.ndarray], list[Step]]
+"""From the samples of a global batch to what each rank takes: each sample once.  The same on every rank."""
+
+
+class Stream:
+    """Epoch after epoch without end; each holds each sample once."""
+
+    def __init__(self, num_samples: int, of_epoch: Callable[[int], np.ndarray]) -> None:
+        """``of_epoch`` gives the samples of an epoch in their order, as a pure function of its number."""
+        self._num_samples = num_samples
+        self._of_epoch = lru_cache(maxsize=2)(of_epoch)  # a global batch may span two epochs
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """int64 [count]: the samples at ``count`` positions from ``first`` on."""
+        parts, last = [], first + count
+        while first < last:
+            epoch, place = divmod(first, self._num_samples)
+            parts.append(self._of_epoch(epoch)[place : place + last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
+
+
+def shuffled(num_samples: int, seed: int, shuffle: bool = True) -> Stream:
+    """Each epoch in a new order, or, without ``shuffle``, in that of the files."""
+    in_files = np.arange(num_samples)
+    return Stream(num_samples, lambda epoch: generator(seed, epoch).permutation(num_samples) if shuffle else in_files)
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """Random numbers of an epoch."""
+    # SeedSequence mixes the pair, so that (seed 1, epoch 0) and (seed 0, epoch 1) have nothing in common.
+    return np.random.default_rng(np.random.SeedSequence([seed, epoch]))
+
+
+def in_turn(samples: np.ndarray, micro_batch_size: int, dp_size: int) -> list[Step]:
+    """Microbatch m of rank d takes ``micro_batch_size`` samples from ``(m * dp_size + d) * micro_batch_size`` on."""
+    of_all = samples.reshape(-1, dp_size, micro_batch_size)
+    return [of_all[:, rank].tolist() for rank in range(dp_size)]
 
 
 @dataclass(frozen=True)
 class Order:
-    """The samples of every microbatch of one data-parallel rank."""
+    """The samples of every step of one data-parallel rank."""
 
-    num_samples: int
-    seed: int
-    shuffle: bool
+    stream: Stream
+    deal: Deal
     global_batch_size: int
-    """A multiple of ``micro_batch_size`` x ``dp_size``."""
-    micro_batch_size: int
+    """Samples that all ranks together take in a step."""
     dp_rank: int
-    dp_size: int
     consumed_samples: int = 0
     """How many samples all ranks together have trained on before: where the stream goes on."""
 
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of this rank in one step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+    @classmethod
+    def plain(
+        cls, num_samples: int, seed: int, shuffle: bool, global_batch_size: int, micro_batch_size: int, dp_rank: int,
+        dp_size: int, consumed_samples: int = 0,
+    ) -> "Order":
+        """Microbatches of ``micro_batch_size`` samples, dealt in turn; ``global_batch_size`` is a number of turns."""
+        deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
+        return cls(shuffled(num_samples, seed, shuffle), deal, global_batch_size, dp_rank, consumed_samples)
 
-    def indices(self, step: int, microbatch: int) -> list[int]:
-        """Samples of one microbatch, ``step`` optimizer steps after ``consumed_samples``.
+    def step(self, number: int) -> Step:
+        """What this rank takes, ``number`` optimizer steps after ``consumed_samples``."""
+        first = self.consumed_samples + number * self.global_batch_size
+        return self.deal(self.stream.samples(first, self.global_batch_size))[self.dp_rank]
 
-        Microbatch m of rank d takes ``micro_batch_size`` positions of the stream from number
-        ``(m * dp_size + d) * micro_batch_size`` of the global batch.  So all ranks together take each of its positions
-        once, whatever ``dp_size`` is.
-        """
-        first = self.consumed_samples + step * self.global_batch_size
-        first += (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size
-        return [self.sample_at(position) for position in range(first, first + self.micro_batch_size)]
-
-    def sample_at(self, position: int) -> int:
-        """Index of the sample at ``position`` of the stream.
-
-        The stream is epoch after epoch; each epoch holds each sample once, in a new order unless ``shuffle`` is off.
-        """
-        epoch, place = divmod(position, self.num_samples)
-        return int(_permutation(self.num_samples, self.seed, epoch)[place]) if self.shuffle else place
-
-
-@lru_cache(maxsize=2)  # a global batch may span two epochs
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    # SeedSequence mixes the pair, so that (seed 1, epoch 0) and (seed 0, epoch 1) have nothing in common.
-    return np.random.default_rng(np.random.SeedSequence([seed, epoch])).permutation(num_samples)
+    def steps(self) -> Iterator[Step]:
+        """Of all steps from ``consumed_samples`` on, without end."""
+        number = 0
+        while True:
+            yield self.step(number)
+            number += 1

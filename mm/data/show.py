@@ -77,8 +77,8 @@ def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[Piece]:
     for stop in range(1, len(ids) + 1):
         if stop == len(ids) or kinds[stop] != kinds[start]:
             some = ids[start:stop]
-            text = f"[{len(some)} visual tokens]" if kinds[start] == "media" else str(encoder.chat.tokenizer.decode(some))
-            yield Piece(text, kinds[start])
+            words = str(encoder.chat.tokenizer.decode(some))
+            yield Piece(f"[{len(some)} visual tokens]" if kinds[start] == "media" else words, kinds[start])
             start = stop
 
 

@@ -101,12 +101,20 @@ def _run_lines(run: Run) -> list[str]:
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
         f"Ranks     {run.world_size} ranks = {_ranks(run)}",
-        f"Batch     {run.global_batch_size} samples per step = micro {args.micro_batch_size} x {run.num_microbatches} "
-        f"microbatches x data {run.dp_size}; at most {args.seq_length} tokens per sample",
+        f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
+        f"per sample",
         f"Training  {args.train_iters} steps in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
+
+
+def _microbatches(run: Run) -> str:
+    if run.num_microbatches is not None:
+        return f"micro {run.args.micro_batch_size} x {run.num_microbatches} microbatches x data {run.dp_size}"
+    patches = run.data.packing_max_patches
+    return (f"packs of at most {run.args.seq_length * run.args.micro_batch_size} tokens"
+            f"{f' and {patches} patches' if patches else ''}, as many as it takes, over data {run.dp_size}")
 
 
 def _ranks(run: Run) -> str:
@@ -214,7 +222,8 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     """Peak bytes of the stage that needs most, by kind of microbatch."""
     return {
         kind: max(
-            _memory(run, placement, stage).peak_bytes(rows, run.num_microbatches, size.total_bytes)
+            (memory := _memory(run, placement, stage)).peak_bytes(
+                rows, _most_held(run, memory, rows), size.total_bytes)
             for stage, size in enumerate(sizes)
         )
         for kind, rows in longest_microbatches(run).items()
@@ -227,6 +236,11 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
         run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size)
 
 
+def _most_held(run: Run, memory: StageMemory, rows: Rows) -> int:
+    """The number of microbatches, of those that a step may have, with which the stage holds most."""
+    return max(run.possible_microbatches, key=lambda count: (memory.kept_bytes(rows, count), count))
+
+
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and what it is made of."""
     header = ("stage", "tokens", "in flight", "states", "activations", "logits", "a layer's work", "peak")
@@ -235,9 +249,10 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
     for stage, size in enumerate(sizes):
         memory = _memory(run, placement, stage)
         for kind, held in kinds.items():
-            parts = (size.total_bytes, memory.kept_bytes(held, run.num_microbatches), memory.logit_bytes(held),
-                     memory.working_bytes(held), memory.peak_bytes(held, run.num_microbatches, size.total_bytes))
-            num_in_flight = "+".join(map(str, memory.in_flight(held, run.num_microbatches)))
+            count = _most_held(run, memory, held)
+            parts = (size.total_bytes, memory.kept_bytes(held, count), memory.logit_bytes(held),
+                     memory.working_bytes(held), memory.peak_bytes(held, count, size.total_bytes))
+            num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
     return [
         "Memory at the worst moment (one rank each; GiB; by formula, not measured):",

@@ -14,8 +14,9 @@ from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
-from mm.data.order import Order
+from mm.data.measured import measured
 from mm.data.owner import DataOwner
+from mm.data.sampler import order_of
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
@@ -118,18 +119,10 @@ class Trainer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("".join(f"{why}\n" for why in dataset.skipped), encoding="utf-8")
                 print(f"note: {len(dataset.skipped)} samples are left out; {path} lists them", flush=True)
-            order = Order(
-                num_samples=len(dataset),
-                seed=args.seed,
-                shuffle=run.data.is_shuffled,
-                global_batch_size=run.global_batch_size,
-                micro_batch_size=args.micro_batch_size,
-                dp_rank=mesh.dp_rank,
-                dp_size=mesh.dp_size,
-                consumed_samples=self.progress.consumed_samples,
-            )
             encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
-            return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
+            lengths = measured(dataset, encoder, run.model.vision) if run.data.needs_lengths else None
+            order = order_of(run, len(dataset), lengths, mesh.dp_rank, self.progress.consumed_samples)
+            return StepLoader(dataset, encoder, order.steps(), args.num_workers, run.data.prefetch_factor)
 
         stage = self.parts.stage
         return DataOwner(

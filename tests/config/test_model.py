@@ -185,6 +185,13 @@ def test_samplers(tmp_path, sampler, shuffle, expected):
     assert read_data(write(tmp_path, root)).value.is_shuffled is expected
 
 
+@pytest.mark.parametrize("key", ["basic_parameters.packing", "basic_parameters.neat_packing", "attr.packing"])
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False)])
+def test_each_word_for_packing_packs(tmp_path, key, value, expected):
+    data = read_data(write(tmp_path, changed("data_7b.json", {f"dataset_param.{key}": value}))).value
+    assert data.packs is expected and data.needs_lengths is expected
+
+
 def test_several_datasets_and_loader_settings(tmp_path):
     basic = "dataset_param.basic_parameters"
     root = changed("data_7b.json", {f"{basic}.dataset": "a.json,b.jsonl", f"{basic}.max_samples": 5,
@@ -221,7 +228,10 @@ def test_words_for_tools_are_taken(tmp_path):
     ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
     ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
     ({"dataset_param.attr.videos": "videos"}, "not on video or audio"),
-    ({"dataset_param.attr.packing": True}, "packed anyway"),
+    ({"dataset_param.attr.packing": 1}, "packing is 1; expected true or false or null"),
+    ({"dataset_param.basic_parameters.packing_max_patches": 64}, "packing_max_patches is 64, but packing is not true"),
+    ({"dataset_param.attr.packing": True, "dataloader_param.sampler_type": "BucketBatchSampler"},
+     'write "BalancedBatchSampler"'),
     ({"dataset_param.attr.tools": "tools"}, "not supported by this version"),
     ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
     ({"dataset_param.basic_parameters.val_dataset": "v.json"}, "val_dataset is \"v.json\"; supported: null"),
@@ -234,7 +244,8 @@ def test_words_for_tools_are_taken(tmp_path):
     ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
     ({"dataset_param.attr.content_tag": "role"}, "role_tag = 'role', content_tag = 'role'; expected names that differ"),
     ({"dataset_param.attr.images": "messages"}, "messages = 'messages', images = 'messages'"),
-    ({"dataloader_param.sampler_type": "BucketBatchSampler"}, 'supported: "BaseRandomBatchSampler"'),
+    ({"dataloader_param.sampler_type": "LengthGroupedSampler"}, '"BucketBatchSampler" or "BalancedBatchSampler"'),
+    ({"dataloader_param.priority_mode": "random"}, 'supported: "data_bucketing_img" or "data_reordering_img"'),
     ({"dataloader_param.sampler_type": 3}, 'is 3; supported: "BaseRandomBatchSampler"'),
     ({"dataloader_param.collate_param.model_name": "internvl"}, 'supported: "qwen2vl"'),
 ])

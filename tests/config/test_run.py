@@ -56,6 +56,53 @@ def test_a_run_that_names_no_loss_hears_of_the_peers(tmp_path):
         assert load(tmp_path, f"--calculate-per-{unit}-loss").args.loss_unit == unit
 
 
+PACKING = {"dataset_param.basic_parameters.packing": True}
+BALANCED = {"dataloader_param.sampler_type": "BalancedBatchSampler"}
+
+
+@pytest.mark.parametrize(("data", "micro_batch_size", "why"), [
+    (PACKING, "1", "packing"),
+    (BALANCED | PACKING, "1", "packing"),
+    (BALANCED, "2", "sampler_type 'BalancedBatchSampler'"),
+    (BALANCED, "1", None),
+    ({"dataloader_param.sampler_type": "BucketBatchSampler"}, "2", None),
+])
+def test_a_loss_by_microbatch_needs_microbatches_that_no_layout_changes(tmp_path, data, micro_batch_size, why):
+    flags = ("--micro-batch-size", micro_batch_size, "--global-batch-size", "16", "--calculate-per-microbatch-loss")
+    if why is None:
+        assert load(tmp_path, *flags, data=data).args.loss_unit == "microbatch"
+    else:
+        (found,) = problems(tmp_path, *flags, data=data)
+        assert f"--calculate-per-microbatch-loss is given, but {why} in" in found
+        assert "write --calculate-per-sample-loss or --calculate-per-token-loss" in found
+        notes = load(tmp_path, *flags[:-1], data=data).notes
+        (note,) = [note for note in notes if "MindSpeed-MM takes the mean" in note]
+        assert "--calculate-per-microbatch-loss" not in note and f"with {why} that would depend" in note
+    for unit in ("token", "sample"):
+        assert load(tmp_path, *flags[:-1], f"--calculate-per-{unit}-loss", data=data).args.loss_unit == unit
+
+
+def test_packs_are_counted_in_no_setting(tmp_path):
+    run = load(tmp_path, "--micro-batch-size", "3", "--global-batch-size", "7", data=PACKING)
+    assert run.num_microbatches is None and resolved(run)["num_microbatches"] is None
+    assert list(run.possible_microbatches) == [1, 2, 3, 4]  # of 7 samples, 3 are for the other replicas
+    assert any("= 3072 tokens; --global-batch-size counts samples, not packs" in note for note in run.notes)
+    (found,) = problems(tmp_path, "--global-batch-size", "3", data=PACKING)
+    assert "--global-batch-size is 3; expected at least 4 samples, so that each of 4 replicas has 1 or more" in found
+    lists = {f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]], f"{LANGUAGE}.pipeline_num_layers": [[0, 0], [14, 14]]}
+    (found,) = problems(tmp_path, "--global-batch-size", "7", data=PACKING, model=lists)
+    assert "expected at least 8 samples" in found and "has 2 or more, one for each stage, as virtual chunks" in found
+    run = load(tmp_path, "--global-batch-size", "64", data=PACKING, model=lists)
+    assert list(run.possible_microbatches) == list(range(2, 9))
+
+
+def test_a_mode_of_another_sampler_is_a_note(tmp_path):
+    mode = {"dataloader_param.priority_mode": "data_reordering_img"}
+    assert any("priority_mode has no effect" in note for note in load(tmp_path, data=mode).notes)
+    bucket = mode | {"dataloader_param.sampler_type": "BucketBatchSampler"}
+    assert not any("priority_mode" in note for note in load(tmp_path, data=bucket).notes)
+
+
 def test_an_interval_without_a_directory_is_a_note(tmp_path):
     notes = load(tmp_path, "--save-interval", "5").notes
     assert "command line: no --save, so no checkpoint will be written, and --save-interval 5 has no effect" in notes

@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from mm.batch import Microbatch
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
-from mm.data.order import Order
+from mm.data.order import Order, shuffled
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -35,7 +35,8 @@ def make_loader(write_dataset, model_config):
         }
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
         num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        loaders.append(StepLoader(dataset, encoder, Order(len(dataset), **{**values, **changes}), num_workers))
+        steps = Order.plain(len(dataset), **{**values, **changes}).steps()
+        loaders.append(StepLoader(dataset, encoder, steps, num_workers))
         return loaders[-1]
 
     yield make
@@ -62,20 +63,20 @@ def assert_same(found, expected):
 def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_config):
     data = write_dataset()
     dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
-    stream = Order(len(dataset), 5, True, 8, 2, 0, 2)
+    stream = shuffled(len(dataset), 5).samples(0, 24).tolist()
     for dp_rank in range(2):
         steps = take(make_loader(dp_rank=dp_rank), 3)
         expected = []
         for step in range(3):
             starts = [step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)]
-            pairs = [[stream.sample_at(start + i) for i in range(2)] for start in starts]
+            pairs = [[stream[start + i] for i in range(2)] for start in starts]
             expected.append([Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in pairs])
         assert_same(steps, expected)
         in_batch = [one.samples for step in steps for one in step]
         by_length = [encoder.encode(dataset[index]).num_tokens for samples in in_batch for index in samples]
         assert by_length == [length for step in steps for one in step for length in one.segment_lengths]
         assert [sorted(samples) for samples in in_batch] == [
-            sorted(stream.sample_at(step * 8 + microbatch * 4 + dp_rank * 2 + i) for i in range(2))
+            sorted(stream[step * 8 + microbatch * 4 + dp_rank * 2 + i] for i in range(2))
             for step in range(3) for microbatch in range(2)]
 
 
@@ -139,8 +140,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
 
 
 def start_and_die(dataset, encoder, pids):
-    order = Order(len(dataset), seed=0, shuffle=True, global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1)
-    loader = StepLoader(dataset, encoder, order, num_workers=2)
+    loader = StepLoader(dataset, encoder, ([[index % len(dataset)]] for index in count()), num_workers=2)
     next(loader)
     pids.send([worker.pid for worker in loader._microbatches._workers])
     pids.close()

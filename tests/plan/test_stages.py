@@ -176,6 +176,32 @@ def test_memory_of_each_stage():
     assert "or all visual (4,096 patches)" in text
 
 
+def test_packs_are_held_in_the_number_that_needs_most():
+    """As many as a step of plain microbatches ever holds at a time: a stage fills up and then gives one for one."""
+    lists = ([16, 16, 0, 0], [0, 0, 18, 18])
+    plain = run_of("3b", *lists, 8, global_batch_size=64)
+    packed = dataclasses.replace(plain, data=dataclasses.replace(plain.data, packing=True, packing_max_patches=999))
+    report = stage_report(packed)
+    assert "64 samples per step = packs of at most 1024 tokens and 999 patches, as many as it takes, over data 2" in (
+        report)
+    tables = [text.partition("Memory at")[2].partition("Peak")[0] for text in (report, stage_report(plain))]
+    assert tables[0] == tables[1] and "in flight" in tables[0]
+
+
+def test_virtual_chunks_hold_packs_in_their_longest_group():
+    """Of two stages: 3 microbatches pass a chunk in one group of 3; any other number goes in groups of 2 and 3."""
+    run = run_of("3b", [[16, 16], [0, 0]], [[0, 0], [18, 18]], 4)
+    placement, model_sizes = run.model.placement(), sizes(run)
+
+    def found(num_samples: int, packing: bool) -> dict[str, int]:
+        args = dataclasses.replace(run.args, global_batch_size=num_samples * run.dp_size)
+        data = dataclasses.replace(run.data, packing=packing)
+        return peaks(dataclasses.replace(run, args=args, data=data), placement, model_sizes)
+
+    plain = [found(count, packing=False) for count in (2, 3, 4, 5, 8, 9)]
+    assert found(9, packing=True) == {kind: max(one[kind] for one in plain) for kind in (TEXT, VISUAL)}
+
+
 def test_a_stated_number_of_patches():
     run = run_of("3b", [32], [36], 1, dry_run_patches=1000)
     (rows,) = longest_microbatches(run).values()

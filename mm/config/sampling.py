@@ -1,0 +1,43 @@
+"""Rules and notes between what decides which samples share a microbatch and what the loss is a mean over."""
+
+from collections.abc import Iterator
+
+from mm.config.data import DataConfig
+from mm.config.flags import Arguments
+
+
+def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """The mean over microbatches weighs a token by those beside it, so the layout may not decide which these are.
+
+    Means over tokens and over samples are sums over the global batch, whoever computes which part.
+    """
+    if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
+        yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
+               f"microbatch, so a sample would weigh more or less with the number of ranks; write "
+               f"--calculate-per-sample-loss or --calculate-per-token-loss")
+
+
+def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """What a user of MindSpeed-MM would expect otherwise, and what has no effect."""
+    if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
+        why = _deals_by_layout(args, data)
+        advice = f"with {why} that would depend on the number of ranks" if why else (
+            "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to keep this")
+        yield (f"command line: every target token of the global batch counts the same in the loss.  MindSpeed-MM takes "
+               f"the mean of each microbatch, then the mean of these: {advice}")
+    if data.packs:
+        yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
+               f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
+               f"samples, not packs as in MindSpeed-MM")
+    if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
+        yield f"{args.mm_data}: priority_mode has no effect: it concerns the BucketBatchSampler only"
+
+
+def _deals_by_layout(args: Arguments, data: DataConfig) -> str:
+    """The setting that puts samples together in a microbatch by the layout; empty without any.
+
+    With one sample in each microbatch it is free who takes which.
+    """
+    if data.packs:
+        return "packing"
+    return f"sampler_type {data.sampler_type!r}" if data.is_balanced and args.micro_batch_size > 1 else ""

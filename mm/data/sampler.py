@@ -1,0 +1,80 @@
+"""The order of samples that the settings of a run ask for: which sampler, and whether microbatches are packs.
+
+The global batch of a step holds the same samples under every layout, and with BalancedBatchSampler and packs the same
+as with a plain shuffle: only who takes which of them differs.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from mm.config.run import Run
+from mm.data.balance import Groups, Sizes, dealt, even_groups, even_packs, spread
+from mm.data.bucket import bucket_stream, sorted_in_turn
+from mm.data.cost import sample_costs
+from mm.data.lengths import Lengths
+from mm.data.order import Order, Step, in_turn, shuffled
+from mm.data.pack import Budget, fullest_packs
+
+
+def order_of(run: Run, num_samples: int, lengths: Lengths | None, dp_rank: int, consumed_samples: int) -> Order:
+    """What replica ``dp_rank`` trains on.  ``lengths`` may be None where ``run.data.needs_lengths`` is false."""
+    data, args = run.data, run.args
+    micro_batch_size, dp_size = args.micro_batch_size, run.dp_size
+    deal, stream = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size), None
+    if data.needs_lengths:
+        assert lengths is not None and len(lengths) == num_samples
+        sizes = sizes_of(run, lengths)
+        budget = Budget(args.seq_length * micro_batch_size, data.packing_max_patches)
+        if data.is_balanced and not data.packs:
+            deal = partial(balanced, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
+        elif data.packs:
+            lay = packed_evenly if data.is_balanced else packed
+            deal = partial(lay, sizes=sizes, budget=budget, dp_size=dp_size, least=run.least_microbatches)
+        elif data.priority_mode == "data_reordering_img":
+            deal = partial(sorted_in_turn, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
+        else:
+            stream = bucket_stream(sizes.costs, args.seed, data.is_shuffled)
+    stream = stream or shuffled(num_samples, args.seed, data.is_shuffled)
+    return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
+
+
+def sizes_of(run: Run, lengths: Lengths) -> Sizes:
+    """Of all samples of a dataset."""
+    counts = (lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64))
+    return Sizes(sample_costs(run.model, lengths), *counts)
+
+
+def packed(samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, least: int) -> list[Step]:
+    """The fewest, fullest packs.  Ranks take at least ``least`` of them, and their tokens are about even."""
+    own = sizes.of(samples)
+    packs = fullest_packs(own.num_tokens, own.num_patches, budget)
+    if len(packs) < dp_size * least:
+        packs = even_packs(Sizes(own.num_tokens, own.num_tokens, own.num_patches), budget, dp_size, least)
+    ranks = dealt(_sums(own.num_tokens, packs), dp_size, least)
+    return _steps(samples, [[packs[number] for number in rank] for rank in ranks])
+
+
+def packed_evenly(samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, least: int) -> list[Step]:
+    """Packs of even cost, as few for each rank as the budget allows but at least ``least``; ranks' costs are even."""
+    own = sizes.of(samples)
+    packs = even_packs(own, budget, dp_size, least)
+    ranks = dealt(_sums(own.costs, packs), dp_size, least)
+    return _steps(samples, spread(packs, ranks, own, budget))
+
+
+def balanced(samples: np.ndarray, costs: np.ndarray, micro_batch_size: int, dp_size: int) -> list[Step]:
+    """Microbatches of ``micro_batch_size`` samples and of even cost, the same number for each rank; ranks' are even."""
+    own, nothing = costs[samples], np.zeros_like(samples)
+    groups = even_groups(own, micro_batch_size)
+    of_each = len(groups) // dp_size
+    ranks = dealt(_sums(own, groups), dp_size, of_each, of_each)
+    return _steps(samples, spread(groups, ranks, Sizes(own, nothing, nothing), Budget(num_tokens=0)))
+
+
+def _sums(values: np.ndarray, groups: Groups) -> np.ndarray:
+    return np.array([values[group].sum() for group in groups])
+
+
+def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[Step]:
+    return [[samples[group].tolist() for group in groups] for groups in ranks]

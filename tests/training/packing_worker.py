@@ -1,0 +1,67 @@
+"""Trains the same steps under several samplers, and writes the metrics of each and how its samples were dealt as JSON.
+
+Launched by tests/training/test_packing.py on four ranks, PP2 x DP2: ``packing_worker DIR``, where DIR has what
+``write_cases`` has written.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mm.device.device import Device
+
+DEVICE = Device.pick("cpu")  # before megatron is imported
+
+import torch.distributed as dist  # noqa: E402
+
+from mm.config.run import load_run  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.training.run import Trainer  # noqa: E402
+
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one case."""
+
+    metrics: list[dict]
+    microbatches: list[list[list[list[int]]]]
+    """By step, replica and microbatch: numbers of its samples."""
+
+
+def train(directory: Path, name: str) -> Result:
+    """The whole of a run but its export."""
+    argv = json.loads((directory / f"{name}.argv.json").read_text())
+    run = load_run(argv, dist.get_world_size(), {})
+    mesh = parallel.start(DEVICE, run.model, run.tp_size)
+    with Watchdog(mesh, None) as watchdog:
+        trainer = Trainer(run, DEVICE, mesh, watchdog)
+        data = trainer.data(NUM_STEPS)
+        own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
+        data.close()
+        trainer.run_steps()
+        if trainer.metrics is not None:
+            trainer.metrics.close()
+        of_ranks: list = [None] * mesh.world_size
+        dist.all_gather_object(of_ranks, (mesh.dp_rank, own))
+        parallel.stop_mesh()
+    by_replica = dict(of_ranks)
+    lines = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines() if trainer.reports else []
+    return Result([json.loads(line) for line in lines],
+                  [[by_replica[replica][step] for replica in sorted(by_replica)] for step in range(NUM_STEPS)])
+
+
+def main(directory: Path) -> None:
+    names = json.loads((directory / "names.json").read_text())
+    dist.init_process_group("gloo")
+    results = {name: asdict(train(directory, name)) for name in names}
+    if dist.get_rank() == dist.get_world_size() - 1:  # it writes the metrics
+        (directory / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Packing and balance change who computes what and nothing else: loss and gradient of each step are the plain run's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.tiny_inputs import write_inputs
+
+PACKING = {"basic_parameters": {"packing": True}}
+BALANCED = {"sampler_type": "BalancedBatchSampler"}
+CHUNKS = {"vision_encoder": [[5, 2], [1, 0]], "text_decoder": [[0, 0], [1, 3]]}
+CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
+    "plain": ({}, {}, ()),
+    "packed evenly": (PACKING, BALANCED, ()),
+    "packed": (PACKING, {}, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+    "balanced": ({}, BALANCED, ("--micro-batch-size", "5")),
+    "chunks": (PACKING, {}, ("--virtual-pipeline-model-parallel-size", "2", "--profile-pipeline", "2")),
+    "buckets": ({}, {"sampler_type": "BucketBatchSampler", "priority_mode": "data_reordering_img"}, ()),
+    "sample": ({}, {}, ("--calculate-per-sample-loss",)),
+    "sample, packed evenly": (PACKING, BALANCED, ("--calculate-per-sample-loss", "--log-timers")),
+}
+LIKE_PLAIN = ("packed evenly", "packed", "balanced", "chunks", "buckets")
+
+
+def write_cases(directory: Path) -> None:
+    """The files of every case, and its command line."""
+    write_inputs(directory)
+    chunks = json.loads((directory / "model_2.json").read_text())
+    chunks["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = CHUNKS["vision_encoder"]
+    chunks["text_decoder"]["pipeline_num_layers"] = CHUNKS["text_decoder"]
+    (directory / "model_chunks.json").write_text(json.dumps(chunks))
+    for name, (dataset_param, dataloader_param, flags) in CASES.items():
+        data = json.loads((directory / "data.json").read_text())
+        for section, keys in dataset_param.items():
+            data["dataset_param"][section] |= keys
+        data["dataloader_param"] |= dataloader_param
+        (directory / f"{name}.json").write_text(json.dumps(data))
+        model = directory / ("model_chunks.json" if name == "chunks" else "model_2.json")
+        (directory / f"{name}.argv.json").write_text(json.dumps([
+            "--device", "cpu", "--mm-model", str(model), "--mm-data", str(directory / f"{name}.json"),
+            "--load", str(directory / "hf"), "--global-batch-size", "10", "--seq-length", "230", "--train-iters", "3",
+            "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "0",
+            "--log-dir", str(directory / name), "--micro-batch-size", "1", *flags,
+        ]))  # fmt: skip
+    (directory / "names.json").write_text(json.dumps(list(CASES)))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("packing")
+    write_cases(directory)
+    run_ranks(4, "tests.training.packing_worker", str(directory))
+    return json.loads((directory / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "reference"), [
+    *((name, "plain") for name in LIKE_PLAIN), ("sample, packed evenly", "sample")])
+def test_loss_and_gradient_of_each_step_are_the_plain_runs(results: dict, name: str, reference: str) -> None:
+    found, expected = results[name]["metrics"], results[reference]["metrics"]
+    assert [row["iteration"] for row in found] == [1, 2, 3]
+    for key in ("num_tokens", "num_target_tokens", "num_patches", "consumed_samples", "lr"):
+        assert [row[key] for row in found] == [row[key] for row in expected], key
+    for key in ("loss", "grad_norm"):
+        values, others = ([row[key] for row in rows] for rows in (found, expected))
+        assert values == pytest.approx(others, rel=2e-6), key  # measured: 2.9e-7
+
+
+def test_the_runs_differ_in_who_takes_what(results: dict) -> None:
+    """Or the test above would show nothing."""
+    dealt = {name: result["microbatches"] for name, result in results.items()}
+    for name in CASES:
+        for step, plain in zip(dealt[name], dealt["plain"], strict=True):
+            assert samples_of(step) == samples_of(plain)
+    for name in LIKE_PLAIN:
+        assert dealt[name] != dealt["plain"]
+    counts = {name: [[len(replica) for replica in step] for step in steps] for name, steps in dealt.items()}
+    for name in ("packed", "chunks"):  # replicas with different numbers of microbatches
+        assert any(len(set(step)) == 2 for step in counts[name]), counts
+    assert {len(one) for step in dealt["packed evenly"] for replica in step for one in replica} == {1, 2}
+    assert min(count for step in counts["chunks"] for count in step) >= 2
+
+
+def samples_of(step: list) -> list[int]:
+    return sorted(one for replica in step for microbatch in replica for one in microbatch)
