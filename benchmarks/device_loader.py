@@ -65,11 +65,11 @@ def measure(data: DataConfig, flags: argparse.Namespace, num_workers: int, step_
     start = time.perf_counter()
     loader = StepLoader(dataset, encoder, order.steps(), num_workers, data.prefetch_factor)
     try:
-        microbatches = next(loader)
+        microbatches = next(loader).microbatches
         found = {"first_step_seconds": time.perf_counter() - start}
         start = time.perf_counter()
         for _ in range(flags.steps):
-            microbatches += next(loader)
+            microbatches += next(loader).microbatches
         found["samples_per_second"] = batch * flags.steps / (time.perf_counter() - start)
         waits = []
         for _ in range(flags.steps if step_seconds else 0):

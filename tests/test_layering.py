@@ -25,9 +25,9 @@ simulated step; 210 for learning rates and weight decay by part and by pattern; 
 for the timeline, the picture and the timers of a step; 820 for context parallelism: shares, exchanges, a ring with
 kernels of its own on each device, and its memory; 270 for freezing by layer and by pattern, exact in messages, memory
 and FLOPs (190), and modules that are recomputed; 530 for a watchdog that ends all ranks with a report, and for messages
-that both sides compare; 50 for the order of a step's
-microbatches; 200 for messages and inputs that come while a stage computes; 100 for the one form of a sample inside; 600 for
-picture files of all kinds, bytes that the device makes numbers of, reports on data, and samples that are left out."""
+that both sides compare; 50 for the order of a step's microbatches; 200 for messages and inputs that come while a stage
+computes; 100 for the one form of a sample inside; 600 for picture files of all kinds, bytes that the device makes
+numbers of, reports on data, and samples that are left out."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,

@@ -87,8 +87,9 @@ class Arguments:
     seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="the same run gives the same bits on a device too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
-    bad_sample: Literal["refuse", "skip"] = Field(
-        "refuse", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
+    bad_sample: Literal["error", "skip"] = Field(
+        "error", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
+    max_bad_fraction: Fraction = Field(0.1, description="part of the samples that may be left out before a run stops")
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
     calculate_per_microbatch_loss: bool = Field(

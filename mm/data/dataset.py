@@ -7,12 +7,14 @@ Every sample is checked once, up front, so that a bad one stops the run before i
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from mm.config.data import Attributes, DataConfig
-from mm.data.records import RecordFile, Version, read_record
+from mm.data.quarantine import BadSample
+from mm.data.records import RecordFile, Version, line_of, read_record
 from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Sample, Turn
 from mm.errors import UserError, collected, nearest
 
@@ -69,6 +71,19 @@ class Dataset:
             return _sample(record, self._config, source)
         except UserError as error:
             raise UserError(f"{source}: {problem}" for problem in error.problems) from error
+
+
+    def bad_sample(self, index: int, error: UserError) -> BadSample:
+        """What is told of sample ``index``, which cannot be used because of ``error``."""
+        number, index_in_file, start, end = (int(value) for value in self._spans[index])
+        path, version = self._files[number]
+        name, media = None, ()
+        with suppress(UserError):  # where the file itself is what has changed
+            record = read_record(path, version, start, end)
+            name, media = record.get("id"), _sample(record, self._config, "").media
+        reason = error.problems[0].removeprefix(f"{path}:{index_in_file}: ")
+        return BadSample(path, line_of(path, start), index_in_file, name if isinstance(name, str | int) else None,
+                         next((item.path for item in media if item.path in reason), None), reason)
 
 
 def _check_file(

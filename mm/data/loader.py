@@ -15,24 +15,36 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from mm.batch import Microbatch
+from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.order import Step
+from mm.data.quarantine import BadSample
 from mm.errors import UserError
 
 
-class StepLoader(Iterator[list[Microbatch]]):
-    """Iterator over optimizer steps: each item is the list of this data-parallel rank's microbatches.
+@dataclass(frozen=True)
+class ReadStep:
+    """The microbatches of one data-parallel rank in one optimizer step."""
+
+    microbatches: list[Microbatch]
+    bad: tuple[BadSample, ...] = ()
+    """Samples that could not be used: in the place of each there is one token from which nothing is learnt."""
+
+
+class StepLoader(Iterator[ReadStep]):
+    """Iterator over optimizer steps, of one data-parallel rank.
 
     What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once.
     """
 
     def __init__(
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
-        prefetch_factor: int = 2,
+        prefetch_factor: int = 2, skips_bad: bool = False,
     ) -> None:
-        """``steps`` says which samples each microbatch of each step holds, and may have no end.
+        """``skips_bad``: a sample that cannot be used is left out, and told.
+
+        ``steps`` says which samples each microbatch of each step holds, and may have no end.
 
         It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
         thread encodes.
@@ -41,7 +53,7 @@ class StepLoader(Iterator[list[Microbatch]]):
         multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
         self._microbatches: Any = iter(
             DataLoader(
-                _MicrobatchSource(dataset, encoder),
+                _MicrobatchSource(dataset, encoder, skips_bad),
                 sampler=_in_one_row(steps),  # pyright: ignore[reportArgumentType]  (any iterable does)
                 batch_size=None,
                 num_workers=num_workers,  # torch keeps each to one CPU thread
@@ -52,15 +64,16 @@ class StepLoader(Iterator[list[Microbatch]]):
             )
         )
 
-    def __next__(self) -> list[Microbatch]:
-        """The next step.  Raises UserError for a sample that cannot be used, naming it."""
-        step, is_last = [], False
+    def __next__(self) -> ReadStep:
+        """The next step.  Raises UserError for a sample that cannot be used, naming it, unless it is left out."""
+        step, bad, is_last = [], [], False
         while not is_last:
-            item, is_last = next(self._microbatches)
+            item, found, is_last = next(self._microbatches)
             if isinstance(item, UserError):
                 raise item
             step.append(item)
-        return step
+            bad += found
+        return ReadStep(step, tuple(bad))
 
     def close(self) -> None:
         """End the workers.  The loader yields nothing more."""
@@ -88,13 +101,20 @@ class _MicrobatchSource(torch.utils.data.Dataset):
 
     dataset: Dataset
     encoder: SampleEncoder
+    skips_bad: bool
 
-    def __getitem__(self, key: tuple[list[int], bool]) -> tuple[Microbatch | UserError, bool]:
+    def __getitem__(self, key: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
         indices, is_last = key
-        try:
-            return Microbatch.join(self._encode(index) for index in indices), is_last
-        except UserError as error:
-            return error, is_last
+        samples, bad = [], []
+        for index in indices:
+            try:
+                samples.append(self._encode(index))
+            except UserError as error:
+                if not self.skips_bad:
+                    return error, [], is_last
+                samples.append(_stand_in(index))
+                bad.append(self.dataset.bad_sample(index, error))
+        return Microbatch.join(samples), bad, is_last
 
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
@@ -103,6 +123,15 @@ class _MicrobatchSource(torch.utils.data.Dataset):
         except Exception as error:
             error.add_note(f"while encoding sample {sample.source}")
             raise
+
+
+def _stand_in(index: int) -> Microbatch:
+    """In the place of a sample that is left out: so no rank, and no plan of packs, is without its part.
+
+    Token 0 is in every vocabulary.
+    """
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=(index,))
 
 
 def _end_with_trainer(worker: int) -> None:

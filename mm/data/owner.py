@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from queue import Queue
 from threading import Semaphore, Thread
 
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from mm.batch import BatchTotals, Microbatch, Normalisation, StepPlan
 from mm.config.model import ModelConfig, VisionConfig
+from mm.data.loader import ReadStep
+from mm.data.quarantine import BadSample, Quarantine
 from mm.data.sequence import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.flops import image_flops
-from mm.parallel.agreement import all_problems, attempt
+from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import Context, deal, images_of
 from mm.parallel.mesh import Mesh
 
@@ -31,7 +34,7 @@ from mm.parallel.mesh import Mesh
 class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
-    ``steps`` is the loader's iterator on the owning rank (one list of microbatches a step) and None elsewhere.
+    ``steps`` is the loader's iterator on the owning rank and None elsewhere, like ``quarantine``.
     ``holds_patch_embedding`` says whether this rank needs pixels; ``model`` says how wide they are and what a
     microbatch costs, and ``device`` is what they will be copied to.  A sample that one owner cannot use raises the same
     AgreedError on every rank, at that step.
@@ -39,15 +42,17 @@ class DataOwner(Iterator[StepPlan]):
 
     def __init__(
         self,
-        steps: Iterator[list[Microbatch]] | None,
+        steps: Iterator[ReadStep] | None,
         mesh: Mesh,
         num_steps: int,
         holds_patch_embedding: bool,
         model: ModelConfig,
         device: Device,
+        quarantine: Quarantine | None = None,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
+        self._quarantine = quarantine
         self._holds_patch_embedding, self._model = holds_patch_embedding, model
         self._device = device
         self._shared: Queue[StepPlan | Exception] = Queue()
@@ -82,13 +87,16 @@ class DataOwner(Iterator[StepPlan]):
 
     def _share_step(self) -> StepPlan:
         mesh = self._mesh
-        microbatches, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
-        microbatches = in_pipeline_order(self._model, microbatches) if microbatches else None
-        totals = astuple(BatchTotals.of(microbatches or [], self._model.vision))
-        counts = torch.tensor([bool(problems), *totals], dtype=torch.int64)
+        step, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
+        microbatches = None if step is None else in_pipeline_order(self._model, step.microbatches)
+        totals, bad = astuple(BatchTotals.of(microbatches or [], self._model.vision)), step.bad if step else ()
+        counts = torch.tensor([bool(problems), len(bad), *totals], dtype=torch.int64)
         if mesh.owns_data and mesh.dp_size > 1:
             dist.all_reduce(counts, group=mesh.owners_group)
-            problems = all_problems(problems, mesh.owners_group) if counts[0] else ()
+            problems = all_of(problems, mesh.owners_group) if counts[0] else ()
+        if mesh.owns_data and counts[1]:
+            problems = self._leave_out(bad, problems)
+            counts[0] = bool(problems)
         payload = None
         if mesh.owns_data:
             message = torch.tensor(list(json.dumps(problems).encode()))
@@ -103,8 +111,16 @@ class DataOwner(Iterator[StepPlan]):
         pixels = self._share_pixels(microbatches, light)
         return StepPlan(
             tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
-            BatchTotals(*counts[1:].tolist()),
+            BatchTotals(*counts[2:].tolist()),
         )
+
+    def _leave_out(self, bad: tuple[BadSample, ...], problems: tuple[str, ...]) -> tuple[str, ...]:
+        """On every owner: tell the quarantine what any of them has found.  Returns the problems, one more perhaps."""
+        assert self._quarantine is not None, "bad samples are left out only where there is one"
+        group = self._mesh.owners_group if self._mesh.dp_size > 1 else None
+        found = bad if group is None else all_of(bad, group)
+        _, further = attempt(self._mesh, partial(self._quarantine.add, found))
+        return problems + (further if group is None else all_of(further, group))
 
     def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
         """Pixel values of each microbatch where this rank needs them, ready to be copied; None elsewhere."""

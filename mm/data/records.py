@@ -40,6 +40,12 @@ def read_record(path: str, version: Version, start: int, end: int) -> Any:
     return json.loads(raw)
 
 
+def line_of(path: str, position: int) -> int:
+    """Line of a byte of the file, from 1."""
+    with open(path, "rb") as stream:
+        return stream.read(position).count(b"\n") + 1
+
+
 class RecordFile:
     """One dataset file in memory, to be checked."""
 

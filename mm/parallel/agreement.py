@@ -1,6 +1,6 @@
 """Ranks that do something together and fail together: one rank's mistake becomes the same error on all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -9,12 +9,13 @@ from mm.errors import AgreedError, UserError
 from mm.parallel.mesh import Mesh
 
 Result = TypeVar("Result")
+Found = TypeVar("Found", bound=Hashable)
 
 
 def together(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run ``action`` on every rank; when it fails on one, raise the same AgreedError on all."""
     result, problems = attempt(mesh, action)
-    if found := all_problems(problems, mesh.control_group):
+    if found := all_of(problems, mesh.control_group):
         raise AgreedError(found)
     return cast(Result, result)  # without a problem there is a result
 
@@ -36,11 +37,11 @@ def gather(mesh: Mesh, value: Result) -> list[Result]:
     return gathered or []
 
 
-def all_problems(problems: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    """What any rank of ``group`` found, each problem once, on every rank of it."""
-    gathered: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, problems, group=group)
-    return tuple(dict.fromkeys(problem for one in gathered for problem in one))
+def all_of(found: tuple[Found, ...], group: dist.ProcessGroup | None) -> tuple[Found, ...]:
+    """What any rank of ``group`` found, each thing once, on every rank of it."""
+    gathered: list[tuple[Found, ...]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, found, group=group)
+    return tuple(dict.fromkeys(thing for one in gathered for thing in one))
 
 
 def attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:

@@ -16,6 +16,7 @@ from mm.data.encode import SampleEncoder
 from mm.data.loader import StepLoader
 from mm.data.measured import measured
 from mm.data.owner import DataOwner
+from mm.data.quarantine import LEDGER, Quarantine
 from mm.data.sampler import order_of
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
@@ -110,9 +111,9 @@ class Trainer:
         """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
         run, args, mesh = self.run, self.run.args, self.mesh
 
-        def open_loader() -> StepLoader | None:
+        def open_loader() -> tuple[StepLoader | None, Quarantine | None]:
             if not mesh.owns_data:
-                return None
+                return None, None
             dataset = Dataset(run.data, args.bad_sample == "skip")
             if mesh.rank == 0 and dataset.skipped:
                 path = Path(args.log_dir) / "skipped_samples.txt"
@@ -122,11 +123,14 @@ class Trainer:
             encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
             lengths = measured(dataset, encoder, run.model.vision) if run.data.needs_lengths else None
             order = order_of(run, len(dataset), lengths, mesh.dp_rank, self.progress.consumed_samples)
-            return StepLoader(dataset, encoder, order.steps(), args.num_workers, run.data.prefetch_factor)
+            skips, ledger = args.bad_sample == "skip", Path(args.log_dir) / LEDGER if mesh.rank == 0 else None
+            loader = StepLoader(
+                dataset, encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
+            return loader, Quarantine(len(dataset), args.max_bad_fraction, ledger) if skips else None
 
-        stage = self.parts.stage
-        return DataOwner(
-            together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding, run.model, self.device)
+        loader, quarantine = together(mesh, open_loader)
+        has_patch_embedding = self.parts.stage.has_patch_embedding
+        return DataOwner(loader, mesh, num_steps, has_patch_embedding, run.model, self.device, quarantine)
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None

@@ -45,7 +45,7 @@ def make_loader(write_dataset, model_config):
 
 
 def take(loader, num_steps):
-    return [next(loader) for _ in range(num_steps)]
+    return [next(loader).microbatches for _ in range(num_steps)]
 
 
 def assert_same(found, expected):

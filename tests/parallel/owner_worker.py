@@ -111,11 +111,13 @@ class Loader:
     def __iter__(self) -> Iterator[list[Microbatch]]:
         return self
 
-    def __next__(self) -> list[Microbatch]:
+    def __next__(self) -> "ReadStep":  # noqa: F821
+        from mm.data.loader import ReadStep
+
         self.num_asked += 1
         if self.failure is not None and self.num_asked > FAILING_STEP:
             raise self.failure
-        return self.steps[self.num_asked - 1]
+        return ReadStep(self.steps[self.num_asked - 1])
 
 
 @dataclass(frozen=True)
