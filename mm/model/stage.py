@@ -92,7 +92,7 @@ class Chunk(nn.Module):
             vision = vision_inputs(grids, microbatch.pixel_values, model.vision, device, cut_group)
         if spec.has_embedding:
             embedding = embedding_inputs(
-                microbatch, model.image_token_id, device, cut_group, share, self.visual_gradients)
+                microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
         if spec.language_layers:
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
         if spec.has_head and totals is not None:
