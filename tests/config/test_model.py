@@ -127,7 +127,7 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({"image_encoder": 3}, "image_encoder is 3; expected an object"),
     ({"video_encoder": {}}, "video_encoder is {}; supported: null"),
     ({"patch": {"use_fsdp1": True}}, "patch.use_fsdp1 is true; supported: null or false"),
-    ({"img_context_token_id": 151655, "video_token_id": 151655}, "img_context_token_id and video_token_id are both 151655"),
+    ({"img_context_token_id": 151655, "video_token_id": 151655}, "and video_token_id are both 151655; expected the"),
     ({"video_token_id": 152064}, "video_token_id is 152064 and vision_start_token_id is 151652; expected all below"),
     ({f"{VISION}.fullatt_block_indexes": [7, 32]}, "fullatt_block_indexes has [32]; expected layers 0 to 31"),
     ({f"{VISION}.fullatt_block_indexes": [7, 7]}, "names a layer twice"),
@@ -227,7 +227,7 @@ def test_words_for_tools_are_taken(tmp_path):
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
     ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
-    ({"dataset_param.attr.videos": "videos"}, "not on video or audio"),
+    ({"dataset_param.attr.videos": "videos"}, "not on audio"),
     ({"dataset_param.attr.packing": True}, "packed anyway"),
     ({"dataset_param.attr.tools": "tools"}, "not supported by this version"),
     ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
