@@ -183,7 +183,7 @@ def peer_batches(microbatches: tuple, image_token_id: int) -> list[dict]:
             batch["labels"][row, 1 : len(tokens)] = targets[:-1]  # transformers shifts labels itself
         batch["mm_token_type_ids"] = (batch["input_ids"] == image_token_id).int()
         if microbatch.image_grids:
-            batch["pixel_values"] = normalised(microbatch.pixel_values, microbatch.normalisation.constants())
+            batch["pixel_values"] = normalised(microbatch.pixel_values, microbatch.normalisations[0].constants())
             batch["image_grid_thw"] = torch.tensor(microbatch.image_grids)
         batches.append(batch)
     return batches

@@ -121,11 +121,11 @@ def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> M
     pixels = torch.randint(0, 256, (num_patches, model.vision.patch_elements), generator=generator, dtype=torch.uint8)
     return Microbatch(
         torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids,
-        pixels if all_grids else None, normalisation=NORMALISATION if all_grids else None,
+        pixels if all_grids else None, normalisations=(NORMALISATION,) * len(all_grids),
     )
 
 
-NORMALISATION = Normalisation((0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
+NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

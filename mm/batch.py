@@ -17,14 +17,19 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What makes numbers of a picture's bytes, by channel: (byte / 255 - mean) / std."""
+    """What makes numbers of a picture's bytes, by channel: (byte / divisor - mean) / std.
 
+    Of pictures the divisor is 255; of videos it is 1, and mean and std are 255 times those of the checkpoint, because
+    transformers rounds so.
+    """
+
+    divisor: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
     def constants(self) -> Tensor:
-        """float32 [3, 3, 1]: 255, mean and std, for ``normalised``."""
-        return torch.tensor([(255.0,) * 3, self.mean, self.std]).unsqueeze(-1)
+        """float32 [3, 3, 1]: divisor, mean and std, for ``normalised``."""
+        return torch.tensor([(self.divisor,) * 3, self.mean, self.std]).unsqueeze(-1)
 
 
 _ROWS_AT_A_TIME = 16_384
@@ -38,10 +43,10 @@ def normalised(patches: Tensor, constants: Tensor, dtype: torch.dtype = torch.fl
     byte.  All divisors are tensors: CUDA multiplies by the reciprocal of a number.
     """
     numbers = torch.empty(patches.shape, dtype=dtype, device=patches.device)
-    full, mean, std = constants
+    divisor, mean, std = constants
     for start in range(0, len(patches), _ROWS_AT_A_TIME):
         rows = slice(start, start + _ROWS_AT_A_TIME)
-        values = patches[rows].view(-1, 3, patches.shape[1] // 3).float().div_(full).sub_(mean).div_(std)
+        values = patches[rows].view(-1, 3, patches.shape[1] // 3).float().div_(divisor).sub_(mean).div_(std)
         numbers[rows] = values.flatten(1)
     return numbers
 
@@ -72,8 +77,8 @@ class Microbatch:
     """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
     samples: tuple[int, ...] = ()
     """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
-    normalisation: Normalisation | None = None
-    """Of the pixels; None without images."""
+    normalisations: tuple[Normalisation, ...] = ()
+    """Of the pixels of each of ``image_grids``."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -84,8 +89,6 @@ class Microbatch:
         """
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
-        normalisations = {one.normalisation for one in ordered if one.normalisation is not None}
-        assert len(normalisations) <= 1, normalisations
         return cls(
             token_ids=torch.cat([one.token_ids for one in ordered]),
             labels=torch.cat([one.labels for one in ordered]),
@@ -95,7 +98,7 @@ class Microbatch:
             pixel_values=torch.cat(pixels) if pixels else None,
             num_cut_images=sum(one.num_cut_images for one in ordered),
             samples=tuple(number for one in ordered for number in one.samples),
-            normalisation=next(iter(normalisations), None),
+            normalisations=tuple(rule for one in ordered for rule in one.normalisations),
         )
 
     @property

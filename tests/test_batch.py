@@ -108,7 +108,7 @@ def numbered(microbatch: Microbatch, number: int) -> Microbatch:
 def test_normalised_bytes_are_those_of_numpy(dtype, monkeypatch) -> None:
     """In rounds of any size; a row of patches has each channel's values together."""
     monkeypatch.setattr("mm.batch._ROWS_AT_A_TIME", 3)
-    rule = Normalisation((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+    rule = Normalisation(255.0, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
     patches = torch.arange(3 * 256, dtype=torch.uint8).view(3, 256).repeat(7, 1, 1).flatten(1)
     mean, std = (np.array(one, dtype=np.float32)[:, None] for one in (rule.mean, rule.std))
     row = (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / std

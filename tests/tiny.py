@@ -14,11 +14,12 @@ from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from mm.model.positions import mrope_positions
+from mm.model.positions import VideoTimes, mrope_positions
 from mm.placement import PipelineLayout
 from mm.weights.table import Fusion, Weight, fuse, local_shape
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
+TOKENS_PER_SECOND = 4  # transformers' default
 VOCAB = 256
 NUM_VISION_LAYERS, NUM_LANGUAGE_LAYERS = 4, 4
 
@@ -98,6 +99,7 @@ def hf_model(tied: bool = False, seed: int = 0) -> Qwen2_5_VLForConditionalGener
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
+            "tokens_per_second": TOKENS_PER_SECOND,
         },
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -157,16 +159,22 @@ class RawSample:
         """As transformers takes them."""
         return None if self.pixels is None else normalised(self.pixels, NORMALISATION.constants())
 
+    @property
+    def videos(self) -> VideoTimes:
+        """More than one slice in time makes a video of a grid; each has seconds of its own, odd ones."""
+        return VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(0.37 * t + 0.01 * h if t > 1 else None
+                                                          for t, h, _ in self.grids))
 
-NORMALISATION = Normalisation((0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
+
+NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
-    """Text with the images somewhere before its end; the last third of the text is to be learnt."""
+    """Text with the images and videos somewhere before its end; the last third of the text is to be learnt."""
     text = torch.randint(0, 200, (num_text_tokens,), generator=generator)
     parts, targets = [text[:3]], [torch.zeros(3, dtype=torch.bool)]
     for t, h, w in grids:
-        span = torch.tensor([VISION_START] + [IMAGE] * (t * h * w // 4) + [VISION_END])
+        span = torch.tensor([VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END])
         parts.append(span)
         targets.append(torch.zeros(len(span), dtype=torch.bool))
     rest = text[3:]
@@ -184,7 +192,7 @@ def microbatch(samples: list[RawSample]) -> Microbatch:
         shifted = torch.full_like(sample.token_ids, IGNORE_INDEX)
         shifted[:-1][sample.is_target[1:]] = sample.token_ids[1:][sample.is_target[1:]]
         labels.append(shifted)
-        positions.append(mrope_positions(sample.token_ids, sample.grids, IMAGE, VISION_START, 2))
+        positions.append(mrope_positions(sample.token_ids, sample.grids, IMAGE, VISION_START, 2, sample.videos))
     pixels = [sample.pixels for sample in samples if sample.pixels is not None]
     return Microbatch(
         token_ids=torch.cat([sample.token_ids for sample in samples]),
@@ -193,18 +201,26 @@ def microbatch(samples: list[RawSample]) -> Microbatch:
         segment_lengths=tuple(len(sample.token_ids) for sample in samples),
         image_grids=tuple(grid for sample in samples for grid in sample.grids),
         pixel_values=torch.cat(pixels) if pixels else None,
-        normalisation=NORMALISATION if pixels else None,
+        normalisations=(NORMALISATION,) * sum(len(sample.grids) for sample in samples),
     )
 
 
 def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> Tensor:
     """[num_tokens, vocabulary] of one sample alone."""
     extra = {}
-    if sample.grids:
-        extra = {"pixel_values": sample.pixel_values, "image_grid_thw": torch.tensor(sample.grids)}
+    pixels = [] if sample.pixel_values is None else sample.pixel_values.split([t * h * w for t, h, w in sample.grids])
+    for is_video, names in ((False, ("pixel_values", "image_grid_thw")),
+                            (True, ("pixel_values_videos", "video_grid_thw"))):
+        numbers = [number for number, (t, _, _) in enumerate(sample.grids) if (t > 1) == is_video]
+        if numbers:
+            values = torch.cat([pixels[number] for number in numbers])
+            extra |= dict(zip(names, (values, torch.tensor([sample.grids[number] for number in numbers])), strict=True))
+    seconds = [one for one in sample.videos.seconds if one is not None]
+    if seconds:
+        extra["second_per_grid_ts"] = torch.tensor(seconds)
     return model(
         input_ids=sample.token_ids[None],
-        mm_token_type_ids=(sample.token_ids == IMAGE).int()[None],
+        mm_token_type_ids=((sample.token_ids == IMAGE) + 2 * (sample.token_ids == VIDEO)).int()[None],
         **extra,
     ).logits[0]
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Int, Key, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, OrDefault, Positive, Read, read_settings
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
@@ -27,6 +27,7 @@ Paths = Annotated[
 ]
 ResizeRule = Literal["transformers", "llamafactory"]
 ImageBackend = Literal["pillow", "torch"]
+VideoBackend = Literal["pyav", "decord", "torchcodec"]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler", "BucketBatchSampler",
                   "BalancedBatchSampler"]
 PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
@@ -68,6 +69,21 @@ class DataConfig:
     """Whether a photograph is turned upright, as its EXIF data say; None: yes, but LLaMA-Factory's rule never does."""
     image_backend: Annotated[ImageBackend, Key(_PREPROCESS + "image_backend")] = "pillow"
     """What resizes pictures: Pillow, to the bit, or torch, which is faster and differs by at most 2 of 255."""
+    video_max_pixels: Annotated[Count, Key(_PREPROCESS + "video_max_pixels")] = 256 * 256
+    """Of a frame, like ``video_min_pixels``."""
+    video_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "video_min_pixels")] = 16 * 16
+    video_total_pixels: Annotated[Count, Key(_PREPROCESS + "video_total_pixels")] = 128_000 * 28 * 28 * 9 // 10
+    """Of all frames of a video, two counting as one: qwen-vl-utils' bound; LLaMA-Factory's rule has none."""
+    video_fps: Annotated[Positive, Key(_PREPROCESS + "video_fps")] = 2.0
+    """Frames that are taken of a second."""
+    video_maxlen: Annotated[Count, Key(_PREPROCESS + "video_maxlen")] = 128
+    """The most frames of a video."""
+    video_min_frames: Annotated[Count, Key(_PREPROCESS + "video_min_frames")] = 4
+    """The least frames of a video that has so many, up to ``video_maxlen``; LLaMA-Factory's rule has no such bound."""
+    video_backend: Annotated[VideoBackend | None, Key(_PREPROCESS + "video_backend")] = None
+    """What decodes the frames; None: PyAV.  All give the same frames."""
+    video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 60.0
+    """Seconds in which a video must give its header, and each next frame."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None
@@ -123,6 +139,8 @@ def _problems(data: DataConfig) -> Iterator[str]:
     if data.image_backend == "torch" and data.image_resize == "llamafactory":
         yield ("image_backend is 'torch' and image_resize 'llamafactory': that rule resizes by Pillow, so set "
                "image_backend to 'pillow'")
+    if data.video_min_pixels > data.video_max_pixels:
+        yield f"video_min_pixels is {data.video_min_pixels}, above video_max_pixels = {data.video_max_pixels}"
     if data.train_on_prompt and data.mask_history:
         yield "train_on_prompt and mask_history are both true; they exclude each other, so set one to false"
     if data.packs and data.sampler_type == "BucketBatchSampler":

@@ -112,7 +112,7 @@ FLAGS: Mapping[str, FlagRow] = {
 _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
 _STRUCTURE = Inert("the model has Hugging Face's structure either way, and --load reads both")
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
-_NO_VIDEO = "this version trains on images and text, not on video or audio"
+_NO_AUDIO = "this version trains on pictures, videos and text, not on audio"
 _NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
 _NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), _NOT_HERE)
@@ -192,7 +192,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
     "dataset_param.preprocess_parameters": {
         "use_fast_tokenizer": Inert("there is one tokenizer implementation"),
         "split_special_tokens": Inert("the chat encoder decides how text that looks like a special token is read"),
-        **_all(Inert(_NO_VIDEO), "video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate"),
+        "audio_sampling_rate": Inert(_NO_AUDIO),
         "video_resolution": _UNUSED,
         "fix_mistral_regex": Inert("it concerns another tokenizer"),
         **_all(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
@@ -212,7 +212,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
     },
     "dataset_param.attr": {
         "formatting": Fixed(("sharegpt",), "lists of messages"),
-        **_all(Fixed((None,), _NO_VIDEO), "videos audios"),
+        **_all(Fixed((None,), _NO_AUDIO), "videos audios"),
         **_all(_OFF, "ranking pretrain"),
         **_all(Inert(_NO_TOOLS), "observation_tag function_tag"),
         **_all(_NULL, "tools prompt query response history chosen rejected"),

@@ -7,6 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -195,6 +196,10 @@ class LanguageConfig:
         return not self.untie_embeddings_and_output_weights
 
 
+_IMAGE_TOKEN_ID, _VIDEO_TOKEN_ID = 151655, 151656
+"""Of every published Qwen2.5-VL."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The whole of ``--mm-model``."""
@@ -202,13 +207,18 @@ class ModelConfig:
     vision: Annotated[VisionConfig, Key("image_encoder.vision_encoder.")]
     projector: Annotated[ProjectorConfig, Key("image_encoder.vision_projector.")]
     language: Annotated[LanguageConfig, Key("text_decoder.")]
-    image_token_id: Annotated[Int, Key("img_context_token_id")] = 151655
-    video_token_id: Int = 151656
+    image_token_id: Annotated[Int, Key("img_context_token_id")] = _IMAGE_TOKEN_ID
+    video_token_id: Int = _VIDEO_TOKEN_ID
     vision_start_token_id: Int = 151652
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained besides the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are trained whatever freezes them; ``mm.weights.trained`` has the whole rule."""
+
+    @property
+    def visual_token_ids(self) -> tuple[int, int]:
+        """Tokens in whose place the projector's rows go: of pictures, and of videos."""
+        return self.image_token_id, self.video_token_id
 
     @property
     def num_stages(self) -> int:
@@ -234,8 +244,17 @@ class ModelConfig:
 
 
 def read_model(path: str | Path) -> Read[ModelConfig]:
-    """Read ``--mm-model``; raises UserError with every problem in the file."""
-    return read_settings(path, ModelConfig, MODEL_KEYS, _problems)
+    """Read ``--mm-model``; raises UserError with every problem in the file.
+
+    MindSpeed-MM's files for video name the video token as ``img_context_token_id``, because it fills one kind of token
+    only.  Here both kinds are filled, so pictures have their published token then.
+    """
+    read = read_settings(path, ModelConfig, MODEL_KEYS, _problems)
+    if read.value.image_token_id != read.value.video_token_id:
+        return read
+    note = (f"{path}: img_context_token_id is {read.value.video_token_id}, the token of videos, which are found by "
+            f"video_token_id; pictures are found by {_IMAGE_TOKEN_ID}")
+    return replace(read, value=replace(read.value, image_token_id=_IMAGE_TOKEN_ID), notes=(*read.notes, note))
 
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
@@ -277,12 +296,13 @@ def _problems(model: ModelConfig) -> Iterator[str]:
     yield from _language_problems(model.language)
     yield from layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
-    if model.image_token_id == model.video_token_id:
-        yield (f"img_context_token_id is {model.image_token_id}, the video token; this version trains on images, whose "
-               f"token is 151655")
-    if max(model.image_token_id, model.vision_start_token_id) >= model.language.vocab_size:
-        yield (f"img_context_token_id is {model.image_token_id} and vision_start_token_id is "
-               f"{model.vision_start_token_id}; expected both below vocab_size = {model.language.vocab_size}")
+    if model.image_token_id == model.video_token_id != _VIDEO_TOKEN_ID:
+        yield (f"img_context_token_id and video_token_id are both {model.image_token_id}; expected the tokens of "
+               f"pictures and of videos, which are {_IMAGE_TOKEN_ID} and {_VIDEO_TOKEN_ID} in every Qwen2.5-VL")
+    if max(*model.visual_token_ids, model.vision_start_token_id) >= model.language.vocab_size:
+        yield (f"img_context_token_id is {model.image_token_id}, video_token_id is {model.video_token_id} and "
+               f"vision_start_token_id is {model.vision_start_token_id}; expected all below vocab_size = "
+               f"{model.language.vocab_size}")
 
 
 def _vision_problems(vision: VisionConfig) -> Iterator[str]:

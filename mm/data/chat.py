@@ -20,10 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
-from mm.data.sample import Turn
+from mm.data.sample import Image, Turn
 from mm.errors import UserError, refuse
 
-IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+VISION_START_TOKEN, VISION_END_TOKEN = "<|vision_start|>", "<|vision_end|>"
 _RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
 """Role, text, end.  Safe to look for: inside texts these tokens are masked."""
 _CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
@@ -61,7 +62,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         problems.append(f"{directory}: has no fast tokenizer; copy tokenizer.json from the published checkpoint.")
     vocabulary = tokenizer.get_vocab()
-    tokens = (IMAGE_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
+    tokens = (IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
     problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
     refuse(problems)
     return tokenizer
@@ -69,11 +70,12 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids int64 [num_tokens], labels int64 [num_tokens], and the numbers of the images that are still in it."""
+    """Token ids int64 [num_tokens], labels int64 [num_tokens], and which pictures and videos are still in it."""
 
     token_ids: Tensor
     labels: Tensor
-    images: tuple[int, ...]
+    media: tuple[int, ...]
+    """Their numbers, counted from 0 in reading order."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +101,22 @@ class ChatEncoder:
     @property
     def media_token_ids(self) -> frozenset[int]:
         """Of the tokens in whose places visual ones come."""
-        return frozenset({self.image_token_id})
+        return frozenset({self.image_token_id, self.video_token_id})
+
+    @cached_property
+    def video_token_id(self) -> int:
+        return self.tokenizer.get_vocab()[VIDEO_TOKEN]
 
     @cached_property
     def vision_start_token_id(self) -> int:
         return self.tokenizer.get_vocab()[VISION_START_TOKEN]
 
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
-        """Encode a conversation whose images have ``grids``, in reading order.
+        """Encode a conversation whose pictures and videos have ``grids``, in reading order.
 
-        More than ``seq_length`` tokens are cut as ``kept_lengths`` says.  A cut never falls inside an image: when it
-        would, it is moved before the image's ``<|vision_start|>``, and that image and the later ones of the question
-        are dropped.  Raises UserError when the chat template does not show every answer and image.
+        More than ``seq_length`` tokens are cut as ``kept_lengths`` says.  A cut never falls inside a picture or video:
+        when it would, it is moved before its ``<|vision_start|>``, and it and the later ones of the question are
+        dropped.  Raises UserError when the chat template does not show every answer, picture and video.
         """
         whole = "".join(turn.text for turn in turns)
         mask, masked = next(one for one in _MASKS if one not in whole), _CONTROL.findall(whole)
@@ -119,25 +125,35 @@ class ChatEncoder:
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
         token_ids, offsets = self._tokens(text, mask, masked)
-        # The template writes one image token per image; the model reads one per merged patch.
-        places = np.flatnonzero(token_ids == self.image_token_id)
-        if len(places) != len(grids) or (token_ids[places - 1] != self.vision_start_token_id).any():
-            raise UserError(f"the chat template shows {len(places)} images of {len(grids)}; use Qwen2.5-VL's template.")
+        # The template writes one token per picture or video; the model reads one per merged patch.
+        places = self._media_places(token_ids, turns)
         repeats = np.ones(len(token_ids), dtype=np.int64)
         repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
         token_ids, ends = np.repeat(token_ids, repeats), np.cumsum(repeats)
-        images = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
+        media = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
         answers = [_covered(offsets, ends, span) for span in spans]
 
-        is_kept = self._kept(answers, images, len(token_ids))
+        is_kept = self._kept(answers, media, len(token_ids))
         is_target = np.full(len(token_ids), self.train_on_prompt)
         for answer in answers[-1:] if self.mask_history else answers:
             is_target[answer.start : answer.stop] = True
         token_ids, is_target = token_ids[is_kept], is_target[is_kept]
         labels = np.full(len(token_ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
-        kept_images = tuple(number for number, image in enumerate(images) if is_kept[image.start])
-        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), kept_images)
+        kept_media = tuple(number for number, one in enumerate(media) if is_kept[one.start])
+        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), kept_media)
+
+    def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
+        """Where the one token of each picture and video of ``turns`` stands."""
+        expected = [self.image_token_id if isinstance(part, Image) else self.video_token_id
+                    for turn in turns if turn.role == "user" for part in turn.media]
+        places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
+        if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
+            raise UserError(
+                f"the chat template shows {len(places)} pictures and videos of {len(expected)}, or not in their order "
+                f"after {VISION_START_TOKEN}; use Qwen2.5-VL's template."
+            )
+        return places
 
     def _tokens(self, text: str, mask: str, masked: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int64 [num_tokens], and where each stands in ``text``, int64 [num_tokens, 2].
@@ -157,7 +173,7 @@ class ChatEncoder:
             start += len(piece) + 1
         return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _kept(self, answers: Sequence[range], images: Sequence[range], num_tokens: int) -> np.ndarray:
+    def _kept(self, answers: Sequence[range], media: Sequence[range], num_tokens: int) -> np.ndarray:
         """Which tokens are kept; bool [num_tokens]."""
         starts = [0, *(answer.stop for answer in answers)]
         lengths = [(answer.start - start, len(answer)) for start, answer in zip(starts, answers, strict=False)]
@@ -165,12 +181,12 @@ class ChatEncoder:
         kept = kept_lengths(lengths, self.seq_length, self.mask_history)
         for start, answer, (num_question, num_answer) in zip(starts, answers, kept, strict=False):
             stop = start + num_question
-            stop = next((image.start for image in images if image.start < stop < image.stop), stop)
+            stop = next((one.start for one in media if one.start < stop < one.stop), stop)
             is_kept[start:stop] = is_kept[answer.start : answer.start + num_answer] = True
         return is_kept
 
     def render(self, turns: Sequence[Turn]) -> str:
-        """The conversation as the chat template writes it, with one image token per image."""
+        """The conversation as the chat template writes it, with one token per picture and video."""
         messages = [
             {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
         ]
@@ -193,7 +209,8 @@ class ChatEncoder:
 
 def _contents(turn: Turn) -> list[dict[str, str]]:
     """A user's turn as transformers' chat templates take it."""
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in turn.parts]
+    return [{"type": "text", "text": part} if isinstance(part, str) else
+            {"type": "image" if isinstance(part, Image) else "video"} for part in turn.parts]
 
 
 def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:

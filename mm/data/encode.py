@@ -8,11 +8,12 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.data.chat import IMAGE_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
+from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.image import ImageProcessor
-from mm.data.sample import Image, Sample, Turn
+from mm.data.sample import Image, Media, Sample, Turn, Video
+from mm.data.video import VideoPlan, VideoProcessor
 from mm.errors import UserError, refuse
-from mm.model.positions import mrope_positions
+from mm.model.positions import VideoTimes, mrope_positions
 
 
 def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImageProcessor:
@@ -29,15 +30,19 @@ class SampleEncoder:
 
     chat: ChatEncoder
     images: ImageProcessor
+    videos: VideoProcessor
+    tokens_per_second: int
+    """Positions of a second of video, from the model JSON."""
 
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "SampleEncoder":
-        """Read tokenizer, chat template and image constants from ``data.model_name_or_path``.
+        """Read tokenizer, chat template and the constants of pictures and videos from ``data.model_name_or_path``.
 
         Raises UserError when they do not fit the model JSON.
         """
         directory = data.model_name_or_path
         images = image_processor(data)
+        videos = VideoProcessor.from_config(data, images.is_upright)
         chat = ChatEncoder(
             load_tokenizer(directory),
             seq_length=seq_length,
@@ -48,12 +53,17 @@ class SampleEncoder:
         vision = model.vision
         pairs = [
             (f"the id of {IMAGE_TOKEN}", chat.image_token_id, "img_context_token_id", model.image_token_id),
+            (f"the id of {VIDEO_TOKEN}", chat.video_token_id, "video_token_id", model.video_token_id),
             (f"the id of {VISION_START_TOKEN}", chat.vision_start_token_id,
              "vision_start_token_id", model.vision_start_token_id),
-            ("patch_size", images.patch_size, "patch_size", vision.patch_size),
-            ("temporal_patch_size", images.temporal_patch_size, "temporal_patch_size", vision.temporal_patch_size),
-            ("merge_size", images.merge_size, "spatial_merge_size", vision.spatial_merge_size),
         ]
+        sizes = (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"),
+                 ("merge_size", "spatial_merge_size"))
+        for name, key in sizes:
+            found, of_videos = getattr(images, name), getattr(videos.constants, name)
+            pairs.append((name, found, key, getattr(vision, key)))
+            if of_videos != found:
+                pairs.append((f"{name} of videos", of_videos, key, getattr(vision, key)))
         refuse(
             f"{name} is {found} in {directory}, but {key} is {expected} in the model JSON; they must be equal."
             for name, found, key, expected in pairs
@@ -66,28 +76,31 @@ class SampleEncoder:
                 f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model."
             )
         # A conversation of every kind of part finds a template of another model at once.
-        conversation = [Turn("user", (Image(""), "question")), Turn("assistant", ("answer",))]
+        conversation = [Turn("user", (Image(""), "question", Video(""))), Turn("assistant", ("answer",))]
         try:
-            chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)])
+            chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)] * 2)
         except UserError as error:
             raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
-        return cls(chat, images)
+        return cls(chat, images, videos, vision.tokens_per_second)
 
     def encode(self, sample: Sample) -> Microbatch:
-        """One sample as a microbatch of one segment; images that fall to the cut at ``seq_length`` are not decoded.
+        """One sample as a microbatch of one segment.
 
-        Raises UserError naming the sample and, where it is one's fault, the image.
+        Pictures and videos that fall to the cut at ``seq_length`` are not decoded.  Raises UserError naming the sample
+        and, where it is one's fault, the picture or video.
         """
         try:
-            paths = [image.path for image in sample.media]
-            grids = tuple(self.images.image_grid(path) for path in paths)
-            text = self.chat.encode(sample.turns, grids)
-            grids = tuple(grids[number] for number in text.images)
-            pixels = [self._pixels(paths[number], grid) for number, grid in zip(text.images, grids, strict=True)]
+            planned = [self.planned(one) for one in sample.media]
+            text = self.chat.encode(sample.turns, [one.grid for one in planned])
+            kept = [planned[number] for number in text.media]
+            pixels = [self._pixels(one) for one in kept]
         except UserError as error:
             raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
+        grids = tuple(one.grid for one in kept)
+        seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
         positions = mrope_positions(
-            text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size
+            text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size,
+            VideoTimes(self.chat.video_token_id, self.tokens_per_second, seconds),
         )
         return Microbatch(
             token_ids=text.token_ids,
@@ -96,12 +109,32 @@ class SampleEncoder:
             segment_lengths=(text.token_ids.numel(),),
             image_grids=grids,
             pixel_values=torch.cat(pixels) if pixels else None,
-            num_cut_images=len(paths) - len(text.images),
-            normalisation=self.images.normalisation if pixels else None,
+            num_cut_images=len(planned) - len(kept),
+            normalisations=tuple(self.videos.normalisation if isinstance(one, VideoPlan) else self.images.normalisation
+                                 for one in kept),
         )
 
-    def _pixels(self, path: str, grid: Grid) -> Tensor:
-        patches, decoded_grid = self.images.patches(path)
-        if decoded_grid != grid:
-            raise UserError(f"{path}: header and pixels disagree on the size ({grid} and {decoded_grid} patches).")
+    def planned(self, media: Media) -> "_ImagePlan | VideoPlan":
+        """What will be made of a picture or video, by its header.  Raises UserError naming its file."""
+        if isinstance(media, Video):
+            return self.videos.plan(media)
+        processor = self.images.within(media)
+        return _ImagePlan(media.path, processor, processor.image_grid(media.path))
+
+    def _pixels(self, planned: "_ImagePlan | VideoPlan") -> Tensor:
+        if isinstance(planned, VideoPlan):
+            return self.videos.patches(planned)
+        patches, grid = planned.processor.patches(planned.path)
+        if grid != planned.grid:
+            raise UserError(
+                f"{planned.path}: header and pixels disagree on the size ({planned.grid} and {grid} patches).")
         return patches
+
+
+@dataclass(frozen=True)
+class _ImagePlan:
+    """A picture whose pixels are not decoded yet."""
+
+    path: str
+    processor: ImageProcessor
+    grid: Grid

@@ -29,7 +29,11 @@ from mm.data.picture import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
 from mm.errors import UserError, refuse
 
-_CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
+_CONFIG_FILES = {
+    "image": ("processor_config.json", "preprocessor_config.json"),
+    "video": ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"),
+}  # fmt: skip
+"""Where the settings of each may be, in transformers' order; the first has those of both."""
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -105,17 +109,18 @@ class ImageProcessor:
     @classmethod
     def from_directory(
         cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
-        is_upright: bool = True, backend: ImageBackend = "pillow",
+        is_upright: bool = True, backend: ImageBackend = "pillow", media: str = "image",
     ) -> "ImageProcessor":
         """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
 
         ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 is no bound.  Of two
         bounds on one side the tighter holds; in LLaMA-Factory's rule both do, one after the other.  Constants come from
         ``processor_config.json`` (its ``image_processor``), else ``preprocessor_config.json``: transformers' order.
+        ``media`` "video" reads those of videos.
 
         Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
         """
-        path, values = _read_config(Path(directory))
+        path, values = _read_config(Path(directory), media)
         size: dict[str, Any] = values["size"] if isinstance(values.get("size"), dict) else {}
         bounds: dict[str, Any] = {
             "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
@@ -190,7 +195,7 @@ class ImageProcessor:
 
     @property
     def normalisation(self) -> Normalisation:
-        return Normalisation(self.image_mean, self.image_std)
+        return Normalisation(255.0, self.image_mean, self.image_std)
 
     def _resized_by_pillow(self, path: str) -> Tensor:
         """uint8 [height, width, 3]"""
@@ -215,15 +220,15 @@ class ImageProcessor:
         return resized[0].permute(1, 2, 0)
 
 
-def _read_config(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that holds the image processor's settings, and these."""
-    for name in _CONFIG_FILES:
+def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
+    """The file that holds the settings of the image or video processor, and these."""
+    for name in _CONFIG_FILES[media]:
         path = directory / name
         if not path.is_file():
             continue
         values = read_json(path).root
         if name == "processor_config.json" and isinstance(values, dict):
-            values = values.get("image_processor")
+            values = values.get(f"{media}_processor")
         if not isinstance(values, dict | None):
             raise UserError(f"{path}: holds {str(values)[:40]!r}; expected an object with the processor's settings.")
         if values is not None:

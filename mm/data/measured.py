@@ -21,11 +21,11 @@ def measured(dataset: Dataset, encoder: SampleEncoder, vision: VisionConfig) -> 
 def _counts(dataset: Dataset, index: int, encoder: SampleEncoder, vision: VisionConfig) -> tuple[int, ...]:
     sample, window = dataset[index], vision.window_attn_size // vision.patch_size
     try:
-        grids = tuple(encoder.images.image_grid(image.path) for image in sample.media)
+        grids = tuple(encoder.planned(media).grid for media in sample.media)
         text = encoder.chat.encode(sample.turns, grids)
     except UserError as error:
         raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
-    kept = [grids[number] for number in text.images]
+    kept = [grids[number] for number in text.media]
     return (
         text.token_ids.numel(), int((text.labels != IGNORE_INDEX).sum()), len(kept), sum(t * h * w for t, h, w in kept),
         sum(map(image_pairs, kept)), sum(window_pairs(grid, window) for grid in kept),

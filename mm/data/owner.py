@@ -190,20 +190,20 @@ def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
             torch.tensor(m.segment_lengths, dtype=torch.int64),
             torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
             torch.tensor(m.samples, dtype=torch.int64),
-            *([_bits(m.normalisation)] if m.image_grids else []),
+            _bits(m.normalisations),
         ]
     return parts
 
 
-def _bits(normalisation: Normalisation | None) -> Tensor:
-    """Six float64 as int64 of the same bits."""
-    assert normalisation is not None, "images have been read with one"
-    return torch.tensor([*normalisation.mean, *normalisation.std], dtype=torch.float64).view(torch.int64)
+def _bits(normalisations: Sequence[Normalisation]) -> Tensor:
+    """Seven float64 of each, as int64 of the same bits."""
+    values = [(one.divisor, *one.mean, *one.std) for one in normalisations]
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten()
 
 
-def _normalisation(bits: Tensor) -> Normalisation:
-    values = bits.clone().view(torch.float64).tolist()
-    return Normalisation(tuple(values[:3]), tuple(values[3:]))
+def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
+    rows = bits.clone().view(torch.float64).view(-1, 7).tolist()
+    return tuple(Normalisation(row[0], tuple(row[1:4]), tuple(row[4:])) for row in rows)
 
 
 def _from_numbers(payload: Tensor) -> list[Microbatch]:
@@ -227,7 +227,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
                 image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
                 pixel_values=None,
                 samples=tuple(read(num_samples).tolist()),
-                normalisation=_normalisation(read(6)) if num_images else None,
+                normalisations=_normalisations(read(7 * num_images)),
             )
         )
     assert offset == payload.numel()

@@ -89,12 +89,15 @@ class EmbeddingInputs:
 
 
 def embedding_inputs(
-    microbatch: Microbatch, image_token_id: int, device: Device, cut_group: dist.ProcessGroup | None = None,
-    share: Share | None = None, visual_gradients: bool = False,
+    microbatch: Microbatch, visual_token_ids: tuple[int, int], device: Device,
+    cut_group: dist.ProcessGroup | None = None, share: Share | None = None, visual_gradients: bool = False,
 ) -> EmbeddingInputs:
-    """``visual_gradients``: whether visual tokens need gradients; the rest as in ``language_inputs``."""
-    is_visual = microbatch.token_ids == image_token_id
-    spread = torch.arange(microbatch.num_tokens).remainder(image_token_id)
+    """``visual_token_ids`` stand where patches of pictures and of videos go; one order serves both.
+
+    ``visual_gradients``: whether visual tokens need gradients; the rest as in ``language_inputs``.
+    """
+    is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
+    spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
     token_ids = torch.where(is_visual, spread, microbatch.token_ids)
     index, exchange, num_made = is_visual.nonzero().squeeze(1), None, int(is_visual.sum())
     if share is not None:

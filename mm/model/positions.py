@@ -43,25 +43,41 @@ def merge_units(grids: Sequence[Grid], spatial_merge_size: int) -> MergeUnits:
     return MergeUnits(image, line // rows, line % rows, index % columns, sizes)
 
 
+@dataclass(frozen=True)
+class VideoTimes:
+    """How the videos of one sample lie on the time axis."""
+
+    video_token_id: int
+    tokens_per_second: int
+    """Positions of a second, from the model JSON."""
+    seconds: tuple[float | None, ...]
+    """For each grid of the sample, in reading order: from one temporal patch to the next; None for a picture."""
+
+
 def mrope_positions(
     token_ids: Tensor,
     image_grids: Sequence[Grid],
     image_token_id: int,
     vision_start_token_id: int,
     spatial_merge_size: int,
+    videos: VideoTimes | None = None,
 ) -> Tensor:
-    """M-RoPE positions of one sample, as transformers' ``Qwen2_5_VLModel.get_rope_index`` gives them for images.
+    """M-RoPE positions of one sample, as transformers' ``Qwen2_5_VLModel.get_rope_index`` gives them.
 
-    From the tokens of one sample, int64 [num_tokens] with an image token per merge unit, and its images in order, to
-    positions along time, height and width: int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all three axes.  The
-    tokens of an image share one base position, to which their frame, row and column (in merge units) are added; the
-    text after it goes on at base + the longer side of the image.
+    From the tokens of one sample, int64 [num_tokens] with an image or video token per merge unit, and its images and
+    videos in order, to positions along time, height and width: int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all
+    three axes.  The tokens of an image share one base position, to which their frame, row and column (in merge units)
+    are added; the text after it goes on at base + the longer side of the image.  The frames of a video lie
+    ``tokens_per_second`` x seconds apart instead of 1, rounded down.  Without ``videos`` all grids are images.
 
-    Each image must be an unbroken span of its image tokens right after a vision start token, as the chat encoder writes
+    Each image must be an unbroken span of its tokens right after a vision start token, as the chat encoder writes
     it: transformers 4 finds images by that token and transformers 5 by the runs of image tokens.
     """
     units = merge_units(image_grids, spatial_merge_size)
     is_image = token_ids == image_token_id
+    if videos is not None:
+        assert len(videos.seconds) == len(image_grids), (videos.seconds, image_grids)
+        is_image |= token_ids == videos.video_token_id
     where = is_image.nonzero().flatten()
     counts = units.sizes.prod(dim=1)
     assert where.numel() == int(counts.sum()), (where.numel(), counts.tolist())
@@ -71,8 +87,18 @@ def mrope_positions(
     advance = (~is_image).long()
     advance[last] = units.sizes[:, 1:].amax(dim=1) if len(image_grids) else counts
     positions = (advance.cumsum(0) - advance).repeat(3, 1)
-    positions[:, where] += torch.stack((units.frame, units.row, units.column))
+    frame = units.frame if videos is None else _frame_positions(units, videos)
+    positions[:, where] += torch.stack((frame, units.row, units.column))
     return positions
+
+
+def _frame_positions(units: MergeUnits, videos: VideoTimes) -> Tensor:
+    """Where the frame of each unit lies on the time axis, counted from that of its image or video; int64."""
+    is_video = torch.tensor([one is not None for one in videos.seconds], dtype=torch.bool)[units.image]
+    # transformers has the seconds in float32, multiplies in it, and then cuts off the fraction
+    seconds = torch.tensor([one or 0.0 for one in videos.seconds], dtype=torch.float32)
+    times = units.frame * (videos.tokens_per_second * seconds)[units.image]
+    return torch.where(is_video, times.long(), units.frame)
 
 
 def vision_positions(grids: Sequence[Grid], spatial_merge_size: int) -> Tensor:

@@ -4,8 +4,10 @@ A chunk maps a message to a message.  What crosses the boundaries, and when, is 
 only computes.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from megatron.core.enums import ModelType
@@ -92,7 +94,7 @@ class Chunk(nn.Module):
             vision = vision_inputs(grids, self._pixels(microbatch), model.vision, device, cut_group)
         if spec.has_embedding:
             embedding = embedding_inputs(
-                microbatch, model.image_token_id, device, cut_group, share, self.visual_gradients)
+                microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
         if spec.language_layers:
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
         if spec.has_head and totals is not None:
@@ -103,9 +105,15 @@ class Chunk(nn.Module):
         """The bytes of its images go to the device and become numbers there."""
         if microbatch.pixel_values is None:
             return None
-        assert microbatch.normalisation is not None, "images have been read with one"
-        constants = self.device.copy(microbatch.normalisation.constants())
-        return normalised(self.device.copy(microbatch.pixel_values), constants, self.config.params_dtype)
+        bytes_here, rows, start = self.device.copy(microbatch.pixel_values), [], 0
+        rules = [(microbatch.normalisations[image], math.prod(microbatch.image_grids[image]))
+                 for image in self.context.images(microbatch)]
+        for rule, some in groupby(rules, key=lambda one: one[0]):
+            stop = start + sum(num_patches for _, num_patches in some)
+            constants = self.device.copy(rule.constants())
+            rows.append(normalised(bytes_here[start:stop], constants, self.config.params_dtype))
+            start = stop
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the chunk with the head returns the microbatch's share of the loss.

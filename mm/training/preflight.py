@@ -24,6 +24,7 @@ from mm.config.run import Run
 from mm.data.dataset import MAX_PROBLEMS, Dataset
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.image import ImageProcessor
+from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.weights.groups import group_problems
 from mm.weights.trained import freeze_problems
@@ -99,7 +100,7 @@ def picture_note(run: Run) -> str | None:
     dataset = Dataset(replace(run.data, max_samples=num_compared), run.args.bad_sample == "skip")
     ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
     for index in range(len(dataset)):
-        for path in (image.path for image in dataset[index].media):
+        for path in (one.path for one in dataset[index].media if isinstance(one, Image)):
             sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
             if sizes[0] != sizes[1]:
                 return (

@@ -98,6 +98,12 @@ def test_aliases_and_recompute(tmp_path):
     assert config.vision.recompute.granularity == "selective"
 
 
+def test_the_token_of_videos_in_place_of_that_of_pictures_is_what_mindspeed_mm_writes_for_video(tmp_path):
+    read = read_model(write(tmp_path, changed("model_7b.json", {"img_context_token_id": 151656})))
+    assert read.value.visual_token_ids == (151655, 151656)
+    assert any("img_context_token_id is 151656, the token of videos" in note for note in read.notes)
+
+
 def test_keys_without_effect_are_told_once_with_the_reason():
     notes = "\n".join(read_model(EXAMPLES / "model_7b.json").notes)
     assert notes.count("text_decoder.seq_length") == 1
@@ -121,7 +127,8 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({"image_encoder": 3}, "image_encoder is 3; expected an object"),
     ({"video_encoder": {}}, "video_encoder is {}; supported: null"),
     ({"patch": {"use_fsdp1": True}}, "patch.use_fsdp1 is true; supported: null or false"),
-    ({"img_context_token_id": 151656}, "img_context_token_id is 151656, the video token"),
+    ({"img_context_token_id": 151655, "video_token_id": 151655}, "and video_token_id are both 151655; expected the"),
+    ({"video_token_id": 152064}, "video_token_id is 152064 and vision_start_token_id is 151652; expected all below"),
     ({f"{VISION}.fullatt_block_indexes": [7, 32]}, "fullatt_block_indexes has [32]; expected layers 0 to 31"),
     ({f"{VISION}.fullatt_block_indexes": [7, 7]}, "names a layer twice"),
     ({f"{VISION}.window_attn_size": 100}, "expected a multiple of patch_size x spatial_merge_size = 28"),
@@ -227,7 +234,7 @@ def test_words_for_tools_are_taken(tmp_path):
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
     ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
-    ({"dataset_param.attr.videos": "videos"}, "not on video or audio"),
+    ({"dataset_param.attr.videos": "videos"}, "not on audio"),
     ({"dataset_param.attr.packing": 1}, "packing is 1; expected true or false or null"),
     ({"dataset_param.basic_parameters.packing_max_patches": 64}, "packing_max_patches is 64, but packing is not true"),
     ({"dataset_param.attr.packing": True, "dataloader_param.sampler_type": "BucketBatchSampler"},

@@ -168,7 +168,7 @@ def test_sources_of_the_world_size(tmp_path):
     (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both say'),
     ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
      "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
-    ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected both below vocab_size = 1000"),
+    ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected all below vocab_size = 1000"),
     ([], {"model": {f"{LANGUAGE}.pipeline_num_layers": [12, 15]}}, "which sums to 27; expected num_layers = 28"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [16, 16], f"{LANGUAGE}.pipeline_num_layers": [1, 27]}},
      "cannot come before the last ViT layer"),

@@ -40,7 +40,7 @@ def test_tokens_and_labels_equal_transformers(tokenizer, reference, write_datase
     messages = reference.messages(record)
     assert encoded.token_ids.tolist() == reference.token_ids(messages, grids)
     assert encoded.labels.tolist() == shifted(reference.labels(messages, grids, last_only=mask_history))
-    assert encoded.images == tuple(range(len(grids)))
+    assert encoded.media == tuple(range(len(grids)))
 
 
 def targets(tokenizer, encoded):
@@ -133,8 +133,8 @@ def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, 
         encoded = encoder(tokenizer, seq_length=limit, **how).encode(messages, grids)
         ids, labels = llama_factory.sample(pairs, limit, **how)
         kept = encoded.token_ids.tolist()
-        assert kept.count(start) == kept.count(end) == len(encoded.images)
-        assert kept.count(pad) == sum(counts[number] for number in encoded.images)
+        assert kept.count(start) == kept.count(end) == len(encoded.media)
+        assert kept.count(pad) == sum(counts[number] for number in encoded.media)
         if ids.count(start) == ids.count(end) and ids.count(pad) == kept.count(pad):
             assert kept == ids and encoded.labels.tolist() == shifted(labels), limit
             equal += 1
@@ -163,7 +163,7 @@ def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
 def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):
     messages = conversation(("user", "<image>?"), ("assistant", "Write <image>."))
     encoded = encoder(tokenizer).encode(messages, [(1, 2, 2)])
-    assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.images == (0,)
+    assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.media == (0,)
 
 
 def test_a_question_of_any_length_leaves_its_answer(tokenizer):
@@ -179,8 +179,8 @@ def test_a_question_of_any_length_leaves_its_answer(tokenizer):
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "each answer unchanged"),
         (CHAT_TEMPLATE.replace("message['content'] }}<|im_end|>", "message['content'] | upper }}<|im_end|>"),
          "each answer unchanged"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "shows 0 images of 1"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "shows 1 images of 1"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "shows 0 pictures and videos of 1"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "shows 1 pictures and videos of 1"),
     ],
 )  # fmt: skip
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):

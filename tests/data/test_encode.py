@@ -26,7 +26,7 @@ def test_a_sample_equals_transformers_from_raw_json_to_pixels(write_dataset, mod
     assert torch.equal(encoded.positions, reference.positions(token_ids, images["image_grid_thw"] if images else None))
     assert [list(grid) for grid in encoded.image_grids] == grids
     if images:
-        found = normalised(encoded.pixel_values, encoded.normalisation.constants())
+        found = normalised(encoded.pixel_values, encoded.normalisations[0].constants())
         assert torch.equal(found, images["pixel_values"])
     else:
         assert encoded.pixel_values is None

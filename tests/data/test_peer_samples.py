@@ -79,7 +79,7 @@ def pixels(images: list[Image.Image], **settings):
 def same_pictures(encoded, values, grids) -> bool:
     return [list(grid) for grid in encoded.image_grids] == grids and (
         encoded.pixel_values is None if values is None else
-        torch.equal(normalised(encoded.pixel_values, encoded.normalisation.constants()), values))
+        torch.equal(normalised(encoded.pixel_values, encoded.normalisations[0].constants()), values))
 
 
 @pytest.mark.parametrize("name", ROWS)

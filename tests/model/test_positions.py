@@ -8,20 +8,20 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from mm.model.positions import mrope_positions, plan_vision, vision_positions
+from mm.model.positions import VideoTimes, mrope_positions, plan_vision, vision_positions
 
-IMAGE, START, END = 90, 91, 92
+IMAGE, START, END, VIDEO = 90, 91, 92, 93
 PATCH, MERGE, WINDOW = 14, 2, 112
 grids = st.tuples(st.integers(1, 3), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], g[1] * 2, g[2] * 2))
 some_images = st.lists(grids, min_size=1, max_size=5)
 fast = settings(max_examples=50, deadline=None)
 
 
-def sample(images, text_lengths):
+def sample(images, text_lengths, tokens=None):
     """Token ids with some text before each image and at the end."""
     ids = []
-    for grid, length in zip(images, text_lengths, strict=False):
-        ids += [1] * length + [START] + [IMAGE] * (grid[0] * grid[1] * grid[2] // MERGE**2) + [END]
+    for grid, length, token in zip(images, text_lengths, tokens or [IMAGE] * len(images), strict=False):
+        ids += [1] * length + [START] + [token] * (grid[0] * grid[1] * grid[2] // MERGE**2) + [END]
     return torch.tensor(ids + [2] * text_lengths[-1])
 
 
@@ -52,6 +52,29 @@ def test_mrope_positions_equal_transformers(hf_model, data, images):
     ours = mrope_positions(ids, images, IMAGE, START, MERGE)
     assert ours.dtype == torch.int64
     assert torch.equal(ours, hf_positions(hf_model, ids, images))
+
+
+@fast
+@given(data=st.data(), media=st.lists(st.tuples(grids, st.one_of(st.none(), st.floats(0.001, 300))), max_size=5),
+       tokens_per_second=st.integers(1, 30))
+def test_positions_of_pictures_and_videos_in_any_order_equal_transformers(hf_model, data, media, tokens_per_second):
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=len(media) + 1, max_size=len(media) + 1))
+    seconds = tuple(one for _, one in media)
+    tokens = [IMAGE if one is None else VIDEO for one in seconds]
+    shapes = [grid for grid, _ in media]
+    ids = sample(shapes, lengths, tokens)
+    if not ids.numel():
+        return
+    hf_model.config.vision_config.tokens_per_second = tokens_per_second
+    pictures, videos = ([grid for grid, one in media if (one is None) == is_picture] for is_picture in (True, False))
+    expected, _ = hf_model.get_rope_index(
+        ids[None], ((ids == IMAGE) + 2 * (ids == VIDEO)).int()[None],
+        image_grid_thw=torch.tensor(pictures) if pictures else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        second_per_grid_ts=torch.tensor([one for one in seconds if one is not None]),
+    )
+    ours = mrope_positions(ids, shapes, IMAGE, START, MERGE, VideoTimes(VIDEO, tokens_per_second, seconds))
+    assert ours.dtype == torch.int64 and torch.equal(ours, expected[:, 0])
 
 
 def test_mrope_positions_of_an_empty_sample():

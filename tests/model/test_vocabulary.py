@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mm.device.accumulate import cpu_accumulate, cuda_accumulate
 from mm.device.device import Device
-from tests.tiny import IMAGE, microbatch, random_sample
+from tests.tiny import IMAGE, VIDEO, microbatch, random_sample
 from tests.tiny import VOCAB as TINY_VOCAB
 
 Device.pick("cpu")  # importing megatron needs it
@@ -118,7 +118,7 @@ def test_gradients_that_count_for_nothing_do_not_meet_on_one_row() -> None:
         assert rows.bincount().tolist() == [3] * 8
         assert is_here.nonzero().flatten().tolist() == list(range(rank * 8, rank * 8 + 8))
     packed = microbatch([random_sample(torch.Generator(), ((1, 24, 24),), 12)])
-    found = embedding_inputs(packed, IMAGE, Device.pick("cpu"))
+    found = embedding_inputs(packed, (IMAGE, VIDEO), Device.pick("cpu"))
     is_visual = packed.token_ids == IMAGE
     assert found.visual is not None and len(found.visual.index) == 144
     assert torch.equal(found.visual.index, is_visual.nonzero().squeeze(1))

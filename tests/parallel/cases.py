@@ -99,6 +99,10 @@ CASES = (
     Case("tp1-only-projector", freeze=("vision", "language")),
     Case("tp1-only-language", freeze=("vision", "projector")),
     Case("tp1-text-only", batch="text"),
+    Case("tp1-video", batch="video", micro_batch_size=3),
+    Case("pp2-video-vit-on-both", (3, 1), (0, 4), batch="video"),
+    Case("cp2-video", cp=2, batch="video"),
+    Case("tp2-ring2-pp2-sp-video", (3, 1), (0, 4), tp=2, cp=2, ring=True, sequence_parallel=True, batch="video"),
     Case("tp1-per-sample", loss_unit="sample"),
     Case("tp1-per-microbatch-of-1", loss_unit="microbatch", micro_batch_size=1),
     Case("tp1-per-microbatch-of-4", loss_unit="microbatch", micro_batch_size=4),
@@ -277,6 +281,8 @@ def batch_of(case: Case) -> list[list[list[RawSample]]]:
     grids = case.grids or {
         "mixed": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), (), ((1, 2, 2),),
                   ((1, 4, 4), (1, 4, 6)), (), ((1, 10, 6),)],
+        # one video alone, two, and between pictures
+        "video": [((3, 4, 6),), (), ((1, 4, 4), (2, 6, 10), (1, 2, 4)), ((2, 4, 4), (4, 2, 2)), (), ((5, 6, 4),)] * 2,
         "text": [()] * 12,
         "three samples": [((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4))],
         "no targets": [(), ((1, 4, 6),)] * 6,

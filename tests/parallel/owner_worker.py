@@ -97,7 +97,7 @@ def fingerprint(one: Microbatch) -> dict:
         "segment_lengths": list(one.segment_lengths),
         "image_grids": [list(grid) for grid in one.image_grids],
         "samples": list(one.samples),
-        "normalisation": None if one.normalisation is None else [*one.normalisation.mean, *one.normalisation.std],
+        "normalisations": [[rule.divisor, *rule.mean, *rule.std] for rule in one.normalisations],
         "pixels": None if one.pixel_values is None else of(one.pixel_values),
     }
 

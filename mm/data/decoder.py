@@ -1,0 +1,196 @@
+"""The process that reads video files for another one, and the handle that the other one has of it.
+
+A decoder works on files of strangers in code that nothing can interrupt: it may run for ever or end its process.  So it
+has one of its own, which the system ends when a frame takes too long, and which is started again for the next video.
+What the pixels are for is not known here.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from typing import IO, Any
+
+import numpy as np
+
+from mm.data.video_file import BACKENDS, Pixels, VideoHeader, Wanted, missing_backend, read_header
+from mm.errors import UserError, refuse
+
+_COMMAND = (sys.executable, "-P", "-c", "from mm.data.decoder import serve; serve()")
+
+
+class Decoder:
+    """Reads videos in a process that starts with the first one and ends with this object.
+
+    Pickles without its process.  One thread at a time may use it.
+    """
+
+    def __init__(self, backend: str | None, limit_seconds: float) -> None:
+        """``backend``: "pyav", "decord" or "torchcodec"; None is PyAV.
+
+        A header or a frame that takes more than ``limit_seconds`` ends the reading of its video.
+        """
+        self.backend, self._limit_seconds = backend or "pyav", limit_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}
+
+    def check(self) -> None:
+        """Raises UserError when the backend cannot be used on this machine."""
+        why = self._ask("check", "", backend=self.backend)["missing"]
+        refuse([] if why is None else [
+            f"video_backend is {self.backend!r}, which does not load here ({why}); install it, or take \"pyav\"."])
+
+    def header(self, path: str, is_upright: bool) -> VideoHeader:
+        """What the file holds; raises UserError as ``read_header`` does, and for a file that takes too long."""
+        reply = self._ask("header", path, is_upright=is_upright)
+        times = np.frombuffer(self._read(path, 8 * reply.pop("num_times")), dtype=np.int64)
+        key_times = np.frombuffer(self._read(path, 8 * reply.pop("num_key_times")), dtype=np.int64)
+        time_base = Fraction(*reply.pop("time_base"))
+        return VideoHeader(times=times, key_times=key_times, time_base=time_base, **reply)
+
+    def frames(self, path: str, wanted: Wanted) -> Iterator[Pixels]:
+        """The wanted frames, one after another; raises UserError as ``header`` does."""
+        base = (wanted.time_base.numerator, wanted.time_base.denominator)
+        self._ask("frames", path, backend=self.backend, wanted={**asdict(wanted), "time_base": base})
+        try:
+            for _ in wanted.times:
+                shape = self._reply(path)["shape"]
+                yield np.frombuffer(self._read(path, int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+        except UserError:  # the process waits for the next request, or has ended
+            raise
+        except BaseException:  # not all was read: what is left must not answer the next request
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _ask(self, task: str, path: str, **arguments: Any) -> dict[str, Any]:
+        if self._process is None:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            weakref.finalize(self, _end, self._process)
+        message = {"task": task, "path": path, "limit_seconds": self._limit_seconds, **arguments}
+        pipe: Any = self._process.stdin
+        try:
+            pipe.write(json.dumps(message).encode() + b"\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise self._ended(path) from None
+        return self._reply(path)
+
+    def _reply(self, path: str) -> dict[str, Any]:
+        """The next line of the process; raises UserError with the problems that it tells."""
+        pipe: Any = self._process and self._process.stdout
+        line = pipe.readline()
+        if not line:
+            raise self._ended(path)
+        reply = json.loads(line)
+        if "problems" in reply:
+            raise UserError(reply["problems"])
+        if "failure" in reply:
+            self.close()
+            raise RuntimeError(f"while reading {path}:\n{reply['failure']}")
+        return reply
+
+    def _read(self, path: str, num_bytes: int) -> bytes:
+        pipe: Any = self._process and self._process.stdout
+        found = pipe.read(num_bytes)
+        if len(found) < num_bytes:
+            raise self._ended(path)
+        return found
+
+    def _ended(self, path: str) -> UserError:
+        """The process has ended by itself: why."""
+        process, self._process = self._process, None
+        assert process is not None
+        status = process.wait()
+        _end(process)
+        if status == -signal.SIGALRM:
+            return UserError(f"{path}: its decoder gave no frame for {self._limit_seconds:g} s; re-encode or remove "
+                             f"the video, or raise video_timeout in the data JSON.")
+        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        return UserError(f"{path}: its decoder ended {how}; the video is damaged, or memory ran out: re-encode or "
+                         f"remove it.")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # by what was not yet sent to a process that has ended
+                pipe.close()
+    process.wait()
+
+
+def serve() -> None:
+    """Answer requests on standard input until it ends.  The main program of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
+    for line in requests:
+        try:
+            _answer(json.loads(line), replies)
+        except UserError as error:
+            _tell(replies, {"problems": error.problems})
+        except BrokenPipeError:  # nobody reads any more
+            return
+        except Exception:
+            _tell(replies, {"failure": traceback.format_exc()})
+
+
+def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
+    path, limit_seconds = request["path"], request["limit_seconds"]
+    with _Alarm(limit_seconds):
+        if request["task"] == "check":
+            _tell(replies, {"missing": missing_backend(request["backend"])})
+            return
+        if request["task"] == "header":
+            header = vars(read_header(path, request["is_upright"]))
+    if request["task"] == "header":
+        times, key_times, base = (header.pop(name) for name in ("times", "key_times", "time_base"))
+        _tell(replies, {**header, "time_base": (base.numerator, base.denominator), "num_times": len(times),
+                        "num_key_times": len(key_times)}, (times, key_times))
+        return
+    wanted = request["wanted"]
+    wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
+    frames = BACKENDS[request["backend"]](path, wanted)
+    _tell(replies, {})
+    while True:
+        with _Alarm(limit_seconds):  # not while the reader makes this process wait
+            frame = next(frames, None)
+        if frame is None:
+            return
+        _tell(replies, {"shape": frame.shape}, (np.ascontiguousarray(frame),))
+
+
+class _Alarm:
+    """The system ends this process, whatever it does, when what is inside takes too long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _tell(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    for one in contents:
+        replies.write(one.data.cast("B"))
+    replies.flush()
