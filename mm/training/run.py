@@ -12,7 +12,7 @@ from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
+from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner
@@ -112,7 +112,8 @@ class Trainer:
         def open_loader() -> StepLoader | None:
             if not mesh.owns_data:
                 return None
-            dataset = Dataset(run.data, args.bad_sample == "skip")
+            gauge = Gauge.from_config(run.data, run.model, args.seq_length)
+            dataset = Dataset(run.data, args.bad_sample == "skip", gauge, args.seed)
             if mesh.rank == 0 and dataset.skipped:
                 path = Path(args.log_dir) / "skipped_samples.txt"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,8 +129,7 @@ class Trainer:
                 dp_size=mesh.dp_size,
                 consumed_samples=self.progress.consumed_samples,
             )
-            encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
-            return StepLoader(dataset, encoder, order, args.num_workers, run.data.prefetch_factor)
+            return StepLoader(dataset, gauge.encoder, order, args.num_workers, run.data.prefetch_factor)
 
         stage = self.parts.stage
         return DataOwner(together(mesh, open_loader), mesh, num_steps, stage.has_patch_embedding,
