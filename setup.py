@@ -26,15 +26,16 @@ setup(
         "ruamel.yaml>=0.18",
         "docstring-parser",
     ],
-    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},
+    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data.tool:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
+        "parquet": ["pyarrow"],
         "demo": ["scikit-learn", "matplotlib"],
         "test": [
             "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib",
-            "tensorboard",
+            "tensorboard", "pyarrow",
         ],
     },
 )
