@@ -64,10 +64,9 @@ def prepare(argv: Sequence[str]) -> Run:
 
     found: list[str] = []
     refuse(preflight.file_problems(run) + preflight.sample_problems(run, found))
-    notes = (*run.notes, *freeze_notes(run.model), preflight.picture_note(run), *found)
+    notes = (*run.notes, *freeze_notes(run.model), *found)
     for note in () if run.args.dry_run else notes:  # a dry run reports its own
-        if note is not None:
-            print(f"note: {note}", flush=True)
+        print(f"note: {note}", flush=True)
     return run
 
 

@@ -124,7 +124,7 @@ class Dataset:
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
-        found = [one.problem for one in index.bad]
+        found = [source.path + one.problem for one in index.bad]
         if skips_bad:
             self.skipped += found
         elif found:

@@ -33,7 +33,7 @@ class Bad:
     line: int
     """Of Parquet 0."""
     problem: str
-    """With file and line."""
+    """What follows the name of the file, which may be another one tomorrow: ``:line``, and what is wrong there."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Checker:
             columns, grids = sample_lengths(self.gauge, sample, self._grids)
             columns["media_crc32"] = media_crc32(sample)
         except UserError as error:
-            start = f"{reader.file.path}{line}: sample {raw.index} (counted from 0): "
+            start = f"{line}: sample {raw.index} (counted from 0): "
             raise UserError(start + problem for problem in error.problems) from error
         for name, value in columns.items():
             row[name] = value

@@ -65,7 +65,7 @@ def _records(file: RecordFile) -> Iterator[Any]:
         for block in file.blocks(problems):
             for raw in file.read_block(block):
                 if raw.problem is not None:
-                    raise UserError(raw.problem)
+                    raise UserError(file.path + raw.problem)
                 yield raw.value
                 bar.update()
     if problems:

@@ -58,7 +58,7 @@ class Raw:
     span: Span
     value: Any = None
     problem: str | None = None
-    """With file and line."""
+    """What follows the name of the file: ``:line``, and what is wrong there."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ class RecordFile:
                 yield Raw(index, line, (start, end), _decoded(raw[begin : end - first]))
             except (ValueError, RecursionError) as error:
                 column = begin - raw.rfind(b"\n", 0, begin)
-                problem = f"{self.path}:{_explained(error, line, column)}"
-                yield Raw(index, line, (start, end), None, problem)
+                yield Raw(index, line, (start, end), None, f":{_explained(error, line, column)}")
 
     def read(self, span: Span) -> Any:
         """The value of one record that was found good.  Raises UserError when the file is no longer this version."""

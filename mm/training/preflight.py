@@ -7,7 +7,6 @@ none, calls it.
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,8 +76,10 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
         if len(dataset) < run.global_batch_size:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
-    with collected(problems):
-        validation_dataset(run.data, skips_bad, gauge, run.args.seed)
+        notes += _picture_notes(run, dataset) if gauge is not None else []
+    if run.data.val_dataset:
+        with collected(problems):
+            validation_dataset(run.data, skips_bad, gauge, run.args.seed)
     return list(dict.fromkeys(problems))
 
 
@@ -91,23 +92,21 @@ def _has_samples(run: Run) -> bool:
     return not missing and all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 
-def picture_note(run: Run) -> str | None:
+def _picture_notes(run: Run, dataset: Dataset) -> list[str]:
     """The first picture of the first samples that LLaMA-Factory, and so MindSpeed-MM, makes another size of."""
-    if run.data.image_resize is not None or not _has_samples(run):
-        return None
-    num_compared = min(run.data.max_samples or _NUM_COMPARED, _NUM_COMPARED)
-    dataset = Dataset(replace(run.data, max_samples=num_compared), run.args.bad_sample == "skip")
+    if run.data.image_resize is not None:
+        return []
     ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
-    for index in range(len(dataset)):
+    for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (part.path for part in dataset[index].media if isinstance(part, Image)):
             sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
             if sizes[0] != sizes[1]:
-                return (
+                return [
                     f"{path} becomes {sizes[0]} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "
                     f"bring it within image_max_pixels, which makes {sizes[1]}: add \"image_resize\": \"llamafactory\" "
                     f"to the preprocess_parameters of {run.args.mm_data} for that, or \"transformers\" to keep this"
-                )
-    return None
+                ]
+    return []
 
 
 def _export_problems(run: Run, base: Path, target: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ class Trainer:
             if not mesh.owns_data:
                 return None
             gauge = Gauge.from_config(run.data, run.model, args.seq_length)
-            dataset = Dataset(run.data, args.bad_sample == "skip", gauge, args.seed)
+            known = replace(run.data, overwrite_cache=False)  # the preflight has done that
+            dataset = Dataset(known, args.bad_sample == "skip", gauge, args.seed)
             if mesh.rank == 0 and dataset.skipped:
                 path = Path(args.log_dir) / "skipped_samples.txt"
                 path.parent.mkdir(parents=True, exist_ok=True)

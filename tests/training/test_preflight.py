@@ -18,7 +18,7 @@ from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.train import main
-from mm.training.preflight import file_problems, picture_note, sample_problems
+from mm.training.preflight import file_problems, sample_problems
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -112,14 +112,16 @@ def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
     (inputs / "samples.json").write_text(json.dumps(records))
     set_preprocessing(inputs, image_max_pixels=262144)
 
-    def note() -> str | None:
-        return picture_note(load_run(flags(inputs), 1, {}))
+    def told() -> list[str]:
+        notes: list[str] = []
+        assert sample_problems(load_run(flags(inputs, "--seq-length", "512"), 1, {}), notes) == []
+        return notes
 
-    told = note()
-    assert told is not None and "large.png becomes 315 tokens" in told and "which makes 336" in told
+    (note,) = told()
+    assert "large.png becomes 315 tokens" in note and "which makes 336" in note
     for rule in ("transformers", "llamafactory"):
         set_preprocessing(inputs, image_resize=rule)
-        assert note() is None
+        assert told() == []
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
