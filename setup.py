@@ -28,17 +28,18 @@ setup(
         "ruamel.yaml>=0.18",
         "docstring-parser",
     ],
-    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main"]},
+    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data.tool:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],
         "torchcodec": ["torchcodec>=0.8"],
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
+        "parquet": ["pyarrow"],
         "demo": ["scikit-learn", "matplotlib"],
         "test": [
             "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib",
-            "tensorboard",
+            "tensorboard", "pyarrow",
         ],
     },
 )

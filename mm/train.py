@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(argv: Sequence[str]) -> Run:
     """Read and check everything that needs no device; raises UserError with all that is wrong.
 
-    In a run only the first rank looks at the files.  The ranks that read samples check them later.
+    In a run only the first rank looks at the files, and makes the index of the samples, which the ranks that read them
+    open later.  A node that does not see it makes its own.
     """
     run = load_run(argv)
     is_rehearsal = run.args.dry_run or run.args.check
@@ -61,12 +62,11 @@ def prepare(argv: Sequence[str]) -> Run:
     from mm.training import preflight  # imports transformers, which the other ranks may not need
     from mm.weights.trained import freeze_notes
 
-    refuse(preflight.file_problems(run) + (preflight.sample_problems(run) if is_rehearsal else []))
-    refuse(preflight.picture_problems(run) if is_rehearsal else ())
-    notes = (*run.notes, *freeze_notes(run.model), preflight.picture_note(run))
+    found: list[str] = []
+    refuse(preflight.file_problems(run) + preflight.sample_problems(run, found))
+    notes = (*run.notes, *freeze_notes(run.model), *found)
     for note in () if run.args.dry_run else notes:  # a dry run reports its own
-        if note is not None:
-            print(f"note: {note}", flush=True)
+        print(f"note: {note}", flush=True)
     return run
 
 

@@ -147,10 +147,10 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)  # measured 1.3e-6
     said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", "--mm-data",
-               with_bad_samples(inputs), "--bad-sample", "skip", num_processes=2)
-    (listed,) = (inputs / "replicas" / "logs").glob("skipped_samples.txt")
+               with_bad_samples(inputs), "--bad-sample", "skip", "--max-bad-fraction", "0.5", num_processes=2)
+    (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
-    assert [line.partition("(counted from 0): ")[2] for line in listed.read_text().splitlines()] == [
+    assert [json.loads(line)["reason"] for line in listed.read_text().splitlines()] == [
         "has no 'messages'; attr.messages in the data JSON names that column.",
         "'messages' is []; expected a list of messages that is not empty."]
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Lt, MinLen
 from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Int, Key, OrDefault, Positive, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, Positive, Read, read_settings
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
@@ -25,7 +25,10 @@ Paths = Annotated[
     tuple[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)], ...],
     Strict(False), BeforeValidator(_paths), MinLen(1), Field(title="paths separated by commas, or a list of paths"),
 ]
+_PATHS_OR_NULL = Field(title="paths separated by commas, a list of paths, or null")
+Share = Annotated[Number, Ge(0), Lt(1)]
 ResizeRule = Literal["transformers", "llamafactory"]
+Formatting = Literal["sharegpt", "alpaca"]
 ImageBackend = Literal["pillow", "torch"]
 VideoBackend = Literal["pyav", "decord", "torchcodec"]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler", "BucketBatchSampler",
@@ -35,16 +38,28 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 @dataclass(frozen=True, config=STRICT)
 class Attributes:
-    """Names of the columns and roles in the dataset."""
+    """Names of the columns and roles in the dataset, by LLaMA-Factory's words and with its defaults.
 
+    ``mm.data.formats`` also knows the usual names, and looks for them where a record has none of these.
+    """
+
+    formatting: Formatting = "sharegpt"
+    """Lists of messages, or one column each for question and answer."""
     messages: str = "conversations"
     images: str | None = None
+    videos: str | None = None
     system: str | None = None
     role_tag: str = "from"
     content_tag: str = "value"
     user_tag: str = "human"
     assistant_tag: str = "gpt"
     system_tag: str | None = "system"
+    prompt: Annotated[str, OrDefault] = "instruction"
+    query: Annotated[str, OrDefault] = "input"
+    """What follows the prompt on a line of its own; a record may lack it."""
+    response: Annotated[str, OrDefault] = "output"
+    history: str | None = None
+    """Pairs of question and answer that came before."""
     packing: Annotated[bool, OrDefault] = False
     """The same as the two of ``DataConfig``: a user of MindSpeed-MM finds each of the three words somewhere."""
 
@@ -56,9 +71,24 @@ class DataConfig:
     model_name_or_path: Annotated[str, Key(_PREPROCESS + "model_name_or_path")]
     """Hugging Face directory that holds tokenizer, chat template and preprocessor config."""
     dataset: Annotated[Paths, Key(_BASIC + "dataset")]
-    """JSON or JSONL files, read in this order."""
+    """JSON, JSONL or Parquet files, or names of ``dataset_info``, read in this order; ``%50`` after one takes half."""
     dataset_dir: Annotated[str, Key(_BASIC + "dataset_dir")] = "data"
-    """Prefix of relative media paths."""
+    """Media lie below it, and relative paths of them begin here."""
+    media_roots: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "media_roots")] = None
+    """More folders below which media may lie."""
+    dataset_info: Annotated[str | None, Key(_BASIC + "dataset_info")] = None
+    """LLaMA-Factory's file of datasets by name; None: ``dataset_info.json`` in ``dataset_dir``, if there is one."""
+    cache_dir: Annotated[str | None, Key(_BASIC + "cache_dir")] = None
+    """Where the index of the samples is kept; None: ``.mm-index`` in ``dataset_dir``."""
+    overwrite_cache: Annotated[bool, Key(_BASIC + "overwrite_cache")] = False
+    """Make the index anew at each start."""
+    preprocessing_num_workers: Annotated[Count | None, Key(_BASIC + "preprocessing_num_workers")] = None
+    """Processes that make the index; None: one for each processor."""
+    val_dataset: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
+    """As ``dataset``, for validation."""
+    val_rate: Annotated[Share | None, Key(_BASIC + "val_rate")] = None
+    """The share of the samples that is kept for validation, drawn by ``--seed``; ``val_dataset`` wins over it."""
+    val_max_samples: Annotated[Count | None, Key(_BASIC + "val_max_samples")] = None
     attr: Annotated[Attributes, Key("dataset_param.attr.")] = Attributes()
     image_max_pixels: Annotated[
         Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
@@ -127,8 +157,10 @@ def read_data(path: str | Path) -> Read[DataConfig]:
 
 def _problems(data: DataConfig) -> Iterator[str]:
     """Rules between the fields of one data JSON."""
+    texts = ("prompt", "query", "response", "history") if data.attr.formatting == "alpaca" else ("messages",)
     names_that_differ = (
-        ("messages", "images", "system"), ("role_tag", "content_tag"), ("user_tag", "assistant_tag", "system_tag"))
+        (*texts, "images", "videos", "system"), ("role_tag", "content_tag"),
+        ("user_tag", "assistant_tag", "system_tag"))
     for tags in names_that_differ:  # one would hide the other
         names = [name for name in (getattr(data.attr, tag) for tag in tags) if name is not None]
         if len(set(names)) < len(names):

@@ -201,21 +201,17 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
     "dataset_param.basic_parameters": {
         "template": Fixed(("qwen2vl",), "the chat template of Qwen2.5-VL"),
         "enable_thinking": Inert("Qwen2.5-VL has no thinking mode"),
-        **_all(Inert("samples are prepared on the fly, without a cache"),
-               "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers preprocess_on_fly "
-               "async_preprocess async_preprocess_buffer_size"),
+        **_all(Inert("samples are prepared on the fly; only their lengths are kept, in cache_dir"),
+               "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
         "tool_format": Inert(_NO_TOOLS),
-        **_all(_NULL, "val_dataset val_max_samples"),
         **_all(_OFF, "streaming use_pmcc_data"),
-        "val_rate": Fixed((None, 0.0), _NOT_HERE),
     },
     "dataset_param.attr": {
-        "formatting": Fixed(("sharegpt",), "lists of messages"),
-        **_all(Fixed((None,), _NO_AUDIO), "videos audios"),
+        "audios": Fixed((None,), _NO_AUDIO),
         **_all(_OFF, "ranking pretrain"),
         **_all(Inert(_NO_TOOLS), "observation_tag function_tag"),
-        **_all(_NULL, "tools prompt query response history chosen rejected"),
+        **_all(_NULL, "tools chosen rejected"),
     },
     "dataloader_param": {
         "dataloader_mode": Fixed(("sampler",), "the others are for streaming and video generation"),

@@ -18,6 +18,7 @@ from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import fields_of, shown
+from mm.config.sources import training_sources, validation_sources
 from mm.errors import UserError, collected, refuse
 
 Given = TypeVar("Given")
@@ -221,9 +222,13 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     for what, path in directories.items():
         if path and not Path(path).is_dir():
             yield f"{what} is {path!r}, which is not a directory"
-    for path in data.dataset if data else ():
-        if not Path(path).is_file():
-            yield f"{data_path}: dataset is {path!r}, which is not a file"
+    problems: list[str] = []
+    if data:
+        with collected(problems, f"{data_path}: "):
+            training_sources(data)
+        with collected(problems, f"{data_path}: "):
+            validation_sources(data)
+    yield from dict.fromkeys(problems)
 
 
 def _layout_problems(run: Run) -> Iterator[str]:

@@ -30,6 +30,10 @@ class BadSample:
     """The picture or video at fault, where it is one."""
     reason: str
 
+    def told(self) -> str:
+        line = "" if self.line is None else f":{self.line}"
+        return f"{self.dataset}{line}: sample {self.index} (counted from 0): {self.reason}"
+
 
 class Quarantine:
     """The same on every rank that reads data, if all are given the same samples; one of them writes."""
@@ -50,7 +54,7 @@ class Quarantine:
             raise UserError(
                 f"{len(self._known)} of {self._num_samples} samples cannot be used, more than --max-bad-fraction "
                 f"{self._max_fraction:g} allows; {LEDGER} in --log-dir lists them: mend or remove them, or allow more. "
-                f"The last: {found[-1].dataset}, sample {found[-1].index}: {found[-1].reason}")
+                f"The last: {found[-1].told()}")
 
     def _write(self, ledger: Path, found: Iterable[BadSample]) -> None:
         new = {(one.dataset, one.index): one for one in found if (one.dataset, one.index) not in self._written}

@@ -1,150 +1,170 @@
-"""The raw values of a JSON or JSONL file and where each lies in it, so that one can be read again alone."""
+"""The raw values of a JSON list, JSONL or Parquet file, read a block or a record at a time.
 
-import codecs
+What a file holds is seen from its first bytes, not from its name.  What a value means is not known here.
+"""
+
+import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
-from typing import IO, Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, BinaryIO, cast
 
+import numpy as np
+
+from mm.data import parquet
+from mm.data.spans import BLOCK_BYTES, UTF8_MARK, Span, line_spans, list_spans, not_utf8
 from mm.errors import UserError
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_OTHER_BEGINNINGS = {
+    b"\x1f\x8b": "is compressed (gzip); unpack it, because its records are read in any order",
+    b"\xff\xfe": "is in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is in UTF-16; save it as UTF-8",
+}
 
 Version = tuple[int, int]
 """Size in bytes and time of the last change in ns: another version has other contents."""
 
 
-def _version(stream: IO[bytes]) -> Version:
-    status = os.fstat(stream.fileno())
-    return status.st_size, status.st_mtime_ns
+class Form(Enum):
+    """How a file holds its records."""
+
+    LIST = "a JSON list"
+    LINES = "JSONL"
+    PARQUET = "Parquet"
 
 
-def read_record(path: str, version: Version, start: int, end: int) -> Any:
-    """The JSON value in bytes [start, end) of ``path``.
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring records."""
 
-    Raises UserError when the file is no longer the ``version`` that was checked.
-    """
-    try:
-        with open(path, "rb") as stream:
-            found = _version(stream)
-            stream.seek(start)
-            raw = stream.read(end - start)
-    except OSError as error:
-        raise UserError(f"{path}: can no longer be read: {error.strerror}.") from error
-    if found != version:
-        raise UserError(
-            f"{path}: was changed after this run had checked it; start the run again, and write changed data to a new "
-            f"file."
-        )
-    return json.loads(raw)
+    first_index: int
+    """Of the first one, from 0 within the file."""
+    first_line: int
+    """Where the first one begins, from 1; of Parquet 0."""
+    spans: np.ndarray
+    """int64 [num_records, 2]: first byte and end, or row group and row."""
 
 
-def line_of(path: str, position: int) -> int:
-    """Line of a byte of the file, from 1."""
-    with open(path, "rb") as stream:
-        return stream.read(position).count(b"\n") + 1
+@dataclass(frozen=True)
+class Raw:
+    """One record of a block: its value, or why it has none."""
+
+    index: int
+    line: int
+    """Where it begins, from 1; of Parquet 0."""
+    span: Span
+    value: Any = None
+    problem: str | None = None
+    """What follows the name of the file: ``:line``, and what is wrong there."""
 
 
+@dataclass(frozen=True)
 class RecordFile:
-    """One dataset file in memory, to be checked."""
+    """A file of records in one version."""
 
-    def __init__(self, path: str) -> None:
-        """Raises UserError when ``path`` is no readable regular file in UTF-8 (a byte-order mark is fine)."""
+    path: str
+    version: Version
+    form: Form
+
+    @classmethod
+    def open(cls, path: str) -> "RecordFile":
+        """Look at the beginning.  Raises UserError when ``path`` is no readable regular file, or of another kind."""
         if not os.path.isfile(path):
-            raise UserError(f"{path}: is no regular file; name JSON or JSONL files in basic_parameters.dataset.")
+            raise UserError(f"{path}: is no regular file; name JSON, JSONL or Parquet files in "
+                            f"basic_parameters.dataset.")
         try:
             with open(path, "rb") as stream:
-                self.version = _version(stream)
-                raw = stream.read()
+                version, start = _version(stream), stream.read(BLOCK_BYTES)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-        self.path = path
-        self._mark_bytes = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
-        try:
-            self.text = raw[self._mark_bytes :].decode()
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, self._mark_bytes + error.start) + 1
-            raise UserError(
-                f"{path}:{line}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file, for example "
-                f"with 'iconv -f GBK -t UTF-8'."
-            ) from error
+        for beginning, what in _OTHER_BEGINNINGS.items():
+            if start.startswith(beginning):
+                raise UserError(f"{path}: {what}.")
+        if start.startswith(parquet.BEGINNING):
+            parquet.check(path)
+            return cls(path, version, Form.PARQUET)
+        is_list = start.removeprefix(UTF8_MARK).lstrip(b" \t\r\n").startswith(b"[")
+        return cls(path, version, Form.LIST if is_list else Form.LINES)
 
-    def line(self, position: int) -> int:
-        """Line of a character, from 1."""
-        return self.text.count("\n", 0, position) + 1
+    def blocks(self, problems: list[str]) -> Iterator[Block]:
+        """All records in their order; a file that cannot be read to its end adds to ``problems``, with the line.
 
-    def byte_offsets(self, positions: list[int]) -> list[int]:
-        """Where ascending character positions lie in the file."""
-        if self.text.isascii():
-            return [self._mark_bytes + position for position in positions]
-        offsets, before, offset = [], 0, self._mark_bytes
-        for position in positions:
-            offset += len(self.text[before:position].encode())
-            before = position
-            offsets.append(offset)
-        return offsets
-
-    def records(self, problems: list[str]) -> Iterator[tuple[int, int, Any]]:
-        """Yield first character, end and value of each element of a JSON list, or of each value of a JSONL file.
-
-        The first character decides which of the two it is, not the file's name.  What is not JSON is appended to
-        ``problems``; in JSONL the lines after it are still read.
+        Raises UserError when the file is no longer this version.
         """
-        text, path = self.text, self.path
-        decoder = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
-        position = _skip(text, 0)
-        is_list = text.startswith("[", position)
-        if is_list:
-            position = _skip(text, position + 1)
-            if text.startswith("]", position):
-                return
-        while position < len(text):
+        first = 0
+        if self.form is Form.PARQUET:
+            for rows in parquet.blocks(self.path):
+                yield Block(first, 0, rows)
+                first += len(rows)
+            return
+        with self._opened() as stream:
+            find = list_spans if self.form is Form.LIST else line_spans
+            for line, spans in find(stream, self.path, problems):
+                yield Block(first, line, np.array(spans, dtype=np.int64))
+                first += len(spans)
+
+    def read_block(self, block: Block) -> Iterator[Raw]:
+        """The values of a block.  Raises UserError when the file is no longer this version."""
+        spans = [(int(start), int(end)) for start, end in block.spans]
+        if self.form is Form.PARQUET:
+            for number, value in enumerate(parquet.read(self.path, self.version, spans)):
+                yield Raw(block.first_index + number, 0, spans[number], value)
+            return
+        first = spans[0][0]
+        raw = self._bytes(first, spans[-1][1])
+        line, counted = block.first_line, 0
+        for number, (start, end) in enumerate(spans):
+            begin = start - first
+            line, counted = line + raw.count(b"\n", counted, begin), begin
+            index = block.first_index + number
             try:
-                value, end = decoder.raw_decode(text, position)
+                yield Raw(index, line, (start, end), _decoded(raw[begin : end - first]))
             except (ValueError, RecursionError) as error:
-                problems.append(self._syntax_problem(position, error))
-                next_line = text.find("\n", position)
-                if is_list or next_line < 0:
-                    return
-                position = _skip(text, next_line)
-                continue
-            yield position, end, value
-            position = _skip(text, end)
-            if not is_list:
-                continue
-            following = _skip(text, position + 1)
-            if text.startswith("]", position) and following == len(text):
-                return
-            if not text.startswith(",", position) or text.startswith("]", following):
-                found = repr(text[position : position + 20]) if position < len(text) else "the end of the file"
-                problems.append(
-                    f"{path}:{self.line(position)}: expected ',' and an object, or the list's ']' and the end of the "
-                    f"file, found {found}."
-                )
-                return
-            position = following
-        if is_list:
-            problems.append(f"{path}: the list has no final ']'; the file may be cut short.")
+                column = begin - raw.rfind(b"\n", 0, begin)
+                yield Raw(index, line, (start, end), None, f":{_explained(error, line, column)}")
 
-    def _syntax_problem(self, position: int, error: Exception) -> str:
-        where = f"{self.path}:{self.line(position)}"
-        match error:
-            case json.JSONDecodeError():
-                near = self.text[max(0, error.pos - 30) : error.pos + 10]
-                where = f"{self.path}:{error.lineno}:{error.colno}"
-                what = f"{error.msg}, near {near!r}"
-            case RecursionError():
-                what = "it is nested too deeply"
-            case _:
-                what = str(error)
-        return f"{where}: not valid JSON: {what}."
+    def read(self, span: Span) -> Any:
+        """The value of one record that was found good.  Raises UserError when the file is no longer this version."""
+        if self.form is Form.PARQUET:
+            self._bytes(0, 0)  # looks at the version
+            return parquet.read(self.path, self.version, [span])[0]
+        return json.loads(self._bytes(*span))
+
+    def line(self, span: Span) -> int | None:
+        """Where a record begins, from 1; None in Parquet, which has no lines."""
+        return None if self.form is Form.PARQUET else self._bytes(0, span[0]).count(b"\n") + 1
+
+    def content_hash(self) -> str:
+        """Of all its bytes."""
+        with self._opened() as stream:
+            return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        with self._opened() as stream:
+            stream.seek(start)
+            return stream.read(end - start)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """Raises UserError when the file cannot be read, or is no longer this version."""
+        try:
+            with open(self.path, "rb") as stream:
+                if _version(stream) != self.version:
+                    raise UserError(
+                        f"{self.path}: was changed after this run had checked it; start the run again, and write "
+                        f"changed data to a new file."
+                    )
+                yield stream
+        except OSError as error:
+            raise UserError(f"{self.path}: can no longer be read: {error.strerror}.") from error
 
 
-def _skip(text: str, position: int) -> int:
-    space = _SPACE.match(text, position)
-    assert space is not None, "no space matches too"
-    return space.end()
+def _version(stream: BinaryIO) -> Version:
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,3 +178,27 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def _decoded(raw: bytes) -> Any:
+    """The value; raises ValueError and RecursionError, of which ``_explained`` makes a sentence."""
+    return _DECODER.decode(raw.decode())
+
+
+def _explained(error: Exception, line: int, column: int) -> str:
+    """What is wrong with a record that begins at this line and column."""
+    match error:
+        case UnicodeDecodeError():
+            num_before = error.object.count(b"\n", 0, error.start)
+            return f"{line + num_before}: {not_utf8(error)}"
+        case json.JSONDecodeError():
+            near = error.doc[max(0, error.pos - 30) : error.pos + 10]
+            place = f"{line + error.lineno - 1}:{error.colno + (column - 1) * (error.lineno == 1)}"
+            return f"{place}: not valid JSON: {error.msg}, near {near!r}."
+        case RecursionError():
+            return f"{line}: not valid JSON: it is nested too deeply."
+        case _:
+            return f"{line}: not valid JSON: {error}."

@@ -7,11 +7,7 @@ none, calls it.
 import math
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 
 from checkpoint.convert import check_target
@@ -21,9 +17,10 @@ from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import open_to_train
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.run import Run
-from mm.data.dataset import MAX_PROBLEMS, Dataset
+from mm.config.sources import training_sources, validation_sources
+from mm.data.dataset import Dataset, validation_dataset
 from mm.data.encode import SampleEncoder, image_processor
-from mm.data.image import ImageProcessor
+from mm.data.gauge import Gauge
 from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.weights.groups import group_problems
@@ -60,55 +57,56 @@ def qkv_order(run: Run) -> QkvOrder:
     return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
 
 
-def sample_problems(run: Run) -> list[str]:
-    """Problems of the samples; reads all of every dataset file, but of images only that they are there."""
+def sample_problems(run: Run, notes: list[str]) -> list[str]:
+    """Problems of the samples, those for validation too; adds to ``notes`` what is strange in good ones.
+
+    Makes the index of the samples, which takes minutes for a million of them; where it is there, it takes seconds.  Of
+    pictures it reads headers.  Where tokenizer or processor cannot be read, which is another problem, only the form of
+    the records is checked.
+    """
     problems: list[str] = []
-    if _has_samples(run):
-        with collected(problems):
-            Dataset(run.data, run.args.bad_sample == "skip")
-    return problems
-
-
-def picture_problems(run: Run) -> list[str]:
-    """Pictures that cannot be read, or are not taken by the rule in force, by their headers; of a run in order else."""
     if not _has_samples(run):
-        return []
-    dataset, images = Dataset(run.data, run.args.bad_sample == "skip"), image_processor(run.data)
-    paths = dict.fromkeys(image.path for index in range(len(dataset)) for image in dataset[index].media)
-    with ThreadPoolExecutor() as pool:
-        found = (problem for part in pool.map(partial(_picture_problems, images), paths) for problem in part)
-        return list(islice(found, MAX_PROBLEMS))
+        return problems
+    skips_bad, gauge = run.args.bad_sample == "skip", None
+    with collected([]):
+        gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    with collected(problems):
+        dataset = Dataset(run.data, skips_bad, gauge, run.args.seed)
+        notes += dataset.notes
+        if len(dataset) < run.global_batch_size:
+            notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
+                         f"repeats some")
+        notes += _picture_notes(run, dataset) if gauge is not None else []
+    if run.data.val_dataset:
+        with collected(problems):
+            validation_dataset(run.data, skips_bad, gauge, run.args.seed)
+    return list(dict.fromkeys(problems))
 
 
 def _has_samples(run: Run) -> bool:
-    return all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path)) and all(
-        Path(path).is_file() for path in run.data.dataset)
+    """Whether the files are there; where they are not, that is another problem."""
+    missing: list[str] = []
+    with collected(missing):
+        training_sources(run.data)
+        validation_sources(run.data)
+    return not missing and all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 
-def _picture_problems(images: ImageProcessor, path: str) -> list[str]:
-    problems: list[str] = []
-    with collected(problems):
-        images.image_grid(path)
-    return problems
-
-
-def picture_note(run: Run) -> str | None:
+def _picture_notes(run: Run, dataset: Dataset) -> list[str]:
     """The first picture of the first samples that LLaMA-Factory, and so MindSpeed-MM, makes another size of."""
-    if run.data.image_resize is not None or not _has_samples(run):
-        return None
-    num_compared = min(run.data.max_samples or _NUM_COMPARED, _NUM_COMPARED)
-    dataset = Dataset(replace(run.data, max_samples=num_compared), run.args.bad_sample == "skip")
+    if run.data.image_resize is not None:
+        return []
     ours, theirs = image_processor(run.data), image_processor(run.data, "llamafactory")
-    for index in range(len(dataset)):
-        for path in (one.path for one in dataset[index].media if isinstance(one, Image)):
+    for index in range(min(len(dataset), _NUM_COMPARED)):
+        for path in (part.path for part in dataset[index].media if isinstance(part, Image)):
             sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
             if sizes[0] != sizes[1]:
-                return (
+                return [
                     f"{path} becomes {sizes[0]} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "
                     f"bring it within image_max_pixels, which makes {sizes[1]}: add \"image_resize\": \"llamafactory\" "
                     f"to the preprocess_parameters of {run.args.mm_data} for that, or \"transformers\" to keep this"
-                )
-    return None
+                ]
+    return []
 
 
 def _export_problems(run: Run, base: Path, target: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
+from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
-from mm.data.measured import measured
 from mm.data.owner import DataOwner
 from mm.data.quarantine import LEDGER, Quarantine
 from mm.data.sampler import order_of
@@ -111,26 +110,32 @@ class Trainer:
         """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
         run, args, mesh = self.run, self.run.args, self.mesh
 
-        def open_loader() -> tuple[StepLoader | None, Quarantine | None]:
+        def open_data() -> tuple[StepLoader | None, Quarantine | None]:
             if not mesh.owns_data:
                 return None, None
-            dataset = Dataset(run.data, args.bad_sample == "skip")
-            if mesh.rank == 0 and dataset.skipped:
-                path = Path(args.log_dir) / "skipped_samples.txt"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text("".join(f"{why}\n" for why in dataset.skipped), encoding="utf-8")
-                print(f"note: {len(dataset.skipped)} samples are left out; {path} lists them", flush=True)
-            encoder = SampleEncoder.from_config(run.data, run.model, args.seq_length)
-            lengths = measured(dataset, encoder, run.model.vision) if run.data.needs_lengths else None
-            order = order_of(run, len(dataset), lengths, mesh.dp_rank, self.progress.consumed_samples)
-            skips, ledger = args.bad_sample == "skip", Path(args.log_dir) / LEDGER if mesh.rank == 0 else None
+            gauge = Gauge.from_config(run.data, run.model, args.seq_length)
+            known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
+            dataset = Dataset(known, skips, gauge, args.seed)
+            quarantine = self._quarantine(dataset) if skips else None
+            order = order_of(run, len(dataset), dataset.lengths, mesh.dp_rank, self.progress.consumed_samples)
             loader = StepLoader(
-                dataset, encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
-            return loader, Quarantine(len(dataset), args.max_bad_fraction, ledger) if skips else None
+                dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
+            return loader, quarantine
 
-        loader, quarantine = together(mesh, open_loader)
+        loader, quarantine = together(mesh, open_data)
         has_patch_embedding = self.parts.stage.has_patch_embedding
         return DataOwner(loader, mesh, num_steps, has_patch_embedding, run.model, self.device, quarantine)
+
+    def _quarantine(self, dataset: Dataset) -> Quarantine:
+        """With what the check of the records has found already."""
+        args, ledger = self.run.args, None
+        if self.mesh.rank == 0:
+            ledger = Path(args.log_dir) / LEDGER
+            if dataset.skipped:
+                print(f"note: {len(dataset.skipped)} samples are left out; {ledger} lists them", flush=True)
+        quarantine = Quarantine(len(dataset) + len(dataset.skipped), args.max_bad_fraction, ledger)
+        quarantine.add(dataset.skipped)
+        return quarantine
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None

@@ -109,7 +109,7 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     assert notes.count("text_decoder.seq_length") == 1
     assert "--seq-length decides; no effect: text_decoder.seq_length" in notes
     notes = read_data(EXAMPLES / "data_7b.json").notes
-    assert any("without a cache" in note and "basic_parameters.cache_dir" in note for note in notes)
+    assert any("prepared on the fly" in note and "basic_parameters.preprocessing_batch_size" in note for note in notes)
 
 
 @pytest.mark.parametrize(("changes", "what"), [
@@ -233,15 +233,16 @@ def test_words_for_tools_are_taken(tmp_path):
 
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dataset_param.dataset_type": "multimodal"}, 'supported: "huggingface"'),
-    ({"dataset_param.attr.formatting": "alpaca"}, 'supported: "sharegpt"'),
-    ({"dataset_param.attr.videos": "videos"}, "not on audio"),
     ({"dataset_param.attr.packing": 1}, "packing is 1; expected true or false or null"),
     ({"dataset_param.basic_parameters.packing_max_patches": 64}, "packing_max_patches is 64, but packing is not true"),
     ({"dataset_param.attr.packing": True, "dataloader_param.sampler_type": "BucketBatchSampler"},
      'write "BalancedBatchSampler"'),
+    ({"dataset_param.attr.formatting": "alpca"}, 'supported: "sharegpt" or "alpaca" (did you mean \'alpaca\'?)'),
+    ({"dataset_param.attr.audios": "audios"}, "not on audio"),
     ({"dataset_param.attr.tools": "tools"}, "not supported by this version"),
     ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
-    ({"dataset_param.basic_parameters.val_dataset": "v.json"}, "val_dataset is \"v.json\"; supported: null"),
+    ({"dataset_param.basic_parameters.val_rate": 1.0}, "val_rate is 1.0; expected a number of at least 0 and less"),
+    ({"dataset_param.attr.formatting": "alpaca", "dataset_param.attr.query": "instruction"}, "names that differ"),
     ({"dataset_param.basic_parameters.cutoff_len": 512}, "--seq-length is the longest sample"),
     ({"dataset_param.basic_parameters.dataset": ABSENT}, "basic_parameters.dataset is missing"),
     ({"dataset_param.preprocess_parameters.model_name_or_path": ABSENT}, "model_name_or_path is missing"),

@@ -74,7 +74,7 @@ def write_dataset(tmp_path: Path, hf_directory: Path, media_directory: Path) -> 
         ]
         path = tmp_path / "data.json"
         path.write_text(json.dumps(raw, ensure_ascii=False, indent=1), encoding="utf-8")
-        return data_config(hf_directory, media_directory, path, **changes)
+        return data_config(hf_directory, media_directory, path, **{"media_roots": (str(tmp_path),), **changes})
 
     return write
 

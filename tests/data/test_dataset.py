@@ -126,8 +126,10 @@ BAD_SAMPLES = {
     "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is no regular file"),
     "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
     "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "is not a local path"),
-    "videos": (raw(USER, ANSWER, videos=["a.mp4"]), "'videos', which this version does not support"),
-    "video in text": (raw(("user", "<video>"), ANSWER), "video is not supported"),
+    "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 videos"),
+    "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
+    "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),
+    "placeholder in an answer": (raw(USER, ("assistant", "<image>"), images=["wide.png"]), "has 0 <image> .* but 1"),
 }
 
 
@@ -152,7 +154,7 @@ def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, n
     dataset = Dataset(config, skips_bad=True)
     found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(":")[2]) for number in range(2)]
     assert found == [("1", "0"), ("3", "2")]
-    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0])
+    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].told())
     with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):
         Dataset(config)
     (tmp_path / "data.jsonl").write_text(json.dumps([record]))
@@ -165,11 +167,17 @@ def test_control_tokens_and_placeholders_of_others_are_text(load):
     assert [turn.text for turn in load(json.dumps([record]))[0].turns] == [one["content"] for one in record["messages"]]
 
 
-def test_images_without_a_column_for_them_are_not_dropped(load):
+def test_images_without_a_column_for_them_are_found(load):
+    """The usual names are looked for: LLaVA's files need no ``attr`` at all."""
     attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
                       assistant_tag="assistant")  # fmt: skip
-    with pytest.raises(UserError, match=r"set attr.images"):
+    for column, value in (("images", ["wide.png"]), ("image", "wide.png"), ("image", ["wide.png"])):
+        sample = load(json.dumps([raw(("user", "<image>"), ANSWER, **{column: value})]), attr=attr)[0]
+        assert [part.path.rpartition("/")[2] for part in sample.media] == ["wide.png"]
+    with pytest.raises(UserError, match="has 0 <image> in its messages but 1 images"):
         load(json.dumps([raw(USER, ANSWER, images=["wide.png"])]), attr=attr)
+    with pytest.raises(UserError, match="has 'images' and 'image'; keep one"):
+        load(json.dumps([raw(("user", "<image>"), ANSWER, images=["wide.png"], image="wide.png")]), attr=attr)
     assert len(load(json.dumps([raw(USER, ANSWER, images=[])]), attr=attr)) == 1
 
 
@@ -221,11 +229,11 @@ def test_a_bad_file_is_named_with_the_place(load, name):
 def test_lines_after_a_bad_one_are_still_checked(load):
     with pytest.raises(UserError) as error:
         load("\n".join(["{", GOOD, json.dumps(raw(USER)), "nonsense"]))
-    assert [problem.split(":")[1] for problem in error.value.problems] == ["2", "3", "4"]
+    assert [problem.split(":")[1] for problem in error.value.problems] == ["1", "3", "4"]
 
 
 def test_absent_file(tmp_path, hf_directory):
-    with pytest.raises(UserError, match=r"absent.json: is no regular file"):
+    with pytest.raises(UserError, match=r"absent.json', which is not a file, and there is no .*dataset_info.json"):
         Dataset(data_config(hf_directory, tmp_path, tmp_path / "absent.json"))
 
 

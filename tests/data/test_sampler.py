@@ -15,9 +15,8 @@ from mm.config.run import Run, load_run
 from mm.data.bucket import NUM_BUCKETS, RUN_SAMPLES, bucket_stream
 from mm.data.cost import sample_costs
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
+from mm.data.gauge import Gauge
 from mm.data.lengths import Lengths
-from mm.data.measured import measured
 from mm.data.order import shuffled
 from mm.data.sampler import order_of
 from tests.config.test_model import changed
@@ -190,8 +189,9 @@ def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
 
 def test_lengths_found_by_reading_are_those_of_the_encoded_samples(write_dataset, model_config):
     data = write_dataset()
-    dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 64)
-    found = measured(dataset, encoder, model_config.vision)
+    gauge = Gauge.from_config(data, model_config, 64)
+    dataset, encoder = Dataset(data, gauge=gauge), gauge.encoder
+    found = dataset.lengths
     for index in range(len(dataset)):
         totals = BatchTotals.of([encoder.encode(dataset[index])], model_config.vision)
         for name in ("num_tokens", "num_target_tokens", "num_patches", "num_image_pairs", "num_window_pairs"):

@@ -18,7 +18,7 @@ from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.train import main
-from mm.training.preflight import file_problems, picture_note, picture_problems, sample_problems
+from mm.training.preflight import file_problems, sample_problems
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -51,7 +51,7 @@ def flags(inputs: Path, *more: str) -> list[str]:
 
 def problems(inputs: Path, *more: str) -> list[str]:
     run = load_run(flags(inputs, *more), environment={})
-    return file_problems(run) + sample_problems(run)
+    return file_problems(run) + sample_problems(run, [])
 
 
 def set_preprocessing(inputs: Path, **keys: object) -> None:
@@ -61,11 +61,12 @@ def set_preprocessing(inputs: Path, **keys: object) -> None:
     (inputs / "data.json").write_text(json.dumps(data))
 
 
-def test_a_good_run_has_no_problems_and_nothing_is_written(inputs: Path):
+def test_a_good_run_has_no_problems_and_only_the_index_of_the_samples_is_written(inputs: Path):
     before = sorted(inputs.rglob("*"))
     assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
                     str(inputs / "new")) == []
-    assert sorted(inputs.rglob("*")) == before
+    assert sorted(path for path in inputs.rglob("*") if ".mm-index" not in path.parts) == before
+    assert len(list((inputs / ".mm-index").glob("*.npy"))) == 1
 
 
 def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
@@ -98,11 +99,10 @@ def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
     records[0] |= {"images": ["strip.png"]}
     records[0]["messages"][0]["content"] = "<image>?"
     (inputs / "samples.json").write_text(json.dumps(records))
-    assert problems(inputs) == []
-    (problem,) = picture_problems(load_run(flags(inputs), 1, {}))
-    assert "strip.png: one side is more than 200 times the other" in problem
+    (problem,) = problems(inputs)
+    assert "sample 0" in problem and "strip.png: one side is more than 200 times the other" in problem
     set_preprocessing(inputs, image_resize="llamafactory")
-    assert picture_problems(load_run(flags(inputs), 1, {})) == []
+    assert problems(inputs, "--seq-length", "512") == []
 
 
 def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
@@ -112,14 +112,16 @@ def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
     (inputs / "samples.json").write_text(json.dumps(records))
     set_preprocessing(inputs, image_max_pixels=262144)
 
-    def note() -> str | None:
-        return picture_note(load_run(flags(inputs), 1, {}))
+    def told() -> list[str]:
+        notes: list[str] = []
+        assert sample_problems(load_run(flags(inputs, "--seq-length", "512"), 1, {}), notes) == []
+        return notes
 
-    told = note()
-    assert told is not None and "large.png becomes 315 tokens" in told and "which makes 336" in told
+    (note,) = told()
+    assert "large.png becomes 315 tokens" in note and "which makes 336" in note
     for rule in ("transformers", "llamafactory"):
         set_preprocessing(inputs, image_resize=rule)
-        assert note() is None
+        assert told() == []
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [

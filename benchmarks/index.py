@@ -1,0 +1,177 @@
+"""The check and the index of a large data file: the first start, the second one, and what an owner of data holds.
+
+    python -m benchmarks.index [--records 1000000] [--pictures 1000] [--processes N] [--folder DIR] [--output F]
+
+Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
+training does, then opens them again in a fresh process.  Also times its parts in one process: headers of pictures,
+chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so tokens a second say more than
+samples a second.  Prints JSON, and appends it to F.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from benchmarks.measure import append, versions
+from demo.tiny_checkpoint import Sizes, build
+from mm.config.data import DataConfig, read_data
+from mm.config.model import ModelConfig, read_model
+from mm.data.dataset import Dataset
+from mm.data.gauge import Gauge
+from mm.data.index import Checker, Reader
+from mm.data.media import MediaRoots
+from mm.data.records import RecordFile
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+SEQ_LENGTH = 4096
+SIZES = Sizes(num_merges=1500, vocab_size=1800)
+NUM_WORDS = (12, 60, 10, 40)
+"""Of question, answer, question, answer: LLaVA-Instruct's usual conversation."""
+NUM_TEXTS = 20_000
+"""Different turns of each kind; records take one at random."""
+
+
+def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
+    """Pictures, tokenizer, records and data JSON."""
+    rng, pixels = random.Random(0), np.random.default_rng(0)
+    (folder / "pictures").mkdir(parents=True)
+    for number in range(num_pictures):
+        coarse = pixels.integers(0, 256, (60, 80, 3), dtype=np.uint8)
+        size = rng.choice([(640, 480), (480, 640), (640, 427), (500, 375)])
+        Image.fromarray(coarse).resize(size).save(folder / "pictures" / f"{number:012}.jpg")
+    syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "ou", "an", "er", "in")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(3000)]
+    texts = [[json.dumps(f"{' '.join(rng.choices(words, k=count)).capitalize()}.") for _ in range(NUM_TEXTS)]
+             for count in NUM_WORDS]
+    with (folder / "records.json").open("w", encoding="utf-8") as file:
+        for number in range(num_records):
+            first, answer, second, last = (rng.choice(kind) for kind in texts)
+            file.write(f'{"," if number else "["}\n{{"id": "{number:012}", "image": "{number % num_pictures:012}.jpg", '
+                       f'"conversations": [{{"from": "human", "value": "<image>\\n{first[1:]}}}, '
+                       f'{{"from": "gpt", "value": {answer}}}, {{"from": "human", "value": {second}}}, '
+                       f'{{"from": "gpt", "value": {last}}}]}}')
+        file.write("\n]\n")
+    build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=SIZES)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    data["dataset_param"]["preprocess_parameters"] |= {"model_name_or_path": str(folder / "hf"),
+                                                       "image_max_pixels": 262144}
+    data["dataset_param"]["basic_parameters"] |= {
+        "dataset": str(folder / "records.json"), "dataset_dir": str(folder / "pictures"),
+        "cache_dir": str(folder / "cache")}
+    data["dataset_param"]["attr"] = {}
+    (folder / "data.json").write_text(json.dumps(data))
+
+
+def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]:
+    data, model = read_data(folder / "data.json").value, read_model(EXAMPLES / "model_tiny.json").value
+    model = replace(
+        model, language=replace(model.language, vocab_size=SIZES.vocab_size),
+        image_token_id=SIZES.token_id("<|image_pad|>"), video_token_id=SIZES.token_id("<|video_pad|>"),
+        vision_start_token_id=SIZES.token_id("<|vision_start|>"))
+    return replace(data, preprocessing_num_workers=num_processes), model
+
+
+def start(folder: Path, num_processes: int) -> dict[str, float]:
+    """One start of an owner of data, in this process: seconds, and bytes that it holds afterwards."""
+    data, model = settings(folder, num_processes)
+    process, before = psutil.Process(), time.perf_counter()
+    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    loaded, held = time.perf_counter(), process.memory_info()
+    dataset = Dataset(data, gauge=gauge)
+    ready = time.perf_counter()
+    lengths = dataset.lengths
+    num_tokens, num_patches = int(lengths.num_tokens.sum(dtype=np.int64)), int(lengths.num_patches.sum(dtype=np.int64))
+    sample_seconds = seconds_of(lambda: dataset[random.randrange(len(dataset))], 300)
+    now = process.memory_info()
+    return {
+        "num_samples": len(dataset), "tokens_per_sample": num_tokens / len(dataset),
+        "patches_per_sample": num_patches / len(dataset), "tokenizer_seconds": loaded - before,
+        "dataset_seconds": ready - loaded, "read_sample_microseconds": 1e6 * sample_seconds,
+        "held_bytes_per_sample": (now.rss - held.rss) / len(dataset),
+        "of_these_shared_bytes_per_sample": (now.shared - held.shared) / len(dataset),
+    }  # fmt: skip
+
+
+def parts(folder: Path) -> dict[str, float]:
+    """What one process does in a second, and where its time goes."""
+    data, model = settings(folder, 1)
+    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    pictures = [str(path) for path in sorted((folder / "pictures").iterdir())]
+    file = RecordFile.open(data.dataset[0])
+    began = time.perf_counter()
+    blocks = list(file.blocks([]))
+    found_seconds = time.perf_counter() - began
+    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir)), gauge)
+    sample = Dataset(replace(data, max_samples=1))[0]
+    grids = [gauge.encoder.images.image_grid(part.path) for part in sample.media]
+    chat = gauge.encoder.chat
+    text = chat.render(sample.turns)
+    headers = iter(pictures)
+    checker(blocks[0])  # so that pictures are known
+    return {
+        "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.image_grid(next(headers)), len(pictures)),
+        "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
+        "checked_records_per_second": len(blocks[-2].spans) / seconds_of(lambda: checker(blocks[-2]), 3),
+        "form_records_per_second": len(blocks[-2].spans) / seconds_of(
+            lambda: Checker(checker.reader, None)(blocks[-2]), 3),
+        "encode_microseconds": 1e6 * seconds_of(lambda: chat.encode(sample.turns, grids), 300),
+        "of_these_template_microseconds": 1e6 * seconds_of(lambda: chat.render(sample.turns), 300),
+        "of_these_tokenizer_microseconds": 1e6 * seconds_of(
+            lambda: chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), 300),
+    }
+
+
+def seconds_of(work: Callable[[], object], count: int) -> float:
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - began) / count
+
+
+def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, arguments)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", type=Path, help="must not exist; kept (default: a temporary one)")
+    parser.add_argument("--output", type=Path)
+    flags = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = flags.folder or Path(temporary) / "inputs"
+        write_inputs(folder, flags.records, flags.pictures)
+        alone = in_fresh_process(parts, folder)
+        # not in a pool's process, which may have no processes of its own
+        first = start(folder, flags.processes)
+        second = in_fresh_process(start, folder, flags.processes)
+        result = {
+            "records": flags.records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
+            "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.npy")) / 1e6,
+            "processes": flags.processes, "versions": versions(), "parts": alone,
+            "first_start": first | {"samples_per_second": flags.records / first["dataset_seconds"]},
+            "second_start": second,
+        }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if flags.output:
+        append(flags.output, result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Which files the datasets of a data JSON are: entries of ``dataset`` and ``val_dataset`` looked up and checked.
+
+An entry is a file, or a name in a registry: LLaMA-Factory's ``dataset_info.json``, whose entries may also be written
+with Qwen's words (``annotation_path``, ``data_path``).  ``%50`` after an entry takes half of its samples, ``%250`` each
+of them twice and half of them once more.  What the files hold is not looked at here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from mm.config.data import Attributes, DataConfig
+from mm.config.read import read_json
+from mm.config.schema import expected, fields_of, shown
+from mm.errors import UserError, collected, nearest, refuse
+
+REGISTRY_FILE = "dataset_info.json"
+_RATE = re.compile(r"(?P<name>.+)%(?P<rate>[0-9]+(?:\.[0-9]+)?)")
+_FILE_KEYS, _MEDIA_KEYS = ("file_name", "annotation_path"), ("media_dir", "data_path")
+_OTHER_KEYS = ("formatting", "columns", "tags", "num_samples")
+_REMOTE_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_UNUSED_KEYS = {"ranking": (None, False), "subset": (None,), "folder": (None,), "split": (None, "train")}
+"""Keys of LLaMA-Factory that have no effect with these values, and are refused with others."""
+_COLUMNS = ("messages", "images", "videos", "system", "prompt", "query", "response", "history")
+_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
+_FOREIGN_COLUMNS = ("tools", "audios", "chosen", "rejected", "kto_tag")
+_FOREIGN_TAGS = ("observation_tag", "function_tag")
+"""Of tools: a sample with a turn of a tool is refused, so none has one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of samples, and how it is read."""
+
+    entry: str
+    """As the data JSON has it, without the rate."""
+    path: str
+    attr: Attributes
+    media_root: str
+    """Relative paths of media begin here."""
+    rate_percent: float = 100.0
+    """Of its samples, how many are taken; above 100 they repeat."""
+    num_samples: int | None = None
+    """As many are taken, in place of all, before the rate."""
+
+
+def training_sources(data: DataConfig) -> list[Source]:
+    """The files of ``dataset``.  Raises UserError for an entry that is neither a file nor a name of the registry."""
+    return _sources(data, data.dataset, "dataset")
+
+
+def validation_sources(data: DataConfig) -> list[Source]:
+    """The same of ``val_dataset``; empty without one."""
+    return _sources(data, data.val_dataset or (), "val_dataset")
+
+
+def _sources(data: DataConfig, entries: Sequence[str], key: str) -> list[Source]:
+    problems: list[str] = []
+    found: list[Source] = []
+    registry: dict[str, Any] | None = None
+    for entry in entries:
+        match = None if Path(entry).is_file() else _RATE.fullmatch(entry)
+        name, rate = (match["name"], float(match["rate"])) if match else (entry, 100.0)
+        with collected(problems):
+            if Path(name).is_file():
+                found.append(Source(name, name, data.attr, data.dataset_dir, rate))
+                continue
+            registry = _registry(data) if registry is None else registry
+            if name not in registry:
+                where = (f"and no name in {_registry_path(data)}{nearest(name, registry)}" if registry
+                         else f"and there is no {_registry_path(data)} with names of datasets")
+                raise UserError(f"{key} is {name!r}, which is not a file, {where}")
+            found.append(_registered(data, name, registry[name], rate))
+    refuse(problems)
+    return found
+
+
+def _registry_path(data: DataConfig) -> Path:
+    return Path(data.dataset_info) if data.dataset_info else Path(data.dataset_dir) / REGISTRY_FILE
+
+
+def _registry(data: DataConfig) -> dict[str, Any]:
+    """The registry's entries by name; none where no registry is named and none stands in ``dataset_dir``."""
+    path = _registry_path(data)
+    if data.dataset_info is None and not path.is_file():
+        return {}
+    root = read_json(path).root
+    if not isinstance(root, dict):
+        raise UserError(f"{path}: is no object; expected names of datasets, each with an object like "
+                        '{"file_name": "train.json"}')
+    return cast(dict[str, Any], root)
+
+
+def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Source:
+    """One entry of the registry.  Its paths begin at the registry's folder."""
+    path, where = _registry_path(data), f"{_registry_path(data)}: {name}"
+    if not isinstance(value, dict):
+        raise UserError(f'{where} is {shown(value)}; expected an object like {{"file_name": "train.json"}}')
+    entry = cast(dict[str, Any], value)
+    known = (*_FILE_KEYS, *_MEDIA_KEYS, *_OTHER_KEYS, *_REMOTE_KEYS, *_UNUSED_KEYS)
+    problems = [f"{where}.{key} is not a known key{nearest(key, known)}" for key in entry if key not in known]
+    problems += [f"{where}.{key} is {shown(entry[key])}; datasets are read from local files: download it, and give its "
+                 f"path as file_name" for key in _REMOTE_KEYS if entry.get(key) is not None]
+    problems += [f"{where}.{key} is {shown(entry[key])}, which this version does not support; leave it out"
+                 for key, legal in _UNUSED_KEYS.items() if key in entry and entry[key] not in legal]
+    file, media = (_one_of(entry, keys, where, problems) for keys in (_FILE_KEYS, _MEDIA_KEYS))
+    attr = _attributes(entry, where, problems)
+    num_samples = entry.get("num_samples")
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+        problems.append(f"{where}.num_samples is {shown(num_samples)}; expected an integer of at least 1 or null")
+    if file is None and not problems:
+        problems.append(f"{where} names no file; give file_name, a path that begins at {path.parent}")
+    if file is not None and not (path.parent / file).is_file():
+        problems.append(f"{where} names {str(path.parent / file)!r}, which is not a file")
+    if media is not None and not (path.parent / media).is_dir():
+        problems.append(f"{where} has its media in {str(path.parent / media)!r}, which is not a directory")
+    refuse(problems)
+    root = data.dataset_dir if media is None else str(path.parent / media)
+    return Source(name, str(path.parent / str(file)), attr, root, rate, num_samples)
+
+
+def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: list[str]) -> str | None:
+    """The text of the one key of ``keys`` that is given."""
+    given = [key for key in keys if entry.get(key) is not None]
+    if len(given) > 1:
+        problems.append(f"{where} has {' and '.join(given)}, which say the same thing; keep one")
+    if given and not (isinstance(entry[given[0]], str) and entry[given[0]]):
+        problems.append(f"{where}.{given[0]} is {shown(entry[given[0]])}; expected a path")
+        return None
+    return entry[given[0]] if given else None
+
+
+def _attributes(entry: dict[str, Any], where: str, problems: list[str]) -> Attributes:
+    """Columns and tags of the entry; LLaMA-Factory's defaults for the others, whatever ``attr`` of the data JSON is."""
+    values: dict[str, Any] = {} if entry.get("formatting") is None else {"formatting": entry["formatting"]}
+    for group, known, ignored in (("columns", _COLUMNS, ()), ("tags", _TAGS, _FOREIGN_TAGS)):
+        given: Any = {} if entry.get(group) is None else entry[group]
+        if not isinstance(given, dict):
+            problems.append(f"{where}.{group} is {shown(given)}; expected an object")
+            continue
+        for key, value in cast(dict[str, Any], given).items():
+            if key in known:
+                values |= {} if value is None and not _may_be_null(key) else {key: value}
+            elif key not in ignored and not (key in _FOREIGN_COLUMNS and value is None):
+                what = "not supported by this version" if key in _FOREIGN_COLUMNS else "not a known key"
+                problems.append(f"{where}.{group}.{key} is {what}{nearest(key, known)}")
+    try:
+        return TypeAdapter(Attributes).validate_python(values)
+    except ValidationError as error:
+        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors())
+        problems += [f"{where}: {key} is {shown(values[key])}; expected {expected(fields_of(Attributes)[key])}"
+                     for key in wrong]
+        return Attributes()
+
+
+def _may_be_null(key: str) -> bool:
+    return fields_of(Attributes)[key].default is None or key == "system_tag"

@@ -1,0 +1,178 @@
+"""Every record of one file, checked and measured once: where it lies, what it holds, or why it cannot be used.
+
+The check reads a file block by block in several processes.  Where the result is kept is ``mm.data.store``'s business.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mm.batch import Grid
+from mm.config.data import Attributes
+from mm.data.formats import read_sample
+from mm.data.gauge import BAD, ROW, Gauge, has_boxes_outside, media_crc32, sample_lengths
+from mm.data.media import KnownMedia, MediaRoots
+from mm.data.records import Block, Form, Raw, RecordFile
+from mm.data.sample import Media, Sample
+from mm.data.workers import in_processes
+from mm.errors import UserError
+
+_MAX_KNOWN = 100_000
+"""Pictures whose grid is remembered while a file is checked."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be used."""
+
+    index: int
+    """From 0 within the file."""
+    line: int
+    """Of Parquet 0."""
+    problem: str
+    """What follows the name of the file, which may be another one tomorrow: ``:line``, and what is wrong there."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The records of one file, in its order."""
+
+    rows: np.ndarray
+    """``ROW`` [num_records]; a memory map where it was read from a file."""
+    bad: tuple[Bad, ...]
+    problems: tuple[str, ...] = ()
+    """Why the file could not be read to its end."""
+    boxes_outside: tuple[int, ...] = ()
+    """Records whose answers name places beyond their pictures."""
+
+    def cut(self, num_good: int | None) -> "Index":
+        """The first records, with ``num_good`` that can be used; None: all."""
+        good = np.flatnonzero(self.rows["num_tokens"] != BAD)
+        if num_good is None or len(good) <= num_good:
+            return self
+        end = int(good[num_good - 1]) + 1 if num_good else 0
+        return Index(self.rows[:end], tuple(one for one in self.bad if one.index < end), (),
+                     tuple(one for one in self.boxes_outside if one < end))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """One block: its rows and its bad records, or why it could not be read."""
+
+    rows: np.ndarray
+    bad: list[Bad]
+    boxes_outside: list[int]
+    error: UserError | None = None
+
+
+class Reader:
+    """Makes samples of the records of one file."""
+
+    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots) -> None:
+        self.file, self.attr, self.roots = file, attr, roots
+
+    def read(self, number: int, row: np.void) -> Sample:
+        """Record ``number``, which was found good.  Raises UserError when its file or its media are other ones."""
+        source = f"{self.file.path}:{number}"
+        record = self.file.read((int(row["start"]), int(row["end"])))
+        try:
+            sample = read_sample(record, self.attr, self.roots, source)
+            if row["num_tokens"] and media_crc32(sample) != row["media_crc32"]:
+                paths = ", ".join(part.path for part in sample.media)
+                raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
+                                f"'mm-data index --again', and start again.")
+        except UserError as error:
+            raise UserError(f"{source}: {problem}" for problem in error.problems) from error
+        return sample
+
+
+@dataclass
+class Checker:
+    """Checks blocks of one file; without ``gauge`` nothing is measured.  Pickles into workers."""
+
+    reader: Reader
+    gauge: Gauge | None
+    _media: KnownMedia = field(init=False)
+    _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._media = KnownMedia(self.reader.roots)
+
+    def __call__(self, block: Block) -> _Checked:
+        rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
+        try:
+            for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
+                row["start"], row["end"] = raw.span
+                try:
+                    if self._measure(raw, row):
+                        boxes.append(raw.index)
+                except UserError as error:
+                    row["num_tokens"] = BAD
+                    bad += [Bad(raw.index, raw.line, problem) for problem in error.problems]
+        except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
+            return _Checked(rows, bad, boxes, error)
+        return _Checked(rows, bad, boxes)
+
+    def _measure(self, raw: Raw, row: np.void) -> bool:
+        """Fill in the row of one record; whether its answers name places outside its pictures."""
+        if raw.problem is not None:
+            raise UserError(raw.problem)
+        reader = self.reader
+        line = f":{raw.line}" if raw.line else ""
+        try:
+            sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
+            if self.gauge is None:
+                return False
+            if len(self._grids) > _MAX_KNOWN:
+                self._grids.clear()
+            columns, grids = sample_lengths(self.gauge, sample, self._grids)
+            columns["media_crc32"] = media_crc32(sample)
+        except UserError as error:
+            start = f"{line}: sample {raw.index} (counted from 0): "
+            raise UserError(start + problem for problem in error.problems) from error
+        for name, value in columns.items():
+            row[name] = value
+        return has_boxes_outside(sample, grids, self.gauge.encoder.images.patch_size)
+
+
+def make_index(
+    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None
+) -> Index:
+    """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
+
+    Raises UserError when the file is changed meanwhile.
+    """
+    file = checker.reader.file
+    problems: list[str] = []
+    rows, bad, boxes = [], [], []
+    total = None if file.form is Form.PARQUET else file.version[0]
+    checked = in_processes(checker, file.blocks(problems), num_processes)
+    with tqdm(total=total, desc=f"checking {file.path}", unit="B", unit_scale=True, disable=None, delay=2) as bar:
+        found = 0
+        for part in checked:
+            if part.error is not None:
+                raise part.error
+            rows.append(part.rows)
+            bad += part.bad
+            boxes += part.boxes_outside
+            found += int((part.rows["num_tokens"] != BAD).sum())
+            bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
+            if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
+                break
+    checked.close()
+    index = Index(np.concatenate(rows) if rows else np.zeros(0, ROW), tuple(bad), tuple(problems), tuple(boxes))
+    return index.cut(num_good)
+
+
+def still_bad(index: Index, checker: Checker) -> bool:
+    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since."""
+    return all(part.bad for part in map(checker, _bad_blocks(index)))
+
+
+def _bad_blocks(index: Index) -> Iterator[Block]:
+    for one in {bad.index: bad for bad in index.bad}.values():
+        row: Any = index.rows[one.index]
+        yield Block(one.index, one.line, np.array([[row["start"], row["end"]]], dtype=np.int64))

@@ -1,0 +1,107 @@
+"""LLaVA's records as MindSpeed-MM's: ``conversations`` and ``image`` become ``messages`` and ``images``.
+
+The trainer reads both; this is for those who want one form of their files.  Records are read and written one at a time.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from mm.data.records import RecordFile
+from mm.errors import UserError
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+_MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
+"""Our column -> LLaVA's."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """How many records were read and written; those whose media are missing are left out."""
+
+    num_records: int
+    num_kept: int
+
+
+def convert_llava(source: Path, target: Path, folder: str) -> Converted:
+    """Write the records of ``source``, whose media lie in ``folder``, to ``target``: JSONL where its name says so, else
+    a JSON list.  Paths of media become ``folder/path``.
+
+    Raises UserError, and leaves no ``target``, when it exists, when ``source`` cannot be read or holds other records,
+    and when none has its media.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists; rename or remove it, or give another output.")
+    file, is_lines, num_kept, counted = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, [0]
+    with target.open("x", encoding="utf-8") as out:
+        try:
+            for record in _existing(_records(file), folder, counted):
+                _write(out, record, is_lines, is_first=not num_kept)
+                num_kept += 1
+            out.write("" if is_lines else "]" if num_kept else "[]")
+            if counted[0] and not num_kept:
+                raise UserError(f"none of the {counted[0]} records has its picture or video in {folder}; name the "
+                                f"folder that holds them.")
+        except BaseException:
+            target.unlink()
+            raise
+    return Converted(counted[0], num_kept)
+
+
+def told(done: Converted, target: Path, folder: str) -> str:
+    """What became of a conversion, for the screen."""
+    num_missing = done.num_records - done.num_kept
+    return f"{target}: {done.num_kept} records" + (
+        f"; {num_missing} are left out, because {folder} lacks their picture or video" * (num_missing > 0))
+
+
+def _records(file: RecordFile) -> Iterator[Any]:
+    problems: list[str] = []
+    with tqdm(unit="record", disable=None) as bar:
+        for block in file.blocks(problems):
+            for raw in file.read_block(block):
+                if raw.problem is not None:
+                    raise UserError(file.path + raw.problem)
+                yield raw.value
+                bar.update()
+    if problems:
+        raise UserError(problems)
+
+
+def _existing(records: Iterator[Any], folder: str, counted: list[int]) -> Iterator[dict[str, Any]]:
+    """Converted records whose media are there; ``counted[0]`` goes up with each record."""
+    for record in records:
+        converted = _converted(record, counted[0], folder)
+        counted[0] += 1
+        if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
+            yield converted
+
+
+def _converted(record: Any, number: int, folder: str) -> dict[str, Any]:
+    """One record; a record without media is text only."""
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        raise UserError(f"record {number} (counted from 0) has no list of 'conversations'; expected LLaVA's records.")
+    name, turns = record.get("id", number), record["conversations"]
+    if not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
+        raise UserError(f"record {name} has a turn without 'from' and 'value'; expected LLaVA's records.")
+    unknown = {str(turn["from"]) for turn in turns} - _ROLES.keys()
+    if unknown:
+        raise UserError(f"record {name} has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
+    columns: dict[str, Any] = {"images": []}
+    for column, names in _MEDIA.items():
+        given = next((record[one] for one in names if record.get(one)), [])
+        paths = [given] if isinstance(given, str) else given
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise UserError(f"record {name} has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
+        if paths:
+            columns[column] = [f"{folder}/{path}" for path in paths]
+    return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}
+
+
+def _write(out: TextIO, record: dict[str, Any], is_lines: bool, is_first: bool) -> None:
+    text = json.dumps(record, ensure_ascii=False)
+    out.write(f"{text}\n" if is_lines else f"{'[' if is_first else ', '}{text}")

@@ -1,0 +1,116 @@
+"""What one message says, as parts: text with ``<image>`` and ``<video>`` in it, or OpenAI's and Qwen's content lists.
+
+A picture or video without a path of its own takes the next one of the record's column: its path is empty here.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Video
+from mm.errors import UserError, nearest
+
+Parts = tuple[str | Media, ...]
+
+_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")
+_CLASSES: Mapping[str, type[Image | Video]] = {"image": Image, "video": Video}
+_TYPES = ("text", "image", "video", "image_url", "video_url")
+_WHOLE = ("nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
+"""Settings that are whole numbers; ``fps`` and the seconds may have a fraction."""
+_MAY_BE_ZERO = ("min_pixels", "video_start")
+_IN_ORDER = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+
+
+def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
+    """The parts of a message's ``content``, which stands under ``name`` in the message ``where``.
+
+    Only a user shows media: in other texts a placeholder is text, and in their lists media are refused.  Neighbouring
+    texts become one.  OpenAI's ``detail`` of a picture has no effect.  Raises UserError for what cannot be read.
+    """
+    if isinstance(content, str):
+        pieces: list[str | Media] = [content]
+        if role == "user":
+            pieces = [_placeholder(piece) for piece in _PLACEHOLDERS.split(content)]
+    elif isinstance(content, list):
+        pieces = [_part(part, f"part {number} of {where}") for number, part in enumerate(content)]
+        if role != "user" and not all(isinstance(piece, str) for piece in pieces):
+            raise UserError(f"{where} ({role}) shows an image or a video; only the user's turns may.")
+    else:
+        raise UserError(
+            f"{where} has {name!r} = {shown(content)}; expected a string, media being marked by {IMAGE_PLACEHOLDER} "
+            f"and {VIDEO_PLACEHOLDER} in it, or a list of parts like {{'type': 'text', 'text': ...}}."
+        )
+    return _joined(pieces)
+
+
+def _placeholder(piece: str) -> str | Media:
+    return Image("") if piece == IMAGE_PLACEHOLDER else Video("") if piece == VIDEO_PLACEHOLDER else piece
+
+
+def _joined(pieces: list[str | Media]) -> Parts:
+    """Without empty texts, and with neighbouring texts as one."""
+    parts: list[str | Media] = []
+    for piece in pieces:
+        if isinstance(piece, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += piece
+        elif piece != "":
+            parts.append(piece)
+    return tuple(parts)
+
+
+def _part(part: Any, where: str) -> str | Media:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise UserError(f"{where} is {shown(part)}; expected an object like {{'type': 'text', 'text': ...}}.")
+    kind = part.get("type", next((one for one in _TYPES if one in part), None))
+    if kind not in _TYPES:
+        raise UserError(f"{where} has the type {shown(kind)}{nearest(str(kind), _TYPES)}; expected one of "
+                        f"{', '.join(map(repr, _TYPES))}.")
+    value = part.get(kind)
+    if kind == "text":
+        if not isinstance(value, str):
+            raise UserError(f"{where} has 'text' = {shown(value)}; expected a string.")
+        return value
+    if kind.endswith("_url"):
+        value = value.get("url") if isinstance(value, dict) else value
+        if value is None:
+            raise UserError(f"{where} has no 'url' in its {kind!r}; expected the path of a file, or file:///PATH.")
+    if kind == "video" and isinstance(value, list):
+        raise UserError(f"{where} is a video given as a list of pictures, which this version does not read; give a "
+                        f"video file, or the pictures as images.")
+    if value is not None and not (isinstance(value, str) and value):
+        raise UserError(f"{where} has {kind!r} = {shown(value)}; expected the path of a file.")
+    cls = _CLASSES[kind.removesuffix("_url")]
+    known = [field.name for field in fields(cls) if field.name != "path"]
+    settings = {key: one for key, one in part.items() if key not in ("type", kind) and one is not None}
+    for key in settings:
+        if key not in known:
+            hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
+            raise UserError(f"{where} has {key!r}, which is no setting of a {cls.__name__.lower()}{hint}; known: "
+                            f"{', '.join(known)}.")
+    return cls(value or "", **_checked(settings, where))
+
+
+def _checked(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """Settings of a picture or video that have a sense; whole numbers as such."""
+    for key, value in settings.items():
+        is_whole = key in _WHOLE
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and key not in _MAY_BE_ZERO) or (is_whole and value != int(value)):
+            what = f"a {'whole ' * is_whole}number {'of at least' if key in _MAY_BE_ZERO else 'above'} 0"
+            raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}.")
+    if {"fps", "nframes"} <= settings.keys():
+        raise UserError(f"{where} has both 'fps' and 'nframes'; keep one of them.")
+    for low, high in _IN_ORDER:
+        if {low, high} <= settings.keys() and settings[low] > settings[high]:
+            raise UserError(f"{where} has {low!r} = {settings[low]} above {high!r} = {settings[high]}.")
+    return {key: int(value) if key in _WHOLE else float(value) for key, value in settings.items()}
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message has it, cut to fit."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

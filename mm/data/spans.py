@@ -1,0 +1,198 @@
+"""Where the records of a JSON list or a JSONL file lie, found in one pass that holds a part of the file at a time.
+
+Each character of the text stands for a byte: what JSON is built of is ASCII, and strings are not looked into.  Whether
+a record is UTF-8, and what it means, is not known here.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from mm.errors import UserError
+
+BLOCK_BYTES = 1 << 18
+"""About so much of a file is read and handed on at once: some hundred records, a fraction of a second of work."""
+MAX_RECORD_BYTES = 1 << 26
+"""A longer record is refused: a string without its end would be read to the end of the file."""
+UTF8_MARK = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LONGEST_WORD = 16
+"""JSON's words, escapes and numbers that the end of a window may cut, and whose beginning alone is no JSON, are
+shorter."""
+
+Span = tuple[int, int]
+"""First byte and end of a record in its file."""
+Found = tuple[int, list[Span]]
+"""The line where the first of some neighbouring records begins, and where they lie."""
+
+
+class _Window:
+    """The part of a file that is looked at."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.text, self.offset, self.line, self.is_end = "", 0, 1, False
+        self.grow()
+        if self.text.startswith(UTF8_MARK.decode("latin-1")):
+            self.drop(len(UTF8_MARK))
+
+    def grow(self) -> None:
+        """Read on: as much again as is held, so that a long record is not looked at too often."""
+        more = self._stream.read(max(BLOCK_BYTES, len(self.text)))
+        self.is_end = not more
+        self.text += more.decode("latin-1")
+
+    def drop(self, position: int) -> None:
+        """Forget what lies before ``position``."""
+        self.line += self.text.count("\n", 0, position)
+        self.offset += position
+        self.text = self.text[position:]
+
+    def line_at(self, position: int) -> int:
+        return self.line + self.text.count("\n", 0, position)
+
+    def span(self, start: int, end: int) -> Span:
+        return self.offset + start, self.offset + end
+
+    def is_too_long(self) -> bool:
+        return len(self.text) > MAX_RECORD_BYTES
+
+
+def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
+    """The lines that are not blank."""
+    window = _Window(stream)
+    while window.text or not window.is_end:
+        end = len(window.text) if window.is_end else window.text.rfind("\n") + 1
+        if not end:
+            if window.is_too_long():
+                problems.append(_too_long(path, window.line))
+                return
+            window.grow()
+            continue
+        spans, start, first = [], 0, 0
+        for line in window.text[:end].split("\n"):
+            if content := line.strip(" \t\r"):
+                begin = start + line.index(content[0])
+                first = first if spans else begin
+                spans.append(window.span(begin, begin + len(content)))
+            start += len(line) + 1
+        if spans:
+            yield window.line_at(first), spans
+        window.drop(end)
+        window.grow()
+
+
+def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
+    """The elements of a list, which are JSON but for repeated keys, ``NaN`` and strings that are not UTF-8."""
+    window, decoder, position = _Window(stream), json.JSONDecoder(), 0
+    window.drop(_skip(window.text, window.text.index("[") + 1))
+    line, spans, is_last = 0, [], window.text.startswith("]")
+    while not is_last:
+        try:
+            found = _element(window, decoder, position, path)
+        except UserError as error:
+            problems += error.problems
+            break
+        if found is None:
+            if window.is_too_long():
+                problems.append(_too_long(path, window.line_at(position)))
+                break
+            if spans:
+                yield line, spans
+                spans = []
+            window.drop(position)
+            window.grow()
+            position = 0
+            continue
+        start, end, position, is_last = found
+        line = line if spans else window.line_at(start)
+        spans.append(window.span(start, end))
+    if spans:
+        yield line, spans
+    if is_last:
+        problems += _after_list(window, position, path)
+
+
+def _element(window: _Window, decoder: json.JSONDecoder, position: int, path: str) -> tuple[int, int, int, bool] | None:
+    """First character and end of the element at ``position``, where the next one or the final bracket stands, and
+    whether it is the bracket.  None: the window ends before that is known.  Raises UserError for what is no list."""
+    text, is_end = window.text, window.is_end
+    start = _skip(text, position)
+    if start == len(text):
+        if is_end:
+            raise UserError(f"{path}: the list has no final ']'; the file may be cut short.")
+        return None
+    try:
+        _, end = decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        if not is_end and _may_go_on(error, len(text)):
+            return None
+        raise UserError(_syntax_problem(window, start, error, path)) from error
+    comma = _skip(text, end)
+    if text.startswith("]", comma):
+        return start, end, comma, True
+    following = _skip(text, comma + 1)
+    if following >= len(text) and not is_end:
+        return None
+    if not text.startswith(",", comma) or text.startswith("]", following):
+        raise UserError(_no_list(window, comma, path))
+    return start, end, following, False
+
+
+def _after_list(window: _Window, position: int, path: str) -> list[str]:
+    """What stands after the final bracket at ``position`` though nothing may."""
+    position += 1
+    while (position := _skip(window.text, position)) == len(window.text) and not window.is_end:
+        window.drop(position)
+        window.grow()
+        position = 0
+    return [_no_list(window, position, path)] if position < len(window.text) else []
+
+
+def _may_go_on(error: Exception, length: int) -> bool:
+    """Whether text of this length may only have been cut."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated string") or error.pos >= length - _LONGEST_WORD)
+
+
+def _no_list(window: _Window, position: int, path: str) -> str:
+    found = repr(_shown(window.text[position : position + 20])) if position < len(window.text) else (
+        "the end of the file")
+    return (f"{path}:{window.line_at(position)}: expected ',' and an object, or the list's ']' and the end of the "
+            f"file, found {found}.")
+
+
+def _syntax_problem(window: _Window, start: int, error: Exception, path: str) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return f"{path}:{window.line_at(start)}: not valid JSON: it is nested too deeply."
+    raw = window.text[start : error.pos + _LONGEST_WORD].encode("latin-1")
+    try:
+        raw.decode()
+    except UnicodeDecodeError as wrong:
+        if wrong.end < len(raw):  # else a character was cut
+            return f"{path}:{window.line_at(start + wrong.start)}: {not_utf8(wrong)}"
+    column = error.pos - window.text.rfind("\n", 0, error.pos)
+    near = _shown(window.text[max(start, error.pos - 30) : error.pos + 10])
+    return f"{path}:{window.line_at(error.pos)}:{column}: not valid JSON: {error.msg}, near {near!r}."
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What to say of a text in another encoding."""
+    return (f"byte {error.object[error.start]:#04x} is not UTF-8; convert the file, for example with 'iconv -f GBK -t "
+            f"UTF-8'.")
+
+
+def _too_long(path: str, line: int) -> str:
+    return (f"{path}:{line}: a record begins here and does not end within {MAX_RECORD_BYTES >> 20} MiB; is a string or "
+            f"an object not closed?")
+
+
+def _shown(text: str) -> str:
+    return text.encode("latin-1").decode(errors="replace")
+
+
+def _skip(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    assert space is not None, "no space matches too"
+    return space.end()

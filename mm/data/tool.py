@@ -1,0 +1,97 @@
+"""``mm-data``: the command line for data files, apart from training.
+
+    mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
+    mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
+
+Turns flags into calls, and mistakes into messages with exit status 2.  A new command is a function beside those below
+that adds its parser, and its name in ``_COMMANDS``.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mm.config.data import read_data
+from mm.config.model import read_model
+from mm.data.llava import convert_llava, told
+from mm.errors import UserError
+
+
+def _add_index(commands: Any) -> None:
+    parser = commands.add_parser(
+        "index", help="check and measure every sample beforehand, so that training starts at once",
+        description="Checks every sample and keeps what it holds, as the trainer does at its first start: the next "
+                    "start with this data JSON, model JSON and --seq-length finds it.")
+    parser.add_argument("--mm-data", required=True, help="the data JSON")
+    parser.add_argument("--mm-model", required=True, help="the model JSON")
+    parser.add_argument("--seq-length", required=True, type=int, help="as in training: where samples are cut")
+    parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
+    parser.add_argument("--num-workers", type=int, help="processes (default: preprocessing_num_workers of the data "
+                                                        "JSON, else one for each processor)")
+    parser.add_argument("--again", action="store_true", help="make it anew, for example after pictures were changed")
+    parser.set_defaults(run=_index)
+
+
+def _index(flags: argparse.Namespace) -> None:
+    """Make the index of the training and validation samples, and say what it holds."""
+    from mm.data.dataset import Dataset, validation_dataset  # loads torch, which other commands do without
+    from mm.data.gauge import Gauge
+
+    data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
+    data = dataclasses.replace(
+        data, overwrite_cache=flags.again or data.overwrite_cache,
+        preprocessing_num_workers=flags.num_workers or data.preprocessing_num_workers)
+    gauge, skips_bad = Gauge.from_config(data, model, flags.seq_length), flags.bad_sample == "skip"
+    parts = {"training": Dataset(data, skips_bad, gauge)}
+    data = dataclasses.replace(data, overwrite_cache=False)
+    validation = validation_dataset(data, skips_bad, gauge)
+    for name, dataset in (parts if validation is None else parts | {"validation": validation}).items():
+        lengths = dataset.lengths
+        print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
+              f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
+              f"{lengths.num_patches.sum(dtype='int64')} patches")
+        for note in (*dataset.notes, *(f"left out: {one.told()}" for one in dataset.skipped)):
+            print(f"note: {note}")
+
+
+def _add_convert(commands: Any) -> None:
+    formats = commands.add_parser("convert", help="rewrite records of another form").add_subparsers(
+        required=True, metavar="FORM")
+    parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
+                                description="The trainer reads LLaVA's files as they are; this rewrites them.")
+    parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
+    parser.add_argument("--media-folder", required=True, help="holds the pictures and videos that they name")
+    parser.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(flags: argparse.Namespace) -> None:
+    print(told(convert_llava(flags.input, flags.output, flags.media_folder), flags.output, flags.media_folder))
+
+
+_COMMANDS = (_add_index, _add_convert)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, or 2 after saying what the user can mend."""
+    parser = argparse.ArgumentParser(prog="mm-data", description="Checks, measures and converts data files.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in _COMMANDS:
+        add(commands)
+    flags = parser.parse_args(argv)
+    try:
+        flags.run(flags)
+    except UserError as error:
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
