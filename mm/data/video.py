@@ -15,7 +15,15 @@ from torch import Tensor
 from mm.batch import Grid
 from mm.config.data import DataConfig
 from mm.data.decoder import Decoder
-from mm.data.frames import Clock, FrameRule, llama_factory_frames, most_frame_pixels, qwen_frames, wanted_frames
+from mm.data.frames import (
+    Clock,
+    FrameRule,
+    llama_factory_frames,
+    llama_factory_seconds,
+    most_frame_pixels,
+    qwen_frames,
+    wanted_frames,
+)
 from mm.data.image import ImageProcessor, Step, llama_factory_steps, smart_resize
 from mm.data.sample import Video
 from mm.data.video_file import Pixels, Wanted
@@ -68,8 +76,10 @@ class VideoProcessor:
         header = self.decoder.header(video.path, self.is_upright)
         try:
             clock = Clock.of(header, video.video_start, video.video_end)
-            choose = llama_factory_frames if _is_llama_factory(self.data) else qwen_frames
-            numbers = choose(clock, self._rule(video))
+            if _is_llama_factory(self.data):
+                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
+            else:
+                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
             pairing = self.constants.temporal_patch_size
             num_frames = -(-len(numbers) // pairing) * pairing
             steps = self._steps(video, header.width, header.height)
@@ -86,7 +96,7 @@ class VideoProcessor:
         return VideoPlan(
             video.path,
             grid=(num_frames // pairing, height // side, width // side),
-            seconds=float(pairing * clock.seconds / len(numbers)),
+            seconds=float(pairing * length / len(numbers)),
             wanted=wanted_frames(clock, numbers, self.is_upright),
             repeats=tuple(repeats.tolist()),
             steps=tuple(steps),
