@@ -14,7 +14,7 @@ from typing import Any
 
 import av
 import numpy as np
-from av.error import FFmpegError, InvalidDataError
+from av.error import FFmpegError
 
 from mm.errors import UserError
 
@@ -76,7 +76,7 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UserError(f"{path}: is no regular file; expected a video.")
-        with av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, metadata_errors="replace") as container:
+        with _container(path) as container:
             if not container.streams.video:
                 raise UserError(f"{path}: has no video stream, only {_held(container)}; remove the sample.")
             stream = container.streams.video[0]
@@ -84,23 +84,27 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
             _check_size(path, stream.width, stream.height)
             yield container, stream
     except FFmpegError as error:
-        raise UserError(_told(path, error)) from error
+        raise UserError(f"{path}: is damaged or cut short ({error.strerror}); replace, re-encode or remove the video."
+                        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
+def _container(path: str) -> Any:
+    try:
+        return av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, metadata_errors="replace")
+    except PermissionError:
+        raise
+    except FFmpegError as error:
+        if os.path.getsize(path) == 0:
+            raise UserError(f"{path}: is empty; replace or remove the video.") from error
+        raise UserError(
+            f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file without "
+            f"its index ('moov') was not finished: replace, repair or remove it.") from error
+
+
 def _held(container: Any) -> str:
     return " and ".join(sorted({stream.type for stream in container.streams})) or "nothing"
-
-
-def _told(path: str, error: FFmpegError) -> str:
-    """What PyAV says of a file, as what the user can do about it."""
-    if os.path.getsize(path) == 0:
-        return f"{path}: is empty; replace or remove the video."
-    if isinstance(error, InvalidDataError):
-        return (f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file "
-                f"without its index ('moov') was not finished: replace, repair or remove it.")
-    return f"{path}: cannot be decoded ({error.strerror}); re-encode the video, for example as H.264 in MP4."
 
 
 def _check_size(path: str, width: int, height: int) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import av
@@ -40,11 +41,16 @@ def write_clip(
 
 def picture(number: int, size: tuple[int, int]) -> np.ndarray:
     """Frame ``number`` of a clip."""
-    pixels = np.array(photo(*size, seed=number % 5))
+    pixels = _background(number % 5, size).copy()
     at = number * 4 % size[0]
     pixels[size[1] // 2 :, at : at + 4] = 255
     pixels[:8, :16] = (255, 0, 0)  # tells how the picture is turned
     return pixels
+
+
+@cache
+def _background(seed: int, size: tuple[int, int]) -> np.ndarray:
+    return np.full((size[1], size[0], 3), 90, np.uint8) if max(size) > 1000 else np.array(photo(*size, seed=seed))
 
 
 def even(num_frames: int, fps: int = 30) -> list[int]:
