@@ -62,14 +62,19 @@ class VideoProcessor:
 
     @classmethod
     def from_config(cls, data: DataConfig, is_upright: bool) -> "VideoProcessor":
-        """Raises UserError when the checkpoint's constants cannot be used or leave no size within those of ``data``."""
+        """Raises UserError when the backend is not there, or the checkpoint's constants cannot be used or leave no size
+        within those of ``data``.
+        """
         constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
         if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
             raise UserError(
                 f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
                 f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
             )
-        return cls(constants, data, is_upright, Decoder(data.video_backend, data.video_timeout))
+        decoder = Decoder(data.video_backend, data.video_timeout)
+        if data.video_backend not in (None, "pyav"):
+            decoder.check()
+        return cls(constants, data, is_upright, decoder)
 
     def plan(self, video: Video) -> VideoPlan:
         """Choose frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for strips."""
