@@ -143,15 +143,17 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
-    for line in requests:
-        try:
-            _answer(json.loads(line), replies)
-        except UserError as error:
-            _tell(replies, {"problems": error.problems})
-        except BrokenPipeError:  # nobody reads any more
-            return
-        except Exception:
-            _tell(replies, {"failure": traceback.format_exc()})
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+        for line in requests:
+            try:
+                _answer(json.loads(line), replies)
+            except UserError as error:
+                _tell(replies, {"problems": error.problems})
+            except BrokenPipeError:
+                raise
+            except Exception:
+                _tell(replies, {"failure": traceback.format_exc()})
+    os._exit(0)  # without a last try to write
 
 
 def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:

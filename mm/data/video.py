@@ -122,7 +122,7 @@ class VideoProcessor:
         for pair in values:
             pixels = torch.stack([next(frames) for _ in range(pairing)])
             pixels = pixels.view(pairing, 3, rows // merge, merge, side, columns // merge, merge, side)
-            # Bytes are permuted, which costs a quarter of what floats would.
+            # Bytes are permuted, which costs half of what floats would.
             pixels = pixels.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, 3, pairing, side * side)
             torch.sub(pixels, mean, out=pair.view(pixels.shape)).div_(std)
         assert next(frames, None) is None

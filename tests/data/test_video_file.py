@@ -3,6 +3,9 @@
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from mm.data.decoder import Decoder
 from mm.data.frames import Clock, wanted_frames
 from mm.errors import UserError
 from tests.data.clips import all_frames, even, write_clip
+from tests.launch import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +259,26 @@ def test_frames_that_nobody_wants_any_more_do_not_answer_the_next_request(decode
     next(frames)
     frames.close()
     assert np.array_equal(read(decoder, path, [3])[0], all_frames(path)[0][3])
+
+
+def test_a_decoder_ends_with_the_one_who_asks(tmp_path):
+    """However that ends: a data worker is killed with its trainer."""
+    path = write_clip(tmp_path / "clip.mp4", even(3))
+    code = (f"from mm.data.decoder import Decoder; import os; one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
+            f"print(one._process.pid, flush=True); os.kill(os.getpid(), 9)")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert answer.returncode == -signal.SIGKILL, answer.stderr
+    while is_running(int(answer.stdout)):  # it would never end, and the test with it
+        time.sleep(0.01)
+
+
+def is_running(number):
+    """Whether a process has not ended, be it that nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_files_are_closed_and_memory_is_given_back(decoder, tmp_path):
