@@ -12,7 +12,8 @@ IGNORE_INDEX = -100
 """Label of a position that has no loss (torch's and transformers' convention)."""
 
 Grid = tuple[int, int, int]
-"""Patches of one image along time, height and width."""
+"""Patches of one picture or video along time, height and width.  More than one in time is a video, which counts as an
+image everywhere: its slices in time are looked at apart by the ViT."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 17_560
+MAX_HOUSE_LINES = 21_400
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 1,400 for
@@ -27,7 +27,9 @@ kernels of its own on each device, and its memory; 270 for freezing by layer and
 and FLOPs (190), and modules that are recomputed; 530 for a watchdog that ends all ranks with a report, and for messages
 that both sides compare; 50 for the order of a step's microbatches; 200 for messages and inputs that come while a stage
 computes; 100 for the one form of a sample inside; 600 for picture files of all kinds, bytes that the device makes
-numbers of, reports on data, and samples that are left out."""
+numbers of, reports on data, and samples that are left out; 3,700 for data: an index of every record with readers of all
+forms and roots of media (1,600), videos in a process of their own with two rules of frames (950), packs and samplers by
+cost (750), and what joins them."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,

@@ -14,7 +14,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from fractions import Fraction
 from typing import IO, Any
 
@@ -24,6 +23,10 @@ from mm.data.video_file import BACKENDS, Pixels, VideoHeader, Wanted, missing_ba
 from mm.errors import UserError, refuse
 
 _COMMAND = (sys.executable, "-P", "-c", "from mm.data.decoder import serve; serve()")
+
+
+_FRACTIONS = ("time_base", "stated_rate")
+"""Fields of a header that JSON has no numbers for."""
 
 
 class Decoder:
@@ -54,13 +57,13 @@ class Decoder:
         reply = self._ask("header", path, is_upright=is_upright)
         times = np.frombuffer(self._read(path, 8 * reply.pop("num_times")), dtype=np.int64)
         key_times = np.frombuffer(self._read(path, 8 * reply.pop("num_key_times")), dtype=np.int64)
-        time_base = Fraction(*reply.pop("time_base"))
-        return VideoHeader(times=times, key_times=key_times, time_base=time_base, **reply)
+        fractions = {name: Fraction(*reply.pop(name)) for name in _FRACTIONS}
+        return VideoHeader(times=times, key_times=key_times, **fractions, **reply)
 
     def frames(self, path: str, wanted: Wanted) -> Iterator[Pixels]:
         """The wanted frames, one after another; raises UserError as ``header`` does."""
-        base = (wanted.time_base.numerator, wanted.time_base.denominator)
-        self._ask("frames", path, backend=self.backend, wanted={**asdict(wanted), "time_base": base})
+        message = {**vars(wanted), "time_base": wanted.time_base.as_integer_ratio()}
+        self._ask("frames", path, backend=self.backend, wanted=message)
         try:
             for _ in wanted.times:
                 shape = self._reply(path)["shape"]
@@ -140,15 +143,17 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
-    for line in requests:
-        try:
-            _answer(json.loads(line), replies)
-        except UserError as error:
-            _tell(replies, {"problems": error.problems})
-        except BrokenPipeError:  # nobody reads any more
-            return
-        except Exception:
-            _tell(replies, {"failure": traceback.format_exc()})
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+        for line in requests:
+            try:
+                _answer(json.loads(line), replies)
+            except UserError as error:
+                _tell(replies, {"problems": error.problems})
+            except BrokenPipeError:
+                raise
+            except Exception:
+                _tell(replies, {"failure": traceback.format_exc()})
+    os._exit(0)  # without a last try to write
 
 
 def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
@@ -160,9 +165,10 @@ def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
         if request["task"] == "header":
             header = vars(read_header(path, request["is_upright"]))
     if request["task"] == "header":
-        times, key_times, base = (header.pop(name) for name in ("times", "key_times", "time_base"))
-        _tell(replies, {**header, "time_base": (base.numerator, base.denominator), "num_times": len(times),
-                        "num_key_times": len(key_times)}, (times, key_times))
+        times, key_times = header.pop("times"), header.pop("key_times")
+        fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
+        counts = {"num_times": len(times), "num_key_times": len(key_times)}
+        _tell(replies, {**header, **fractions, **counts}, (times, key_times))
         return
     wanted = request["wanted"]
     wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})

@@ -49,9 +49,7 @@ class Clock:
         """Raises ValueError when no frame begins between ``start_seconds`` and ``end_seconds``."""
         times, base = header.times, header.time_base
         length = int(times[-1] - times[0])
-        mean = Fraction(length, len(times) - 1) if length else Fraction(max(header.last_duration, 1))
-        # what a file says of its last frame alone is often a guess
-        after = Fraction(header.last_duration) if mean <= 2 * header.last_duration <= 4 * mean else mean
+        mean, after = _steps(header)
         first = _first_at(header, start_seconds, 0)
         last = _first_at(header, end_seconds, len(times), is_after=True) - 1
         if first > last:
@@ -76,6 +74,19 @@ class Clock:
         begin, slack = int(self.header.times[self.first]), _slack(self.step)
         times = [begin + math.floor(self.step * (number - self.first) + slack) for number in numbers]
         return np.searchsorted(self.header.times, np.array(times, dtype=np.int64), "right") - 1
+
+
+def _steps(header: VideoHeader) -> tuple[Fraction, Fraction]:
+    """From one frame to the next on average, and how long the last one is shown."""
+    times, count, stated = header.times, len(header.times), Fraction(header.last_duration)
+    mean = Fraction(int(times[-1] - times[0]), count - 1) if count > 1 else max(stated, Fraction(1))
+    # A stated rate is believed where all times agree with it: they are rounded, and it is not.
+    rates = (1 / (header.stated_rate * header.time_base), mean) if header.stated_rate else (mean,)
+    for step in rates:
+        if np.abs(times - times[0] - np.arange(count) * float(step)).max() <= 1:
+            return step, step if count > 1 else mean
+    # What a file says of its last frame alone is often a guess.
+    return mean, stated if mean <= 2 * stated <= 4 * mean else mean
 
 
 def _slack(step: Fraction) -> Fraction:
@@ -114,20 +125,29 @@ def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
 
 def llama_factory_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
     """Numbers of the frames that LLaMA-Factory takes (``_get_video_sample_indices``), rising."""
-    count = max(rule.min_frames, math.floor(float(clock.seconds) * rule.fps))
+    count = max(rule.min_frames, math.floor(float(llama_factory_seconds(clock)) * rule.fps))
     count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else rule.num_frames
     if count > clock.num_frames:
         raise ValueError(f"nframes = {count} of a video of {clock.num_frames} frames; ask for as many at most")
     return np.linspace(clock.first, clock.last, count).astype(np.int32)
 
 
+def llama_factory_seconds(clock: Clock) -> Fraction:
+    """How long a video is for LLaMA-Factory: as the file says, where it does and the whole is looked at."""
+    header = clock.header
+    is_whole = clock.num_frames == len(header.times)
+    return header.stated_duration * header.time_base if is_whole and header.stated_duration else clock.seconds
+
+
 def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted:
     """What a decoder needs to know to find these frames."""
     header = clock.header
-    times = header.times[np.unique(numbers)]
+    numbers = np.unique(numbers)
+    times = header.times[numbers]
     starts = header.key_times[np.maximum(np.searchsorted(header.key_times, times, "right") - 1, 0)]
-    reach = int(clock.step * Fraction(3, 2)) if header.is_exact else int(header.times[-1] - header.times[0]) + 1
-    return Wanted(tuple(times.tolist()), tuple(starts.tolist()), reach, header.time_base, is_upright)
+    reach = math.floor(_slack(clock.step)) if header.is_exact else int(header.times[-1] - header.times[0]) + 1
+    return Wanted(
+        tuple(numbers.tolist()), tuple(times.tolist()), tuple(starts.tolist()), reach, header.time_base, is_upright)
 
 
 def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:

@@ -15,7 +15,15 @@ from torch import Tensor
 from mm.batch import Grid, Normalisation
 from mm.config.data import DataConfig
 from mm.data.decoder import Decoder
-from mm.data.frames import Clock, FrameRule, llama_factory_frames, most_frame_pixels, qwen_frames, wanted_frames
+from mm.data.frames import (
+    Clock,
+    FrameRule,
+    llama_factory_frames,
+    llama_factory_seconds,
+    most_frame_pixels,
+    qwen_frames,
+    wanted_frames,
+)
 from mm.data.image import ImageProcessor, Step, llama_factory_steps, smart_resize
 from mm.data.sample import Video
 from mm.data.video_file import Pixels, Wanted
@@ -54,22 +62,29 @@ class VideoProcessor:
 
     @classmethod
     def from_config(cls, data: DataConfig, is_upright: bool) -> "VideoProcessor":
-        """Raises UserError when the checkpoint's constants cannot be used or leave no size within those of ``data``."""
+        """Raises UserError when the backend is not there, or the checkpoint's constants cannot be used or leave no size
+        within those of ``data``.
+        """
         constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
         if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
             raise UserError(
                 f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
                 f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
             )
-        return cls(constants, data, is_upright, Decoder(data.video_backend, data.video_timeout))
+        decoder = Decoder(data.video_backend, data.video_timeout)
+        if data.video_backend not in (None, "pyav"):
+            decoder.check()
+        return cls(constants, data, is_upright, decoder)
 
     def plan(self, video: Video) -> VideoPlan:
         """Choose frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for strips."""
         header = self.decoder.header(video.path, self.is_upright)
         try:
             clock = Clock.of(header, video.video_start, video.video_end)
-            choose = llama_factory_frames if _is_llama_factory(self.data) else qwen_frames
-            numbers = choose(clock, self._rule(video))
+            if _is_llama_factory(self.data):
+                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
+            else:
+                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
             pairing = self.constants.temporal_patch_size
             num_frames = -(-len(numbers) // pairing) * pairing
             steps = self._steps(video, header.width, header.height)
@@ -86,7 +101,7 @@ class VideoProcessor:
         return VideoPlan(
             video.path,
             grid=(num_frames // pairing, height // side, width // side),
-            seconds=float(pairing * clock.seconds / len(numbers)),
+            seconds=float(pairing * length / len(numbers)),
             wanted=wanted_frames(clock, numbers, self.is_upright),
             repeats=tuple(repeats.tolist()),
             steps=tuple(steps),

@@ -14,7 +14,7 @@ from typing import Any
 
 import av
 import numpy as np
-from av.error import FFmpegError, InvalidDataError
+from av.error import FFmpegError
 
 from mm.errors import UserError
 
@@ -40,8 +40,12 @@ class VideoHeader:
     """int64 [num_frames]: when each frame begins, in the order in which they are shown."""
     key_times: np.ndarray
     """int64: of the frames at which decoding can begin, in the same order."""
-    last_duration: int
-    """Of the last frame, as the file says; 0 where it does not."""
+    last_duration: int = 0
+    """Of the last frame, as the file says; 0 where it does not, like what follows."""
+    stated_duration: int = 0
+    """Of the whole video."""
+    stated_rate: Fraction = Fraction(0)
+    """Frames of a second.  Often wrong, like the durations."""
     is_exact: bool = True
     """Else the file is too large to be scanned, and ``times`` are spread evenly over its length."""
 
@@ -50,8 +54,10 @@ class VideoHeader:
 class Wanted:
     """Frames to decode."""
 
+    numbers: tuple[int, ...]
+    """In the order in which they are shown; rising, and none twice."""
     times: tuple[int, ...]
-    """When each begins; rising, and none twice."""
+    """When each begins."""
     starts: tuple[int, ...]
     """The key frame at which decoding of each can begin."""
     reach: int
@@ -70,7 +76,7 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UserError(f"{path}: is no regular file; expected a video.")
-        with av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, metadata_errors="replace") as container:
+        with _container(path) as container:
             if not container.streams.video:
                 raise UserError(f"{path}: has no video stream, only {_held(container)}; remove the sample.")
             stream = container.streams.video[0]
@@ -78,23 +84,27 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
             _check_size(path, stream.width, stream.height)
             yield container, stream
     except FFmpegError as error:
-        raise UserError(_told(path, error)) from error
+        raise UserError(f"{path}: is damaged or cut short ({error.strerror}); replace, re-encode or remove the video."
+                        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
+def _container(path: str) -> Any:
+    try:
+        return av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, metadata_errors="replace")
+    except PermissionError:
+        raise
+    except FFmpegError as error:
+        if os.path.getsize(path) == 0:
+            raise UserError(f"{path}: is empty; replace or remove the video.") from error
+        raise UserError(
+            f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file without "
+            f"its index ('moov') was not finished: replace, repair or remove it.") from error
+
+
 def _held(container: Any) -> str:
     return " and ".join(sorted({stream.type for stream in container.streams})) or "nothing"
-
-
-def _told(path: str, error: FFmpegError) -> str:
-    """What PyAV says of a file, as what the user can do about it."""
-    if os.path.getsize(path) == 0:
-        return f"{path}: is empty; replace or remove the video."
-    if isinstance(error, InvalidDataError):
-        return (f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file "
-                f"without its index ('moov') was not finished: replace, repair or remove it.")
-    return f"{path}: cannot be decoded ({error.strerror}); re-encode the video, for example as H.264 in MP4."
 
 
 def _check_size(path: str, width: int, height: int) -> None:
@@ -120,7 +130,8 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
         _check_size(path, first.width, first.height)
         is_turned = is_upright and abs(_matrix(first)[1]) > abs(_matrix(first)[0])
         width, height = (first.height, first.width) if is_turned else (first.width, first.height)
-        return VideoHeader(width, height, stream.time_base, times, key_times, last_duration, is_exact)
+        return VideoHeader(width, height, stream.time_base, times, key_times, last_duration, stream.duration or 0,
+                           stream.average_rate or Fraction(0), is_exact)
 
 
 def _scan(path: str, container: Any, stream: Any) -> tuple[np.ndarray, np.ndarray, int]:
@@ -176,6 +187,7 @@ def _spread(path: str, container: Any, stream: Any) -> tuple[np.ndarray, np.ndar
 def _frames(path: str, container: Any, stream: Any) -> Iterator[Any]:
     """Decoded frames with a time, from where the container stands."""
     for frame in container.decode(stream):
+        frame.pts = frame.dts if frame.pts is None else frame.pts
         if frame.pts is not None:
             yield frame
 
@@ -194,8 +206,7 @@ def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
             while following is not None and following.pts <= time:
                 current, following = following, next(frames, None)
             if current is None or time - current.pts > wanted.reach or current.is_corrupt:
-                raise UserError(f"{path}: the frame at {float(time * stream.time_base):.2f} s is missing or damaged; "
-                                f"replace, re-encode or remove the video.")
+                raise UserError(f"{path}: {_missing(time, wanted.time_base)}.")
             yield upright(current) if wanted.is_upright else current.to_ndarray(format="rgb24")
 
 
@@ -235,12 +246,17 @@ def upright(frame: Any) -> Pixels:
 
 
 def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames by decord."""
-    decord = import_module("decord")
+    """The wanted frames by decord.  A file that turns its frames by quarters is refused: their rows come damaged."""
+    decord: Any = import_module("decord")
+    a, b, _, d = _first_matrix(path)
+    if abs(b) > abs(a) or (not wanted.is_upright and (a < 0 or d < 0)):
+        raise UserError(f"{path}: is turned by its metadata, which decord gets wrong; set video_backend to \"pyav\".")
     try:
         reader = decord.VideoReader(path, num_threads=1)
         begins = reader.get_frame_timestamp(range(len(reader)))[:, 0]
-        for number in _nearest(path, begins, wanted):
+        for time in wanted.times:
+            number = int(np.abs(begins - float(time * wanted.time_base)).argmin())
+            _check_time(path, float(begins[number]), time, wanted)
             yield reader[number].asnumpy()
     except decord.DECORDError as error:
         raise UserError(f"{path}: decord cannot decode it ({str(error).splitlines()[-1]}); try video_backend = "
@@ -248,27 +264,39 @@ def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
 
 
 def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames by torchcodec."""
-    decoders = import_module("torchcodec.decoders")
+    """The wanted frames by torchcodec, which always turns them upright."""
+    decoders: Any = import_module("torchcodec.decoders")
+    if not wanted.is_upright and _first_matrix(path) != (1, 0, 0, 1):
+        raise UserError(f"{path}: is turned by its metadata, which torchcodec always obeys and \"image_resize\": "
+                        f"\"llamafactory\" does not; set video_backend to \"pyav\", or image_exif to true.")
     try:
         decoder = decoders.VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
-        for time in wanted.times:
-            # a little after its beginning, because the decoder compares rounded numbers
-            yield decoder.get_frame_played_at(float((time + Fraction(1, 4)) * wanted.time_base)).data.numpy()
+        for number, time in zip(wanted.numbers, wanted.times, strict=True):
+            frame = decoder.get_frame_at(number)
+            _check_time(path, frame.pts_seconds, time, wanted)
+            yield frame.data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path}: torchcodec cannot decode it ({error}); try video_backend = \"pyav\", or replace the "
                         f"video.") from error
 
 
-def _nearest(path: str, begins: np.ndarray, wanted: Wanted) -> Iterator[int]:
-    """Which frames of those that begin at ``begins`` seconds are wanted."""
-    for time in wanted.times:
-        seconds = float(time * wanted.time_base)
-        number = int(np.abs(begins - seconds).argmin())
-        if abs(begins[number] - seconds) > float(wanted.reach * wanted.time_base):
-            raise UserError(f"{path}: the frame at {seconds:.2f} s is missing or damaged; replace, re-encode or remove "
-                            f"the video.")
-        yield number
+def _first_matrix(path: str) -> tuple[int, int, int, int]:
+    with _opened(path) as (container, stream):
+        frame = next(_frames(path, container, stream), None)
+        return (1, 0, 0, 1) if frame is None else _matrix(frame)
+
+
+def _check_time(path: str, seconds: float, time: int, wanted: Wanted) -> None:
+    """Refuse a frame that begins at ``seconds`` where another is wanted; decord has seconds in single precision."""
+    if abs(seconds - float(time * wanted.time_base)) > 0.002 + float(wanted.reach * wanted.time_base):
+        raise UserError(f"{path}: {_missing(time, wanted.time_base)}.")
+
+
+def _missing(time: int, time_base: Fraction) -> str:
+    return (f"the frame at {float(time * time_base):.2f} s is missing or damaged; replace, re-encode or remove the "
+            f"video")
 
 
 BACKENDS: dict[str, Callable[[str, Wanted], Iterator[Pixels]]] = {

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
+from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
 
 SPECIAL_TOKENS = [
@@ -89,6 +90,14 @@ RECORDS = [
     {"messages": [("user", "   Spaces\n\n\n"), ("assistant", "Cafe\u0301 in two code points")], "images": None},
 ]
 """Text only; one image; system, two turns, two images; image in the second turn, path as a string; null images."""
+
+
+def pixel_numbers(encoded: Microbatch) -> torch.Tensor:
+    """The numbers that become of its bytes."""
+    sizes = [t * h * w for t, h, w in encoded.image_grids]
+    assert encoded.pixel_values.dtype == torch.uint8 and len(encoded.normalisations) == len(sizes)
+    return torch.cat([normalised(one, rule.constants()) for one, rule in
+                      zip(encoded.pixel_values.split(sizes), encoded.normalisations, strict=True)])
 
 
 def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm.batch import IGNORE_INDEX, Microbatch, normalised
+from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.errors import UserError
-from tests.data.oracle import RECORDS, photo
+from tests.data.oracle import RECORDS, photo, pixel_numbers
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)))
@@ -26,8 +26,7 @@ def test_a_sample_equals_transformers_from_raw_json_to_pixels(write_dataset, mod
     assert torch.equal(encoded.positions, reference.positions(token_ids, images["image_grid_thw"] if images else None))
     assert [list(grid) for grid in encoded.image_grids] == grids
     if images:
-        found = normalised(encoded.pixel_values, encoded.normalisations[0].constants())
-        assert torch.equal(found, images["pixel_values"])
+        assert torch.equal(pixel_numbers(encoded), images["pixel_values"])
     else:
         assert encoded.pixel_values is None
 

@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from mm.batch import IGNORE_INDEX, normalised
+from mm.batch import IGNORE_INDEX
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from tests import llama_factory
-from tests.data.oracle import PREPROCESSOR, data_config, photo
+from tests.data.oracle import PREPROCESSOR, data_config, photo, pixel_numbers
 
 LONG = "a long line of many words, of which there is no end, "
 BOUNDS = (0, 100_000)
@@ -79,7 +79,7 @@ def pixels(images: list[Image.Image], **settings):
 def same_pictures(encoded, values, grids) -> bool:
     return [list(grid) for grid in encoded.image_grids] == grids and (
         encoded.pixel_values is None if values is None else
-        torch.equal(normalised(encoded.pixel_values, encoded.normalisations[0].constants()), values))
+        torch.equal(pixel_numbers(encoded), values))
 
 
 @pytest.mark.parametrize("name", ROWS)

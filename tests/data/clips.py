@@ -1,0 +1,124 @@
+"""Video files for tests, and how published programs choose frames of them and make numbers of these, written anew."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+
+from tests.data.oracle import PREPROCESSOR, photo
+
+TICK = Fraction(1, 600)
+"""Of the times of ``write_clip``."""
+
+
+def write_clip(
+    path: Path, ticks: Sequence[int], size: tuple[int, int] = (96, 64), codec: str = "libx264", gop: int = 8,
+    rotation: int = 0, time_base: Fraction = TICK, options: dict[str, str] | None = None, bit_rate: int = 4_000_000,
+) -> Path:
+    """A clip whose frame ``i`` is shown from ``ticks[i]`` on; a bar moves with the number of the frame."""
+    container_options = {key: value for key, value in (options or {}).items() if key == "movflags"}
+    with av.open(str(path), "w", options=container_options) as container:
+        stream = container.add_stream(codec, rate=30)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.time_base = stream.codec_context.time_base = time_base
+        stream.codec_context.gop_size, stream.codec_context.bit_rate = gop, bit_rate
+        stream.options = {key: value for key, value in (options or {}).items() if key != "movflags"}
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for number, tick in enumerate(ticks):
+            frame = av.VideoFrame.from_ndarray(picture(number, size), format="rgb24")
+            frame.pts, frame.time_base = tick, time_base
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def picture(number: int, size: tuple[int, int]) -> np.ndarray:
+    """Frame ``number`` of a clip."""
+    pixels = _background(number % 5, size).copy()
+    at = number * 4 % size[0]
+    pixels[size[1] // 2 :, at : at + 4] = 255
+    pixels[:8, :16] = (255, 0, 0)  # tells how the picture is turned
+    return pixels
+
+
+@cache
+def _background(seed: int, size: tuple[int, int]) -> np.ndarray:
+    return np.full((size[1], size[0], 3), 90, np.uint8) if max(size) > 1000 else np.array(photo(*size, seed=seed))
+
+
+def even(num_frames: int, fps: int = 30) -> list[int]:
+    """Ticks of a clip at an even rate."""
+    return [int(number / (fps * TICK)) for number in range(num_frames)]
+
+
+def all_frames(path: Path | str, turn: int = 0) -> tuple[list[np.ndarray], list[Fraction]]:
+    """Every frame, turned by quarters against the clock, and its time in seconds."""
+    with av.open(str(path)) as container:
+        frames = list(container.decode(video=0))
+        base = container.streams.video[0].time_base
+        return [np.rot90(frame.to_ndarray(format="rgb24"), turn) for frame in frames], [f.pts * base for f in frames]
+
+
+def qwen_numbers(
+    total: int, fps: float, wanted_fps: float = 2.0, nframes: int | None = None, min_frames: int = 4,
+    max_frames: int = 768, start: float | None = None, end: float | None = None,
+) -> tuple[list[int], float]:
+    """Numbers of the frames that qwen-vl-utils 0.0.14 takes of a video at an even rate, and frames of a second then.
+
+    Its ``calculate_video_frame_range`` and ``smart_nframes``; where it refuses a video of one frame, that frame.
+    """
+    first = 0 if start is None else math.ceil(max(0.0, min(start, total / fps)) * fps)
+    last = total - 1 if end is None else min(math.floor(max(0.0, min(end, total / fps)) * fps), total - 1)
+    total = last - first + 1
+    if nframes is not None:
+        count = round(nframes / 2) * 2
+    else:
+        least, most = math.ceil(min_frames / 2) * 2, math.floor(min(max_frames, total) / 2) * 2
+        count = math.floor(min(min(max(total / fps * wanted_fps, least), most), total) / 2) * 2
+    count = max(count, 1)
+    return torch.linspace(first, last, count).round().long().tolist(), count / total * fps
+
+
+def llama_factory_numbers(total: int, seconds: float, fps: float = 2.0, maxlen: int = 128) -> tuple[list[int], float]:
+    """The same of LLaMA-Factory: ``_get_video_sample_indices`` and ``_regularize_videos`` of its data/mm_plugin.py."""
+    count = min(total, maxlen, max(1, math.floor(seconds * fps)))
+    return np.linspace(0, total - 1, count).astype(np.int32).tolist(), count / seconds
+
+
+def patches(frames: list[np.ndarray], grid: tuple[int, int, int]) -> torch.Tensor:
+    """Pixel values of frames that have their last size, one patch after another."""
+    frames = frames + frames[-1:] * (len(frames) % 2)
+    pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2).float()
+    mean, std = (torch.tensor(PREPROCESSOR[name]).view(3, 1, 1) * 255 for name in ("image_mean", "image_std"))
+    pixels = (pixels - mean) / std
+    rows = []
+    for pair in range(grid[0]):
+        for unit_row in range(grid[1] // 2):
+            for unit_column in range(grid[2] // 2):
+                for row in (2 * unit_row, 2 * unit_row + 1):
+                    for column in (2 * unit_column, 2 * unit_column + 1):
+                        part = pixels[2 * pair : 2 * pair + 2, :, 14 * row : 14 * row + 14, 14 * column :][..., :14]
+                        rows.append(part.transpose(0, 1).flatten())
+    return torch.stack(rows)
+
+
+def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A frame of another size, in floating point: cubic convolution (a = -0.5), wider where it shrinks."""
+    def weights(size: int, new: int) -> np.ndarray:
+        scale = size / new
+        stretch = max(scale, 1.0)
+        centre = (np.arange(new) + 0.5) * scale
+        x = np.abs((np.arange(size)[None] + 0.5 - centre[:, None]) / stretch)
+        cubic = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
+        return cubic / cubic.sum(axis=1, keepdims=True)
+
+    rows, columns = weights(frame.shape[0], height), weights(frame.shape[1], width)
+    across = np.einsum("ij,hjc->hic", columns, frame.astype(np.float64)).round().clip(0, 255)
+    return np.einsum("ij,jwc->iwc", rows, across).round().clip(0, 255)

@@ -1,0 +1,20 @@
+"""What transformers' video processor makes of frames: ``torchvision_oracle IN.pt OUT.pt``, for a process of its own.
+
+It needs torchvision, whose published build is for CUDA: without two operators that are declared here it does not load.
+"""
+
+import sys
+
+import torch
+
+library = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    library.define(f"{name}(Tensor dets, Tensor scores, float t) -> Tensor")
+
+from transformers import Qwen2VLVideoProcessor  # noqa: E402
+
+if __name__ == "__main__":
+    given = torch.load(sys.argv[1])
+    processor = Qwen2VLVideoProcessor(**given["settings"])
+    found = processor(videos=[given["frames"]], do_sample_frames=False, cap_pixels_per_frame=False, return_tensors="pt")
+    torch.save({"grid": found["video_grid_thw"], "pixels": found["pixel_values_videos"]}, sys.argv[2])
