@@ -21,7 +21,7 @@ from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.data.encode import SampleEncoder
-from mm.data.sample import Media, Sample
+from mm.data.sample import Media, Sample, Video
 from mm.errors import UserError
 
 ROW = np.dtype([
@@ -73,6 +73,8 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     which nothing is left to learn.
     """
     encoder = gauge.encoder
+    if any(isinstance(part, Video) for part in sample.media):
+        raise UserError("shows a video, which this version does not train on; remove it or the sample.")
     for part in sample.media:
         if part not in known:
             known[part] = encoder.images.image_grid(part.path)
