@@ -35,6 +35,7 @@ COMMANDS = {
     "data": ("benchmarks.data", "--quick"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
+    "index": ("benchmarks.index", "--records", "800", "--pictures", "5", "--processes", "1"),
 }
 
 
@@ -241,3 +242,12 @@ def test_expected_memory_of_3b() -> None:
                                                                   "num_target_tokens": number}))) for number in (1, 99))
     assert few.states == 18 * params.trained + 2 * params.frozen
     assert 0 < few.activations < many.activations and 0 < few.at_work < many.at_work
+
+
+def test_index(started: dict[str, Future]) -> None:
+    """Both starts see the same samples; the second one reads them from the first one's index."""
+    found = started["index"].result()
+    first, second = found["first_start"], found["second_start"]
+    for key in ("num_samples", "tokens_per_sample", "patches_per_sample"):
+        assert first[key] == second[key] > 0
+    assert first["num_samples"] == found["records"] == 800 and found["index_megabytes"] > 0

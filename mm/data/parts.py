@@ -89,7 +89,7 @@ def _part(part: Any, where: str) -> str | Media:
     for key in settings:
         if key not in known:
             hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
-            raise UserError(f"{where} has {key!r}, which is no setting of a {cls.__name__.lower()}{hint}; known: "
+            raise UserError(f"{where} has {key!r}, which no {cls.__name__.lower()} has as a setting{hint}; known: "
                             f"{', '.join(known)}.")
     return cls(value or "", **_checked(settings, where))
 

@@ -33,7 +33,8 @@ class _Window:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.text, self.offset, self.line, self.is_end = "", 0, 1, False
-        self.grow()
+        while len(self.text) < len(UTF8_MARK) and not self.is_end:
+            self.grow()
         if self.text.startswith(UTF8_MARK.decode("latin-1")):
             self.drop(len(UTF8_MARK))
 
@@ -48,6 +49,15 @@ class _Window:
         self.line += self.text.count("\n", 0, position)
         self.offset += position
         self.text = self.text[position:]
+
+    def skip_space(self, position: int) -> bool:
+        """Forget what lies before ``position`` and the space after it; whether anything follows."""
+        while (position := _skip(self.text, position)) == len(self.text) and not self.is_end:
+            self.drop(position)
+            self.grow()
+            position = 0
+        self.drop(position)
+        return bool(self.text)
 
     def line_at(self, position: int) -> int:
         return self.line + self.text.count("\n", 0, position)
@@ -86,7 +96,8 @@ def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
 def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
     """The elements of a list, which are JSON but for repeated keys, ``NaN`` and strings that are not UTF-8."""
     window, decoder, position = _Window(stream), json.JSONDecoder(), 0
-    window.drop(_skip(window.text, window.text.index("[") + 1))
+    window.skip_space(0)
+    window.skip_space(1)  # after the bracket
     line, spans, is_last = 0, [], window.text.startswith("]")
     while not is_last:
         try:
@@ -110,8 +121,8 @@ def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
         spans.append(window.span(start, end))
     if spans:
         yield line, spans
-    if is_last:
-        problems += _after_list(window, position, path)
+    if is_last and window.skip_space(position + 1):
+        problems.append(_no_list(window, 0, path))
 
 
 def _element(window: _Window, decoder: json.JSONDecoder, position: int, path: str) -> tuple[int, int, int, bool] | None:
@@ -133,21 +144,12 @@ def _element(window: _Window, decoder: json.JSONDecoder, position: int, path: st
     if text.startswith("]", comma):
         return start, end, comma, True
     following = _skip(text, comma + 1)
-    if following >= len(text) and not is_end:
+    is_cut = following >= len(text) or (not text.startswith(",", comma) and len(text) - end < _LONGEST_WORD)
+    if is_cut and not is_end:  # a number may go on: of 1e5 the window may hold 1e
         return None
     if not text.startswith(",", comma) or text.startswith("]", following):
         raise UserError(_no_list(window, comma, path))
     return start, end, following, False
-
-
-def _after_list(window: _Window, position: int, path: str) -> list[str]:
-    """What stands after the final bracket at ``position`` though nothing may."""
-    position += 1
-    while (position := _skip(window.text, position)) == len(window.text) and not window.is_end:
-        window.drop(position)
-        window.grow()
-        position = 0
-    return [_no_list(window, position, path)] if position < len(window.text) else []
 
 
 def _may_go_on(error: Exception, length: int) -> bool:

@@ -124,6 +124,25 @@ def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
         assert told() == []
 
 
+def test_fewer_samples_than_a_step_takes_are_noted(inputs: Path):
+    notes: list[str] = []
+    run = load_run(flags(inputs, "--global-batch-size", "4"), 1, {})
+    assert sample_problems(run, notes) == []
+    assert "1 samples are fewer than the 4 of one step: each step repeats some" in notes
+
+
+def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
+    (inputs / "val.json").write_text('[{"messages": []}]')
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(inputs / "val.json")
+    (inputs / "data.json").write_text(json.dumps(data))
+    (problem,) = problems(inputs)
+    assert problem.startswith(f"{inputs}/val.json:1: sample 0 (counted from 0): 'messages' is []")
+    (inputs / "val.json").unlink()
+    with pytest.raises(UserError, match=r"val_dataset is '.*val.json', which is not a file"):
+        problems(inputs)
+
+
 @pytest.mark.parametrize(("name", "content", "what"), [
     ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer"),
     ("model.safetensors", None, "holds no weights"),

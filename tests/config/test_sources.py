@@ -1,0 +1,97 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from mm.config.data import Attributes, DataConfig
+from mm.config.sources import Source, training_sources, validation_sources
+from mm.errors import UserError
+
+ATTR = Attributes(messages="messages", images="images")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("a.json", "b.jsonl", "odd%50", "data/c.json", "data/deep/d.json", "data/media/x.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(dataset: str, **changes) -> DataConfig:
+    return DataConfig(**{"model_name_or_path": "hf", "dataset": dataset, "attr": ATTR, **changes})
+
+
+def register(folder: Path, entries: object, name: str = "data/dataset_info.json") -> None:
+    (folder / name).write_text(json.dumps(entries))
+
+
+def test_files_with_rates(folder):
+    assert training_sources(config("a.json, b.jsonl%50,odd%50,odd%50%12.5,a.json%250")) == [
+        Source("a.json", "a.json", ATTR, "data"), Source("b.jsonl", "b.jsonl", ATTR, "data", 50.0),
+        Source("odd%50", "odd%50", ATTR, "data"), Source("odd%50", "odd%50", ATTR, "data", 12.5),
+        Source("a.json", "a.json", ATTR, "data", 250.0)]
+    assert validation_sources(config("a.json")) == []
+    assert validation_sources(config("a.json", val_dataset="b.jsonl%10")) == [
+        Source("b.jsonl", "b.jsonl", ATTR, "data", 10.0)]
+
+
+def test_names_of_llama_factorys_registry_and_of_qwens(folder):
+    register(folder, {
+        "chat": {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "msgs", "images": "pics"},
+                 "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "u", "assistant_tag": "a",
+                          "system_tag": None, "observation_tag": "tool"}, "num_samples": 7, "split": "train"},
+        "plain": {"file_name": "deep/d.json", "formatting": "alpaca", "columns": {"prompt": "q", "history": None}},
+        "qwen": {"annotation_path": "c.json", "data_path": "media"},
+    })
+    assert training_sources(config("chat%50,plain,qwen,a.json")) == [
+        Source("chat", "data/c.json", Attributes(messages="msgs", images="pics", role_tag="role", content_tag="content",
+                                                 user_tag="u", assistant_tag="a", system_tag=None), "data", 50.0, 7),
+        Source("plain", "data/deep/d.json", Attributes(formatting="alpaca", prompt="q"), "data"),
+        Source("qwen", "data/c.json", Attributes(), "data/media"), Source("a.json", "a.json", ATTR, "data")]
+
+
+def test_a_registry_may_stand_elsewhere(folder):
+    register(folder, {"mine": {"file_name": "a.json"}}, "names.json")
+    (source,) = training_sources(config("mine", dataset_info="names.json"))
+    assert (source.path, source.media_root) == ("a.json", "data")
+    with pytest.raises(UserError, match=r"other.json: cannot be read"):
+        training_sources(config("mine", dataset_info="other.json"))
+
+
+@pytest.mark.parametrize(("entry", "what"), [
+    (3, "is 3; expected an object"),
+    ({}, "names no file; give file_name"),
+    ({"file_name": "no.json"}, "names 'data/no.json', which is not a file"),
+    ({"file_name": 3}, "x.file_name is 3; expected a path"),
+    ({"file_name": "c.json", "annotation_path": "c.json"}, "file_name and annotation_path, which say the same thing"),
+    ({"file_name": "c.json", "media_dir": "no"}, "has its media in 'data/no', which is not a directory"),
+    ({"file_nam": "c.json"}, "did you mean 'file_name'"),
+    ({"hf_hub_url": "a/b"}, "datasets are read from local files: download it"),
+    ({"file_name": "c.json", "ranking": True}, "x.ranking is true, which this version does not support"),
+    ({"file_name": "c.json", "formatting": "openai"}, "formatting is \"openai\"; expected one of sharegpt, alpaca"),
+    ({"file_name": "c.json", "columns": {"message": "m"}}, "x.columns.message is not a known key (did you mean"),
+    ({"file_name": "c.json", "columns": {"chosen": "m"}}, "x.columns.chosen is not supported by this version"),
+    ({"file_name": "c.json", "columns": {"messages": 3}}, "x: messages is 3; expected a string"),
+    ({"file_name": "c.json", "columns": []}, "x.columns is []; expected an object"),
+    ({"file_name": "c.json", "num_samples": 0}, "x.num_samples is 0; expected an integer of at least 1"),
+])
+def test_bad_entries(folder, entry, what):
+    register(folder, {"x": entry})
+    with pytest.raises(UserError) as error:
+        training_sources(config("x"))
+    assert what in str(error.value) and "dataset_info.json: x" in str(error.value)
+
+
+def test_names_that_are_not_there_are_told_together(folder):
+    with pytest.raises(UserError) as error:
+        training_sources(config("no.json,a.json,none"))
+    assert len(error.value.problems) == 2
+    assert all("and there is no data/dataset_info.json" in problem for problem in error.value.problems)
+    register(folder, {"llava": {"file_name": "c.json"}})
+    with pytest.raises(UserError, match=r"'lava', which is not a file, and no name in .* .did you mean 'llava'"):
+        training_sources(config("lava"))
+    register(folder, [])
+    with pytest.raises(UserError, match="is no object"):
+        training_sources(config("llava"))

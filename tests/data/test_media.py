@@ -1,0 +1,79 @@
+"""Nothing outside the media roots is shown, however its path is written."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mm.data.media import KnownMedia, MediaRoots
+from mm.errors import UserError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """``media`` with a picture, links and things that are none; ``other`` and ``media_evil`` beside it."""
+    for name in ("media/in/a.png", "other/b.png", "media_evil/c.png", "media/in/d e.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "media/out.png").symlink_to(tmp_path / "other/b.png")
+    (tmp_path / "media/out").symlink_to(tmp_path / "other")
+    (tmp_path / "media/inside.png").symlink_to("in/a.png")
+    (tmp_path / "media/loop.png").symlink_to("loop.png")
+    os.mkfifo(tmp_path / "media/pipe.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["in/a.png", "./in/../in/a.png", "inside.png", "{root}/media/in/a.png",
+                                  "file://{root}/media/in/a.png", "file://localhost{root}/media/in/d%20e.png"])
+def test_what_lies_below_the_root_is_found(root, path):
+    found = MediaRoots(str(root / "media")).find(path.format(root=root), "image")
+    assert Path(found).resolve().is_relative_to(root / "media/in")
+
+
+@pytest.mark.parametrize("path", ["../other/b.png", "in/../../other/b.png", "{root}/other/b.png", "out.png",
+                                  "out/b.png", "{root}/media/../other/b.png", "file://{root}/other/b.png",
+                                  "../media_evil/c.png", "file://{root}/media/..%2Fother/b.png", "/etc/passwd"])
+def test_what_leads_out_is_refused_with_the_key_to_set(root, path):
+    with pytest.raises(UserError, match=r"which is not below .*media'; .* basic_parameters.media_roots"):
+        MediaRoots(str(root / "media")).find(path.format(root=root), "image")
+
+
+@pytest.mark.parametrize("path", ["../other/b.png", "out.png", "out/b.png", "{root}/other/b.png"])
+def test_other_roots_are_named(root, path):
+    assert MediaRoots(str(root / "media"), (str(root / "other"),)).find(path.format(root=root), "image")
+
+
+@pytest.mark.parametrize(("path", "what"), [
+    ("in", "is a directory"), (".", "is a directory"), ("pipe.png", "is a pipe"), ("/dev/null", "is a device"),
+    ("no.png", "no regular file, neither as"), ("loop.png", "no regular file, neither as"),
+    ("a\0b.png", "no regular file, neither as"), ("\ud800.png", "no regular file, neither as"),
+    ("http://x/a.png", "nothing is fetched"), ("https:\\\\x", "no regular file"), ("s3://bucket/a.png", "is fetched"),
+    ("data:image/png;base64,AAAA", "holds the image itself"), ("file://host/a.png", "on the machine 'host'"),
+])
+def test_what_is_no_file_is_refused(root, path, what):
+    with pytest.raises(UserError) as error:
+        MediaRoots(str(root / "media")).find(path, "image")
+    assert what in str(error.value)
+
+
+def test_a_relative_path_may_begin_at_the_working_directory(root, monkeypatch):
+    """As the example's converter writes them."""
+    monkeypatch.chdir(root)
+    assert MediaRoots("media").find("./media/in/a.png", "image") == "./media/in/a.png"
+    with pytest.raises(UserError, match="media_roots"):
+        MediaRoots("media").find("other/b.png", "image")
+
+
+def test_the_root_may_be_a_link(root):
+    (root / "link").symlink_to(root / "media")
+    assert MediaRoots(str(root / "link")).find("in/a.png", "image") == str(root / "link/in/a.png")
+    with pytest.raises(UserError, match="media_roots"):
+        MediaRoots(str(root / "link")).find("out.png", "image")
+
+
+def test_what_was_found_is_remembered_and_what_was_not_is_not(root):
+    media = KnownMedia(MediaRoots(str(root / "media")))
+    with pytest.raises(UserError):
+        media.find("new.png", "image")
+    (root / "media/new.png").touch()
+    assert media.find("new.png", "image") == media.find("new.png", "image") == str(root / "media/new.png")

@@ -1,0 +1,104 @@
+"""``mm-data`` as its users call it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demo.tiny_checkpoint import build
+from mm.data.tool import main
+from tests.data.oracle import photo
+from tests.launch import ROOT
+
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+LLAVA = [
+    {"id": "1", "image": "1.png", "conversations": [{"from": "human", "value": "<image>?"},
+                                                    {"from": "gpt", "value": "猫"}]},
+    {"id": "2", "image": "lost.png", "conversations": [{"from": "human", "value": "<image>?"},
+                                                       {"from": "gpt", "value": "?"}]},
+    {"id": "3", "video": ["v.mp4"], "conversations": [{"from": "human", "value": "<video>"},
+                                                      {"from": "gpt", "value": "!"}]},
+]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    (tmp_path / "media").mkdir()
+    photo(60, 60).save(tmp_path / "media/1.png")
+    (tmp_path / "media/v.mp4").touch()
+    (tmp_path / "llava.json").write_text(json.dumps(LLAVA))
+    build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(tmp_path / "hf")
+    data["dataset_param"]["basic_parameters"] |= {
+        "dataset": str(tmp_path / "llava.json"), "dataset_dir": str(tmp_path / "media"), "val_rate": None}
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def index(inputs: Path, *more: str) -> int:
+    return main(["index", "--mm-data", str(inputs / "data.json"), "--mm-model", str(EXAMPLES / "model_tiny.json"),
+                 "--seq-length", "64", *more])
+
+
+def convert(inputs: Path, output: str, *more: str) -> int:
+    return main(["convert", "llava", "--input", str(inputs / "llava.json"), "--media-folder", str(inputs / "media"),
+                 "--output", str(inputs / output), *more])
+
+
+def test_index(inputs: Path, capsys):
+    (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
+    assert index(inputs) == 0
+    assert capsys.readouterr().out.startswith("training: 1 samples, ")
+    (rows,) = (inputs / "media/.mm-index").glob("*.npy")
+    made = rows.stat().st_mtime_ns
+    assert index(inputs) == 0 and rows.stat().st_mtime_ns == made
+    assert index(inputs, "--again") == 0 and rows.stat().st_mtime_ns > made
+
+
+def test_index_of_bad_samples(inputs: Path, capsys):
+    (inputs / "llava.json").write_text(json.dumps(LLAVA[:2]))
+    assert index(inputs) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"error: {inputs}/llava.json:1: sample 1") and "lost.png" in told.err
+    assert index(inputs, "--bad-sample", "skip") == 0
+    out = capsys.readouterr().out
+    assert "training: 1 samples" in out and f"note: left out: {inputs}/llava.json:1: sample 1" in out
+
+
+def test_index_of_a_validation_set_too(inputs: Path, capsys):
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["val_rate"] = 0.5
+    (inputs / "data.json").write_text(json.dumps(data))
+    (inputs / "llava.json").write_text(json.dumps(LLAVA[:1] * 4))
+    assert index(inputs) == 0
+    out = capsys.readouterr().out
+    assert "training: 2 samples" in out and "validation: 2 samples" in out
+
+
+def test_convert(inputs: Path, capsys):
+    assert convert(inputs, "out.json") == convert(inputs, "out.jsonl") == 0
+    assert "2 records; 1 are left out" in capsys.readouterr().out
+    records = json.loads((inputs / "out.json").read_text())
+    assert records == [json.loads(line) for line in (inputs / "out.jsonl").read_text().splitlines()]
+    assert records[0] == {"images": [f"{inputs}/media/1.png"], "messages": [
+        {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "猫"}]}
+    assert (records[1]["images"], records[1]["videos"]) == ([], [f"{inputs}/media/v.mp4"])
+    assert convert(inputs, "out.json") == 2 and "out.json exists" in capsys.readouterr().err
+
+
+def test_mistakes_leave_no_output(inputs: Path, capsys):
+    for content, what in (("[3]", "has no list of 'conversations'"), ('[{"conversations": [{}]}]', "a turn without"),
+                          ('[{"conversations": [], "image": 3}]', "expected a path"), ("[{}", "found the end of the"),
+                          ("{'a'}", "llava.json:1:2: not valid JSON")):
+        (inputs / "llava.json").write_text(content)
+        assert convert(inputs, "out.json") == 2
+        assert what in capsys.readouterr().err and not (inputs / "out.json").exists()
+
+
+def test_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "mm.data.tool", "index", "--mm-data", "no.json", "--mm-model", "x",
+                           "--seq-length", "8"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "no.json: cannot be read" in done.stderr and "Traceback" not in done.stderr
