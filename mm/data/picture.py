@@ -53,6 +53,17 @@ def image_size(path: str, is_upright: bool = True) -> tuple[int, int]:
         return (image.height, image.width) if is_turned else (image.width, image.height)
 
 
+def image_remarks(path: str) -> list[str]:
+    """What a user may want to know of a picture that is read all the same, from its header."""
+    with _open(path) as image:
+        remarks = {
+            "have more than 8 bits a channel, which are scaled": image.mode.split(";")[0] in ("I", "F"),
+            "have several frames, of which the first is read": getattr(image, "n_frames", 1) > 1,
+            "have less than 28 pixels on a side, and are enlarged": min(image.size) < 28,
+        }
+    return [remark for remark, is_so in remarks.items() if is_so]
+
+
 def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
     """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
 

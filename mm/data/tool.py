@@ -1,6 +1,10 @@
 """``mm-data``: the command line for data files, apart from training.
 
     mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
+    mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
+    mm-data stats --mm-data data.json --mm-model model.json --seq-length 8192
+    mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
+    mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
     mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
 
 Turns flags into calls, and mistakes into messages with exit status 2.  A new command is a function beside those below
@@ -15,9 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from mm.config.data import read_data
-from mm.config.model import read_model
+from mm.config.model import ModelConfig, read_model
+from mm.data.chat import load_tokenizer
+from mm.data.dataset import Dataset, validation_dataset
+from mm.data.gauge import Gauge
 from mm.data.llava import convert_llava, told
-from mm.errors import UserError
+from mm.data.mock import Mock
+from mm.data.show import Shown
+from mm.data.survey import Found, look, survey
+from mm.errors import UserError, refuse
 
 
 def _add_index(commands: Any) -> None:
@@ -25,9 +35,7 @@ def _add_index(commands: Any) -> None:
         "index", help="check and measure every sample beforehand, so that training starts at once",
         description="Checks every sample and keeps what it holds, as the trainer does at its first start: the next "
                     "start with this data JSON, model JSON and --seq-length finds it.")
-    parser.add_argument("--mm-data", required=True, help="the data JSON")
-    parser.add_argument("--mm-model", required=True, help="the model JSON")
-    parser.add_argument("--seq-length", required=True, type=int, help="as in training: where samples are cut")
+    _add_settings(parser)
     parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
     parser.add_argument("--num-workers", type=int, help="processes (default: preprocessing_num_workers of the data "
                                                         "JSON, else one for each processor)")
@@ -35,11 +43,14 @@ def _add_index(commands: Any) -> None:
     parser.set_defaults(run=_index)
 
 
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mm-data", required=True, help="the data JSON")
+    parser.add_argument("--mm-model", required=True, help="the model JSON")
+    parser.add_argument("--seq-length", required=True, type=int, help="as in training: where samples are cut")
+
+
 def _index(flags: argparse.Namespace) -> None:
     """Make the index of the training and validation samples, and say what it holds."""
-    from mm.data.dataset import Dataset, validation_dataset  # loads torch, which other commands do without
-    from mm.data.gauge import Gauge
-
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     data = dataclasses.replace(
         data, overwrite_cache=flags.again or data.overwrite_cache,
@@ -72,7 +83,85 @@ def _convert(flags: argparse.Namespace) -> None:
     print(told(convert_llava(flags.input, flags.output, flags.media_folder), flags.output, flags.media_folder))
 
 
-_COMMANDS = (_add_index, _add_convert)
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check", help="find every sample that cannot be used, and say what the others hold",
+        description="Reads every record and the headers of media; with --deep it decodes them all. The exit status is "
+                    "2 if anything is wrong.")
+    _add_settings(parser)
+    parser.add_argument("--deep", action="store_true", help="decode every picture and video, as training does")
+    parser.add_argument("--html", type=Path, help="a page of the report, with histograms")
+    parser.set_defaults(run=_check)
+
+
+def _add_stats(commands: Any) -> None:
+    parser = commands.add_parser("stats", help="say what samples hold, and how samplers would use them",
+                                 description="The numbers of mm-data check, of the samples that can be used.")
+    _add_settings(parser)
+    parser.set_defaults(run=_stats)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    dataset, gauge, model = _measured(flags)
+    report = survey(flags.mm_data, dataset, model, flags.seq_length, look(dataset, gauge.encoder, flags.deep))
+    print(report.text())
+    if flags.html is not None:
+        flags.html.write_text(report.html(), encoding="utf-8")
+        print(f"\nwritten: {flags.html}")
+    refuse([f"{len(report.problems)} problems; mend or remove these samples, or train with --bad-sample skip"]
+           if report.problems else [])
+
+
+def _stats(flags: argparse.Namespace) -> None:
+    dataset, _, model = _measured(flags)
+    report = survey(flags.mm_data, dataset, model, flags.seq_length, Found())
+    print(dataclasses.replace(report, problems=()).text())
+
+
+def _measured(flags: argparse.Namespace) -> tuple[Dataset, Gauge, ModelConfig]:
+    """All samples that can be used; those that cannot are listed in the dataset."""
+    data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
+    gauge = Gauge.from_config(data, model, flags.seq_length)
+    return Dataset(data, True, gauge), gauge, model
+
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser(
+        "show", help="show a sample as the model sees it",
+        description="Its tokens, with those that are learnt marked, and with --html its pictures after resizing.")
+    _add_settings(parser)
+    parser.add_argument("--sample", type=int, default=0, help="its number among those that can be used, from 0")
+    parser.add_argument("--html", type=Path, help="a page with pictures and frames")
+    parser.set_defaults(run=_show)
+
+
+def _show(flags: argparse.Namespace) -> None:
+    dataset, gauge, _ = _measured(flags)
+    refuse([] if 0 <= flags.sample < len(dataset) else [
+        f"--sample is {flags.sample}; the dataset has {len(dataset)} samples, counted from 0"])
+    shown = Shown.of(dataset[flags.sample], gauge.encoder)
+    print(shown.text(sys.stdout.isatty()))
+    if flags.html is not None:
+        flags.html.write_text(shown.html(), encoding="utf-8")
+        print(f"\nwritten: {flags.html}")
+
+
+def _add_mock(commands: Any) -> None:
+    parser = commands.add_parser("mock", help="make up data of a wanted size",
+                                 description="Random pictures and texts, to try out memory and speed with.")
+    parser.add_argument("--output", required=True, type=Path, help="directory for data.jsonl and images/")
+    parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens, else words")
+    for one in dataclasses.fields(Mock):
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
+    parser.set_defaults(run=_mock)
+
+
+def _mock(flags: argparse.Namespace) -> None:
+    mock = Mock(**{one.name: getattr(flags, one.name) for one in dataclasses.fields(Mock)})
+    print(f"written: {mock.write(flags.output, load_tokenizer(flags.tokenizer) if flags.tokenizer else None)}")
+
+
+_COMMANDS = (_add_index, _add_check, _add_stats, _add_show, _add_convert, _add_mock)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,145 @@
+"""What there is to know of a dataset before training on it: what its samples hold, what is wrong, and how evenly and
+fully each sampler would use it.
+
+How it is shown is ``mm.data.report``'s.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from tqdm import tqdm
+
+from mm.config.model import ModelConfig
+from mm.data.balance import Sizes
+from mm.data.cost import sample_costs
+from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
+from mm.data.order import Deal, in_turn, shuffled
+from mm.data.pack import Budget, fullest_packs
+from mm.data.picture import image_remarks
+from mm.data.quarantine import BadSample
+from mm.data.report import Histogram, Problem, Report, Table
+from mm.data.sample import Image
+from mm.data.sampler import balanced, packed_evenly
+from mm.data.workers import in_processes
+from mm.errors import UserError
+
+DP_SIZES = (8, 64)
+SAMPLES_OF_RANK = 32
+"""Of a global batch, if the dataset has so many."""
+_NUM_STEPS = 4
+"""Whose mean imbalance is told."""
+_NUM_AT_A_TIME = 64
+"""Samples that one process decodes before it tells of them."""
+
+
+def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, found: "Found") -> Report:
+    """``dataset`` must have been measured; ``found`` is what a look at its media has shown."""
+    lengths = dataset.lengths
+    tokens, num_samples = lengths.num_tokens.astype(np.int64), len(dataset)
+    sizes = Sizes(sample_costs(model, lengths), tokens, lengths.num_patches.astype(np.int64))
+    packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
+    facts = {
+        "samples": f"{num_samples:,}",
+        "left out": f"{len(dataset.skipped):,}",
+        "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
+        "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
+        "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
+        "frames of videos": f"{dataset.num_frames.sum(dtype=np.int64):,}",
+        "patches": f"{sizes.num_patches.sum():,}",
+        "samples that fill --seq-length, so that more may have been cut": f"{(tokens >= seq_length).mean():.1%}",
+        "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
+    }
+    histograms = [Histogram.of("Tokens", "a sample", tokens), Histogram.of("Patches", "a sample", sizes.num_patches),
+                  Histogram.of("Pictures and videos", "a sample", lengths.num_media)]
+    return Report(title, tuple(facts.items()), tuple(_imbalance(sizes, seq_length)), tuple(histograms),
+                  (*map(_problem, dataset.skipped), *found.problems), (*dataset.notes, *found.notes))
+
+
+def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
+    """How much more than the mean the costliest rank has to do, for each sampler."""
+    num_samples = len(sizes.costs)
+    sizes_of_axis = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
+    if not sizes_of_axis:
+        return
+    rows: dict[str, list[str]] = {}
+    for dp_size in sizes_of_axis:
+        of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
+        samplers: dict[str, Deal] = {
+            "BaseRandomBatchSampler": partial(in_turn, micro_batch_size=1, dp_size=dp_size),
+            "BalancedBatchSampler": partial(balanced, costs=sizes.costs, micro_batch_size=1, dp_size=dp_size),
+            "BalancedBatchSampler with packing": partial(
+                packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1),
+        }
+        for name, deal in samplers.items():
+            rows.setdefault(name, []).append(f"{_of_steps(deal, sizes, dp_size * of_rank):.3f}")
+    yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
+                ("sampler_type", *(f"{size} ranks" for size in sizes_of_axis)),
+                tuple((name, *values) for name, values in rows.items()))
+
+
+def _of_steps(deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
+    stream, found = shuffled(len(sizes.costs), seed=0), []
+    for step in range(_NUM_STEPS):
+        ranks = deal(stream.samples(step * global_batch_size, global_batch_size))
+        work = np.array([sum(int(sizes.costs[one].sum()) for one in rank) for rank in ranks])
+        found.append(work.max() / work.mean())
+    return float(np.mean(found))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at the media of a dataset has shown."""
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def look(dataset: Dataset, encoder: SampleEncoder, decodes: bool) -> Found:
+    """Headers of all pictures, and with ``decodes`` every sample as the trainer would read it, in all processes."""
+    blocks = [range(start, min(start + _NUM_AT_A_TIME, len(dataset)))
+              for start in range(0, len(dataset), _NUM_AT_A_TIME)]
+    problems, remarks, first = [], Counter[str](), {}
+    work: Callable[[range], tuple[list[Problem], list[tuple[str, str]]]] = _Look(dataset, encoder, decodes)
+    found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
+    with tqdm(total=len(dataset), desc="looking at media", unit=" samples", disable=None, delay=2) as bar:
+        for block, (bad, strange) in zip(blocks, found, strict=True):
+            problems += bad
+            for remark, path in strange:
+                remarks[remark] += 1
+                first.setdefault(remark, path)
+            bar.update(len(block))
+    notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
+    return Found(tuple(problems), tuple(notes))
+
+
+@dataclass
+class _Look:
+    """Pickles into processes."""
+
+    dataset: Dataset
+    encoder: SampleEncoder
+    decodes: bool
+
+    def __call__(self, block: range) -> tuple[list[Problem], list[tuple[str, str]]]:
+        problems: list[Problem] = []
+        remarks: list[tuple[str, str]] = []
+        for index in block:
+            try:
+                sample = self.dataset[index]
+                paths = [item.path for item in sample.media if isinstance(item, Image)]
+                remarks += [(remark, path) for path in paths for remark in image_remarks(path)]
+                if self.decodes:
+                    self.encoder.encode(sample)
+            except UserError as error:
+                problems.append(_problem(self.dataset.bad_sample(index, error)))
+        return problems, remarks
+
+
+def _problem(bad: BadSample) -> Problem:
+    line = "" if bad.line is None else f":{bad.line}"
+    return Problem(f"{bad.dataset}{line}", f"sample {bad.index}: {bad.reason}")
