@@ -38,15 +38,15 @@ class Sizes:
         return Sizes(self.costs[numbers], self.num_tokens[numbers], self.num_patches[numbers])
 
 
-def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, least: int) -> Groups:
-    """Few packs of even cost: the least multiple of ``num_ranks`` that works, at least ``least`` for each of them.
+def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int) -> Groups:
+    """Few packs of even cost: the least multiple of ``num_ranks`` x ``unit`` that works, or one for each sample.
 
-    Or as many as there are samples, where that is less; there must be ``least`` samples for each.
+    There must be at least so many samples, and a multiple of it if ``unit`` is not 1.
     """
     num_samples = len(sizes.costs)
-    assert num_samples >= num_ranks * least >= num_ranks
+    assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
     fewest = len(fullest_packs(sizes.num_tokens, sizes.num_patches, budget))
-    for of_each in range(max(least, -(-fewest // num_ranks)), num_samples + 1):
+    for of_each in range(-(-fewest // (num_ranks * unit)) * unit, num_samples + 1, unit):
         packs = _level(sizes, min(of_each * num_ranks, num_samples), budget, num_samples)
         if packs is not None:
             return _exchanged(packs, sizes, budget, may_move=True)

@@ -23,18 +23,17 @@ def members(groups):
 
 
 @given(samples, st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 100)))
-def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, least, num_patches):
-    drawn = (drawn * num_ranks * least)[: max(len(drawn), num_ranks * least)]
+def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, unit, num_patches):
+    drawn = drawn * (num_ranks * unit if len(drawn) < num_ranks or unit > 1 else 1)
     sizes = sizes_of(drawn)
-    packs = even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, least)
+    packs = even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit)
     assert members(packs) == list(range(len(drawn)))
-    assert len(packs) % num_ranks == 0 or len(packs) == len(drawn)
-    assert len(packs) >= num_ranks * least
+    assert len(packs) % (num_ranks * unit) == 0 or (unit == 1 and len(packs) == len(drawn))
     for pack in packs:
         assert 0 < sizes.num_tokens[pack].sum() <= TOKENS
         with_pictures = [drawn[one][2] for one in pack if drawn[one][2]]
         assert num_patches is None or len(with_pictures) <= 1 or sum(with_pictures) <= num_patches
-    assert even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, least) == packs
+    assert even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit) == packs
 
 
 @given(samples, st.integers(1, 6))
@@ -75,12 +74,12 @@ def test_not_worse_than_plain_and_close_to_even(seed, num_ranks, sigma):
     rng = np.random.default_rng(seed)
     values = (rng.lognormal(0, sigma, 32 * num_ranks) * 1e9).astype(np.int64)
     tokens = np.ones_like(values)
-    sizes, budget = Sizes(values, tokens, tokens), Budget(16)
+    sizes, budget = Sizes(values, tokens, tokens), Budget(20)
     packs = even_packs(sizes, budget, num_ranks, 1)
     ranks = dealt(np.array([values[pack].sum() for pack in packs]), num_ranks, 1)
     owned = spread(packs, ranks, sizes, budget)
     assert members([one for packs in owned for one in packs]) == list(range(len(values)))
-    assert max(len(one) for packs in owned for one in packs) <= 16
+    assert max(len(one) for packs in owned for one in packs) <= 20
     ranks = np.array([sum(values[pack].sum() for pack in packs) for packs in owned])
     plain = values.reshape(num_ranks, -1).sum(axis=1)
     assert ranks.max() <= plain.max()

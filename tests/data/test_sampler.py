@@ -181,11 +181,13 @@ def test_no_bucket_drops_a_sample(num_samples, shuffle, epoch):
 
 
 def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
+    """And a multiple of that number: others would let a chunk hold more in some steps."""
     chunks = our_config(((2, 1), (1, 0)), ((0, 0), (2, 2)))
     for kind in ("packed", "packed evenly"):
-        run = dataclasses.replace(run_of(kind, 3, 8), model=chunks)
-        assert run.least_microbatches == 2
-        assert min(len(rank) for step in steps(run, range(6)) for rank in step) >= 2
+        for micro_batch_size in (1, 8):  # many packs and few
+            run = dataclasses.replace(run_of(kind, 3, micro_batch_size), model=chunks)
+            counts = {len(rank) for step in steps(run, range(6)) for rank in step}
+            assert all(count % 2 == 0 for count in counts) and max(counts) == (2 if micro_batch_size == 8 else 4)
 
 
 def test_lengths_found_by_reading_are_those_of_the_encoded_samples(write_dataset, model_config):
