@@ -239,7 +239,7 @@ def shown(found: dict[str, Any]) -> str:
     lines += [f"| {row['of_rank_samples']} | {row['dp_size']} | {row['sampler']} | {row['full']:.1%} | "
               f"{row['of_rank']:.2f} | {row['worst_step']:.4f} | {row['microbatches']:.3f} |" for row in found["full"]]
     lines += ["", "| goal | bound | measured | |", "| --- " * 4 + "|"]
-    lines += [f"| {what} | {bound} | {value:.4g} | {'reached' if is_reached else '**missed**'} |"
+    lines += [f"| {what} | {bound} | {value:.5g} | {'reached' if is_reached else '**missed**'} |"
               for what, bound, value, is_reached in goals(found)]  # fmt: skip
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ def test_every_goal_is_told(found: dict) -> None:
 def test_sets_are_as_described(name: str, mean_tokens: int) -> None:
     lengths = SETS[name](20_000)
     assert lengths.num_tokens.mean() == pytest.approx(mean_tokens, rel=0.03)
-    assert 0 < lengths.num_target_tokens.min() and (lengths.num_target_tokens <= lengths.num_tokens).all()
+    assert lengths.num_target_tokens.min() > 0 and (lengths.num_target_tokens <= lengths.num_tokens).all()
     assert lengths.num_tokens.max() <= SEQ_LENGTH
     assert (lengths.num_patches // 4 < lengths.num_tokens).all()
     assert np.array_equal(SETS[name](100).num_tokens, SETS[name](100).num_tokens)

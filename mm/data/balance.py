@@ -12,16 +12,14 @@ import numpy as np
 
 from mm.data.pack import Budget
 
-_NUM_ROUNDS = 12
-"""Of exchanges: more change nothing in the third digit."""
+_NUM_ROUNDS = 10
+"""Of exchanges.  Twice as many bring packs of two or three videos another hundredth closer, and take twice as long."""
 _NUM_PARTNERS = 4
 """Cheap packs or ranks among which a costly one looks for the best exchange."""
 _MAX_WIDTH = 48
 """Samples of a pack or a rank that may be exchanged: with more, about so many of them may."""
 _CLOSE = 512
 """Exchanges end when the costliest group is less than one part in this above the mean, or one sample alone."""
-
-_UNBOUNDED = np.iinfo(np.int64).max // 2
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
@@ -157,11 +155,12 @@ class _Slots:
 
     def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
         """``owned`` has the packs of each owner; each of these gets ``num_empty`` empty slots, in its first pack."""
-        self._values = [np.append(values, 0) for values in (sizes.costs, sizes.num_tokens, sizes.num_patches)]
+        bounded = [(sizes.num_tokens, budget.num_tokens), (sizes.num_patches, budget.num_patches)]
+        bounded = [(values, most) for values, most in bounded if most is not None and values.any()]
+        self._values = [np.append(values, 0) for values in (sizes.costs, *(values for values, _ in bounded))]
+        self._budgets = [most for _, most in bounded]
         self._nobody = len(sizes.costs)
         self._largest = int(sizes.costs.max(initial=0))
-        most_patches = _UNBOUNDED if budget.num_patches is None else budget.num_patches
-        self._budgets = (budget.num_tokens, most_patches)
         self.packs: Groups = [list(pack) for packs in owned for pack in packs]
         samples = np.array([one for pack in self.packs for one in pack])
         packs = np.repeat(np.arange(len(self.packs)), [len(pack) for pack in self.packs])
@@ -225,7 +224,7 @@ class _Slots:
         """The slots ``rows`` of the owners ``costly`` and ``columns`` of ``cheap``; no owner, and so no pack, twice."""
         samples, packs = self._samples, self._packs
         at_costly, at_cheap = (costly, rows), (cheap, columns)
-        ends = [(costly, cheap)] + 2 * [(packs[at_costly], packs[at_cheap])]
+        ends = [(costly, cheap)] + len(self._sums) * [(packs[at_costly], packs[at_cheap])]
         for values, sums, (source, target) in zip(self._values, (self._costs, *self._sums), ends, strict=True):
             moved = values[samples[at_costly]] - values[samples[at_cheap]]
             sums[source] -= moved
@@ -237,8 +236,7 @@ class _Slots:
         no_pack = len(self.packs)
         fits = (source != no_pack) & (target != no_pack)
         for values, sums, budget in zip(self._values[1:], self._sums, self._budgets, strict=True):
-            if values.any():
-                moved = values[given] - values[taken]
-                fits &= sums[target] + moved <= np.maximum(budget, sums[target])
-                fits &= sums[source] - moved <= np.maximum(budget, sums[source])
+            moved = values[given] - values[taken]
+            fits &= sums[target] + moved <= np.maximum(budget, sums[target])
+            fits &= sums[source] - moved <= np.maximum(budget, sums[source])
         return fits

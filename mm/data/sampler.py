@@ -92,8 +92,10 @@ def balanced(samples: np.ndarray, costs: np.ndarray, micro_batch_size: int, dp_s
 
 
 def _sums(values: np.ndarray, groups: Groups) -> np.ndarray:
-    return np.array([values[group].sum() for group in groups])
+    sizes = np.array([len(group) for group in groups])
+    return np.add.reduceat(values[[one for group in groups for one in group]], np.cumsum(sizes) - sizes)
 
 
 def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[Step]:
-    return [[samples[group].tolist() for group in groups] for groups in ranks]
+    numbers = samples.tolist()
+    return [[[numbers[one] for one in group] for group in groups] for groups in ranks]
