@@ -99,20 +99,19 @@ class Run:
         return None if self.data.packs else self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
 
     @property
-    def least_microbatches(self) -> int:
-        """Fewest microbatches that a replica can work on: virtual chunks need one for each stage."""
+    def microbatch_unit(self) -> int:
+        """With packs, replicas have a multiple of so many microbatches.
+
+        A chunk works on as many in a row as there are stages, or on more where they do not divide the number: then some
+        steps would need more memory than others.
+        """
         return self.num_stages if self.num_chunks > 1 else 1
 
     @property
-    def possible_microbatches(self) -> Sequence[int]:
-        """Each number of microbatches that a replica may have in a step, as far as stages hold more or less with it.
-
-        More than four for each stage change nothing: a chunk works on fewer than two for each in a row.
-        """
-        if self.num_microbatches is not None:
-            return (self.num_microbatches,)
-        most = self.global_batch_size - (self.dp_size - 1) * self.least_microbatches
-        return range(self.least_microbatches, min(most, 4 * self.num_stages) + 1)
+    def held_microbatches(self) -> int:
+        """A number of microbatches of a replica in one step with which stages hold as much as they ever do."""
+        most = self.global_batch_size - (self.dp_size - 1) * self.microbatch_unit
+        return min(2 * self.num_stages, most) if self.num_microbatches is None else self.num_microbatches
 
     @property
     def lr_decay_iters(self) -> int:
@@ -266,10 +265,14 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"{' x '.join(map(str, used.values()))} = {replica_size}; nearest: "
                f"{_nearest_multiples(run.world_size, replica_size)} ranks")
     elif run.num_microbatches is None:
-        if run.global_batch_size < (least := run.dp_size * run.least_microbatches):
-            why = ", one for each stage, as virtual chunks need" if run.num_chunks > 1 else ""
-            yield (f"--global-batch-size is {run.global_batch_size}; expected at least {least} samples, so that each "
-                   f"of {run.dp_size} replicas has {run.least_microbatches} or more{why}")
+        unit = run.dp_size * run.microbatch_unit
+        if run.num_chunks > 1 and run.global_batch_size % unit:
+            yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of data-parallel size x pipeline "
+                   f"stages = {run.dp_size} x {run.num_stages} = {unit}, as packs on virtual chunks need; nearest: "
+                   f"{_nearest_multiples(run.global_batch_size, unit)}")
+        elif run.global_batch_size < unit:
+            yield (f"--global-batch-size is {run.global_batch_size}; expected at least {unit} samples, so that each of "
+                   f"{run.dp_size} replicas has one")
     elif run.global_batch_size % (unit := args.micro_batch_size * run.dp_size):
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "

@@ -10,16 +10,16 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from mm.data.pack import Budget, fullest_packs
+from mm.data.pack import Budget
 
-_NUM_ROUNDS = 12
-"""Of exchanges: more change nothing in the third digit."""
+_NUM_ROUNDS = 10
+"""Of exchanges.  Twice as many bring packs of two or three videos another hundredth closer, and take twice as long."""
+_NUM_PARTNERS = 4
+"""Cheap packs or ranks among which a costly one looks for the best exchange."""
 _MAX_WIDTH = 48
 """Samples of a pack or a rank that may be exchanged: with more, about so many of them may."""
 _CLOSE = 512
 """Exchanges end when the costliest group is less than one part in this above the mean, or one sample alone."""
-
-_UNBOUNDED = np.iinfo(np.int64).max // 2
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
@@ -38,19 +38,30 @@ class Sizes:
         return Sizes(self.costs[numbers], self.num_tokens[numbers], self.num_patches[numbers])
 
 
-def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, least: int) -> Groups:
-    """Few packs of even cost: the least multiple of ``num_ranks`` that works, at least ``least`` for each of them.
+def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, wanted: int = 1) -> Groups:
+    """Few packs of even cost: the least multiple of ``num_ranks`` x ``unit`` that works, or one for each sample.
 
-    Or as many as there are samples, where that is less; there must be ``least`` samples for each.
+    Each rank gets ``wanted`` of them or more where there are as many samples.  There must be ``num_ranks`` x ``unit``
+    samples, and a multiple of it if ``unit`` is not 1.
     """
     num_samples = len(sizes.costs)
-    assert num_samples >= num_ranks * least >= num_ranks
-    fewest = len(fullest_packs(sizes.num_tokens, sizes.num_patches, budget))
-    for of_each in range(max(least, -(-fewest // num_ranks)), num_samples + 1):
+    assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
+    fewest = _fewest(sizes, budget)
+    most_units, wanted_units = num_samples // (num_ranks * unit), -(-wanted // unit)
+    first = max(-(-fewest // (num_ranks * unit)), min(wanted_units, most_units))
+    for of_each in range(first * unit, num_samples + 1, unit):
         packs = _level(sizes, min(of_each * num_ranks, num_samples), budget, num_samples)
         if packs is not None:
             return _exchanged(packs, sizes, budget, may_move=True)
     raise AssertionError("a pack for each sample always works")
+
+
+def _fewest(sizes: Sizes, budget: Budget) -> int:
+    """A number of packs with less than which it cannot be done: by sums, and by samples of more than half a pack."""
+    amounts = [(sizes.num_tokens, budget.num_tokens)]
+    if budget.num_patches is not None:
+        amounts.append((np.minimum(sizes.num_patches, budget.num_patches), budget.num_patches))
+    return max(1, *(max(-(-int(values.sum()) // most), int((2 * values > most).sum())) for values, most in amounts))
 
 
 def even_groups(costs: np.ndarray, size: int) -> Groups:
@@ -144,11 +155,12 @@ class _Slots:
 
     def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
         """``owned`` has the packs of each owner; each of these gets ``num_empty`` empty slots, in its first pack."""
-        self._values = [np.append(values, 0) for values in (sizes.costs, sizes.num_tokens, sizes.num_patches)]
+        bounded = [(sizes.num_tokens, budget.num_tokens), (sizes.num_patches, budget.num_patches)]
+        bounded = [(values, most) for values, most in bounded if most is not None and values.any()]
+        self._values = [np.append(values, 0) for values in (sizes.costs, *(values for values, _ in bounded))]
+        self._budgets = [most for _, most in bounded]
         self._nobody = len(sizes.costs)
         self._largest = int(sizes.costs.max(initial=0))
-        most_patches = _UNBOUNDED if budget.num_patches is None else budget.num_patches
-        self._budgets = (budget.num_tokens, most_patches)
         self.packs: Groups = [list(pack) for packs in owned for pack in packs]
         samples = np.array([one for pack in self.packs for one in pack])
         packs = np.repeat(np.arange(len(self.packs)), [len(pack) for pack in self.packs])
@@ -184,40 +196,47 @@ class _Slots:
                 self.packs[pack].append(new)
 
     def _exchange(self, turn: int) -> bool:
-        """One exchange in each of many pairs: the one that best halves the gap.  False: none helps any pair.
+        """One exchange for each of the costliest owners, with that of a few cheap ones that lowers it most.
 
-        The costliest owner is paired with the cheapest, the next with the next, shifted by ``turn``, so that an owner
-        that nothing can mend does not keep the same partner.
+        The costliest and the cheapest find each other, then the next and the next; shifted by ``turn``, so that an
+        owner whom nothing helps does not keep the same partners.  False: nobody was helped.
         """
-        costs = self._costs
-        order = np.argsort(costs, kind="stable")
-        half = len(order) // 2
-        cheap, costly = np.roll(order[:half], turn), order[::-1][:half]
-        given, taken = self._samples[costly][:, :, None], self._samples[cheap][:, None, :]
+        order = np.argsort(self._costs, kind="stable")
+        num_partners = min(_NUM_PARTNERS, len(order) - 1)
+        num_sets = max(1, len(order) // (num_partners + 1))
+        costly, cheap = order[::-1][:num_sets], order[: num_sets * num_partners]
+        cheap = np.roll(cheap.reshape(num_partners, num_sets).T, turn, axis=0)
+        width = self._samples.shape[1]
+        given = self._samples[costly][:, :, None]
+        taken, packs = (slots[cheap].reshape(num_sets, 1, -1) for slots in (self._samples, self._packs))
         change = self._values[0][given] - self._values[0][taken]
-        gap = (costs[costly] - costs[cheap])[:, None, None]
-        is_legal = (change > 0) & (change < gap) & self._fits(given, taken, costly, cheap)
-        misses = np.where(is_legal, np.abs(2 * change - gap), _UNBOUNDED).reshape(half, -1)
-        best = misses.argmin(axis=1)
-        helped = np.flatnonzero(is_legal.reshape(half, -1)[np.arange(half), best])
-        rows, columns = np.divmod(best[helped], self._samples.shape[1])
-        at_costly, at_cheap = (costly[helped], rows), (cheap[helped], columns)
-        ends = [(costly[helped], cheap[helped])] + 2 * [(self._packs[at_costly], self._packs[at_cheap])]
-        for values, sums, (source, target) in zip(self._values, (costs, *self._sums), ends, strict=True):
-            moved = values[self._samples[at_costly]] - values[self._samples[at_cheap]]
-            sums[source] -= moved  # no owner, and so no pack, is in two pairs
-            sums[target] += moved
-        self._samples[at_costly], self._samples[at_cheap] = self._samples[at_cheap], self._samples[at_costly]
+        gap = (self._costs[costly][:, None] - self._costs[cheap]).repeat(width, axis=1)[:, None, :]
+        fits = self._fits(given, taken, self._packs[costly][:, :, None], packs)
+        gain = np.where(fits, np.minimum(change, gap - change), 0).reshape(num_sets, -1)
+        best = gain.argmax(axis=1)
+        helped = np.flatnonzero(gain[np.arange(num_sets), best] > 0)
+        rows, columns = np.divmod(best[helped], num_partners * width)
+        partners, columns = np.divmod(columns, width)
+        self._swap(costly[helped], rows, cheap[helped, partners], columns)
         return len(helped) > 0
 
-    def _fits(self, given: np.ndarray, taken: np.ndarray, costly: np.ndarray, cheap: np.ndarray) -> np.ndarray:
+    def _swap(self, costly: np.ndarray, rows: np.ndarray, cheap: np.ndarray, columns: np.ndarray) -> None:
+        """The slots ``rows`` of the owners ``costly`` and ``columns`` of ``cheap``; no owner, and so no pack, twice."""
+        samples, packs = self._samples, self._packs
+        at_costly, at_cheap = (costly, rows), (cheap, columns)
+        ends = [(costly, cheap)] + len(self._sums) * [(packs[at_costly], packs[at_cheap])]
+        for values, sums, (source, target) in zip(self._values, (self._costs, *self._sums), ends, strict=True):
+            moved = values[samples[at_costly]] - values[samples[at_cheap]]
+            sums[source] -= moved
+            sums[target] += moved
+        samples[at_costly], samples[at_cheap] = samples[at_cheap], samples[at_costly]
+
+    def _fits(self, given: np.ndarray, taken: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Which exchanges leave both packs in the budget, or no further above it than they are."""
-        from_pack, to_pack = self._packs[costly][:, :, None], self._packs[cheap][:, None, :]
         no_pack = len(self.packs)
-        fits = (from_pack != no_pack) & (to_pack != no_pack)
+        fits = (source != no_pack) & (target != no_pack)
         for values, sums, budget in zip(self._values[1:], self._sums, self._budgets, strict=True):
-            if values.any():
-                moved = values[given] - values[taken]
-                fits &= sums[to_pack] + moved <= np.maximum(budget, sums[to_pack])
-                fits &= sums[from_pack] - moved <= np.maximum(budget, sums[from_pack])
+            moved = values[given] - values[taken]
+            fits &= sums[target] + moved <= np.maximum(budget, sums[target])
+            fits &= sums[source] - moved <= np.maximum(budget, sums[source])
         return fits

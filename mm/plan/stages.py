@@ -222,8 +222,7 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     """Peak bytes of the stage that needs most, by kind of microbatch."""
     return {
         kind: max(
-            (memory := _memory(run, placement, stage)).peak_bytes(
-                rows, _most_held(run, memory, rows), size.total_bytes)
+            _memory(run, placement, stage).peak_bytes(rows, run.held_microbatches, size.total_bytes)
             for stage, size in enumerate(sizes)
         )
         for kind, rows in longest_microbatches(run).items()
@@ -236,11 +235,6 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
         run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size)
 
 
-def _most_held(run: Run, memory: StageMemory, rows: Rows) -> int:
-    """The number of microbatches, of those that a step may have, with which the stage holds most."""
-    return max(run.possible_microbatches, key=lambda count: (memory.kept_bytes(rows, count), count))
-
-
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and what it is made of."""
     header = ("stage", "tokens", "in flight", "states", "activations", "logits", "a layer's work", "peak")
@@ -249,7 +243,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
     for stage, size in enumerate(sizes):
         memory = _memory(run, placement, stage)
         for kind, held in kinds.items():
-            count = _most_held(run, memory, held)
+            count = run.held_microbatches
             parts = (size.total_bytes, memory.kept_bytes(held, count), memory.logit_bytes(held),
                      memory.working_bytes(held), memory.peak_bytes(held, count, size.total_bytes))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))

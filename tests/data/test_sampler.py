@@ -79,8 +79,8 @@ def lengths(num_samples: int = 100) -> Lengths:
 
 def steps(run: Run, numbers, consumed: int = 0, num_samples: int = 100):
     """Of all ranks, by step."""
-    return [[order_of(run, num_samples, lengths(num_samples), rank, consumed).step(number)
-             for rank in range(run.dp_size)] for number in numbers]  # fmt: skip
+    orders = [order_of(run, num_samples, lengths(num_samples), rank, consumed) for rank in range(run.dp_size)]
+    return [[order.step(number) for order in orders] for number in numbers]
 
 
 def samples_in(step) -> list[int]:
@@ -141,7 +141,7 @@ def test_packs_keep_the_budgets(run_of, kind):
             assert bound is None or has.num_patches[pack].sum() <= bound
 
 
-@pytest.mark.parametrize(("kind", "most"), [("balanced", 1.03), ("packed evenly", 1.03)])
+@pytest.mark.parametrize(("kind", "most"), [("balanced", 1.01), ("packed evenly", 1.01)])
 def test_balanced_ranks_cost_the_same(run_of, kind, most):
     """32 samples for each of 4 ranks; plain ones differ by more."""
     costs, excess = sample_costs(MODEL, lengths(1000)), {}
@@ -149,7 +149,7 @@ def test_balanced_ranks_cost_the_same(run_of, kind, most):
         found = steps(run_of(one, 4, batch=128), range(7), num_samples=1000)
         of_ranks = [[sum(costs[pack].sum() for pack in rank) for rank in step] for step in found]
         excess[one] = [max(ranks) / np.mean(ranks) for ranks in of_ranks]
-    assert max(excess[kind]) <= most < min(excess["random"])  # measured: 1.0048, and 1.0455 of plain
+    assert max(excess[kind]) <= most < min(excess["random"])  # measured: 1.0019, and 1.0910 of plain
 
 
 def test_reordering_lets_costly_microbatches_coincide(run_of):
@@ -180,11 +180,14 @@ def test_no_bucket_drops_a_sample(num_samples, shuffle, epoch):
 
 
 def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
+    """And a multiple of that number: others would let a chunk hold more in some steps."""
     chunks = our_config(((2, 1), (1, 0)), ((0, 0), (2, 2)))
     for kind in ("packed", "packed evenly"):
-        run = dataclasses.replace(run_of(kind, 3, 8), model=chunks)
-        assert run.least_microbatches == 2
-        assert min(len(rank) for step in steps(run, range(6)) for rank in step) >= 2
+        for micro_batch_size in (1, 8):  # many packs and few
+            run = dataclasses.replace(run_of(kind, 3, micro_batch_size), model=chunks)
+            counts = {len(rank) for step in steps(run, range(6)) for rank in step}
+            assert all(count % 2 == 0 for count in counts)
+            assert max(counts) == (8 if kind == "packed evenly" else 2 if micro_batch_size == 8 else 4)
 
 
 def test_lengths_found_by_reading_are_those_of_the_encoded_samples(write_dataset, model_config):

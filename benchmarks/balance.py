@@ -1,0 +1,259 @@
+"""How even samplers deal the cost of a step, how full packs are, and how long planning takes.
+
+    python -m benchmarks.balance [--quick] [--output F]
+
+Nothing is trained: samples are arrays (``benchmarks.lengths``), a microbatch costs its FLOPs (``mm.model.flops``, the
+7B model as shipped: the ViT frozen), and a step takes as long as its costliest rank.  A pipeline of four stages is
+simulated in the order in which a run would send its microbatches.  ``plain`` has one sample in each microbatch, dealt
+in turn; packs hold at most 8,192 tokens.  Goals are judged at the end.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lengths import SEQ_LENGTH, SETS, llava
+from benchmarks.measure import versions
+from mm.batch import BatchTotals
+from mm.config.model import ModelConfig, read_model
+from mm.data.balance import Sizes
+from mm.data.bucket import bucket_stream, sorted_in_turn
+from mm.data.cost import sample_costs
+from mm.data.lengths import Lengths
+from mm.data.order import Step, Stream, in_turn, shuffled
+from mm.data.pack import Budget, fullest_packs
+from mm.data.sampler import balanced, packed, packed_evenly
+from mm.data.sequence import pipeline_order
+from mm.model.flops import slot_flops
+from mm.parallel.simulation import step_cost
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+SAMPLES_OF_RANK = 32
+"""Of a global batch."""
+BATCHES = (32, 35, 64, 128, 256)
+"""Samples of a rank in a global batch, for how full packs are."""
+FEW_SAMPLES = 65_536
+SEED = 1234
+STAGES = ((32, 0, 0, 0), (6, 8, 8, 6))
+"""Layers of ViT and LLM of the simulated pipeline."""
+BUDGET = Budget(SEQ_LENGTH)
+
+Planned = Callable[[int], list[Step]]
+"""From the number of a step to what each rank takes."""
+
+
+class Samples:
+    """One set of samples, and what each costs."""
+
+    def __init__(self, model: ModelConfig, lengths: Lengths) -> None:
+        self.model, self.lengths = model, lengths
+        tokens, patches = lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64)
+        self.sizes = Sizes(sample_costs(model, lengths), tokens, patches)
+
+    def samplers(self, dp_size: int, of_rank: int = SAMPLES_OF_RANK, num_stages: int = 1) -> dict[str, Planned]:
+        """By name.  Microbatches are one sample, or packs where the name says so."""
+        costs, plain = self.sizes.costs, shuffled(len(self.lengths), SEED)
+        turn = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
+        bucket = bucket_stream(costs, SEED, True)
+        pack = {"sizes": self.sizes, "budget": BUDGET, "dp_size": dp_size, "unit": 1}
+        in_order = partial(sorted_in_turn, costs=costs, micro_batch_size=1, dp_size=dp_size)
+        deals = {
+            "plain": (plain, turn),
+            "Bucket, data_bucketing_img": (bucket, turn),
+            "Bucket, data_reordering_img": (plain, in_order),
+            "plain, packing": (plain, partial(packed, **pack)),
+            "Balanced": (plain, partial(balanced, costs=costs, micro_batch_size=1, dp_size=dp_size)),
+            "Balanced, packing": (plain, partial(packed_evenly, **pack, num_stages=num_stages)),
+        }
+        return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in deals.items()}
+
+    def measure(self, plan: Planned, num_steps: int) -> dict[str, float]:
+        """Means over steps, and the worst step's imbalance."""
+        steps = [[[self.sizes.costs[one].sum() for one in rank] for rank in plan(number)]
+                 for number in range(num_steps)]  # fmt: skip
+        of_ranks = [np.array([sum(rank) for rank in step]) for step in steps]
+        imbalance = [ranks.max() / ranks.mean() for ranks in of_ranks]
+        whole = [np.concatenate([np.array(rank) for rank in step]) for step in steps]
+        tokens = [self.sizes.num_tokens[one].sum() for number in range(num_steps) for rank in plan(number)
+                  for one in rank]  # fmt: skip
+        return {
+            "step": float(np.mean(imbalance)), "worst_step": float(max(imbalance)),
+            "turn": float(np.mean([_turns(step) for step in steps])),
+            "microbatches": float(np.mean([one.max() / one.mean() for one in whole])),
+            "largest_sample": float(np.mean([self._largest(plan(number)) / one.mean()
+                                             for number, one in enumerate(whole)])),
+            "full": float(np.mean(tokens) / SEQ_LENGTH), "of_rank": len(tokens) / num_steps / len(steps[0]),
+            "cost": float(np.mean([ranks.max() for ranks in of_ranks])),
+        }  # fmt: skip
+
+    def _largest(self, step: list[Step]) -> int:
+        return max(int(self.sizes.costs[one].max()) for rank in step for one in rank)
+
+    def pipelined(self, plan: Planned, num_steps: int) -> float:
+        """Simulated time of the slowest replica of four stages."""
+        parts = ("vision", "language")
+        layers = {part: replace(getattr(self.model, part), pipeline_num_layers=(counts,))
+                  for part, counts in zip(parts, STAGES, strict=True)}  # fmt: skip
+        model, found = replace(self.model, **layers), []
+        for number in range(num_steps):
+            times = []
+            for rank in plan(number):
+                costs = slot_flops(model, [self._totals(one) for one in rank])
+                order = pipeline_order(costs, len(STAGES[0]))
+                times.append(step_cost([costs[one] for one in order], len(STAGES[0])))
+            found.append(max(times))
+        return float(np.mean(found))
+
+    def _totals(self, samples: list[int]) -> BatchTotals:
+        has, tokens = self.lengths, self.sizes.num_tokens[samples]
+        return BatchTotals(
+            num_tokens=int(tokens.sum()), num_patches=int(has.num_patches[samples].sum()),
+            num_images=int(has.num_media[samples].sum()), num_cut_images=0,
+            num_target_tokens=int(has.num_target_tokens[samples].sum()), num_target_samples=len(samples),
+            num_microbatches=1, num_causal_pairs=int((tokens * (tokens + 1) // 2).sum()),
+            num_image_pairs=int(has.num_image_pairs[samples].sum()),
+            num_window_pairs=int(has.num_window_pairs[samples].sum()),
+        )  # fmt: skip
+
+
+def _planned(stream: Stream, deal: Callable[[np.ndarray], list[Step]], batch: int, number: int) -> list[Step]:
+    return deal(stream.samples(number * batch, batch))
+
+
+def _turns(step: list[list[int]]) -> float:
+    """Mean over turns of the costliest rank's microbatch over the mean one, as far as all ranks have one."""
+    common = min(map(len, step))
+    table = np.array([rank[:common] for rank in step])
+    return float((table.max(axis=0) / table.mean(axis=0)).mean())
+
+
+def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
+    """Seconds of processor time, on one core: all steps of an epoch for 64 ranks, and packing all of it at once."""
+    samples = Samples(model, llava(num_samples))
+    seconds = step_seconds(samples, num_samples // (64 * SAMPLES_OF_RANK))
+    started = time.process_time()
+    packs = fullest_packs(samples.sizes.num_tokens, samples.sizes.num_patches, BUDGET)
+    ended = time.process_time()
+    return {
+        "num_samples": num_samples, "epoch_seconds": sum(seconds), "packing_seconds": ended - started,
+        "full": float(samples.sizes.num_tokens.sum() / SEQ_LENGTH / len(packs)),
+    }  # fmt: skip
+
+
+def step_seconds(samples: Samples, num_steps: int) -> list[float]:
+    """Of processor time, to plan steps of 2,048 samples for 64 ranks with all that a run does for them."""
+    plan, seconds = samples.samplers(64)["Balanced, packing"], []
+    plan(0)  # draws the epoch's order
+    for number in range(num_steps):
+        started = time.process_time()
+        plan(number)
+        seconds.append(time.process_time() - started)
+    return seconds
+
+
+def measure(is_quick: bool) -> dict[str, Any]:
+    model = read_model(EXAMPLES / "model_7b.json").value
+    ranks = (8,) if is_quick else (8, 64, 512)
+    rows, sets = [], {}
+    for name, draw in SETS.items():
+        samples = Samples(model, draw(4096 if is_quick else FEW_SAMPLES))
+        tokens, costs = samples.sizes.num_tokens, samples.sizes.costs
+        sets[name] = {"mean_tokens": float(tokens.mean()), "max_tokens": int(tokens.max()),
+                      "mean_patches": float(samples.sizes.num_patches.mean()),
+                      "cost_scatter": float(costs.std() / costs.mean()),
+                      "step_seconds": float(np.median(step_seconds(samples, 2 if is_quick else 32)))}  # fmt: skip
+        for dp_size in ranks:
+            of_plain: dict[str, float] = {}
+            for sampler, plan in samples.samplers(dp_size).items():
+                found = samples.measure(plan, 2 if is_quick or dp_size == 512 else 8)
+                if dp_size == 8:
+                    staged = samples.samplers(dp_size, num_stages=len(STAGES[0]))[sampler]
+                    found["pipelined"] = samples.pipelined(staged, 1 if is_quick else 3)
+                of_plain = of_plain or found
+                found |= {f"{key}_of_plain": found[key] / of_plain[key] for key in ("cost", "pipelined")
+                          if key in found}  # fmt: skip
+                rows.append({"set": name, "dp_size": dp_size, "sampler": sampler, **found})
+    samples = Samples(model, llava(4096 if is_quick else FEW_SAMPLES))
+    full = []
+    for of_rank in BATCHES[:2] if is_quick else BATCHES:
+        by_name = samples.samplers(ranks[:2][-1], of_rank)
+        full += [{"of_rank_samples": of_rank, "dp_size": ranks[:2][-1], "sampler": name,
+                  **samples.measure(by_name[name], 2 if is_quick else 4)}
+                 for name in ("plain, packing", "Balanced, packing")]  # fmt: skip
+    return {"versions": {**versions(), "numpy": np.__version__}, "sets": sets, "rows": rows, "full": full,
+            "planning": planning(model, 20_480 if is_quick else 1_000_000)}  # fmt: skip
+
+
+def goals(found: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
+    """What was aimed at, the bound, the figure, and whether it was reached."""
+    by = {(row["set"], row["dp_size"], row["sampler"]): row for row in found["rows"]}
+    mine, plan = "Balanced, packing", found["planning"]
+    judged = []
+
+    def at_most(what: str, bound: float, value: float) -> None:
+        judged.append((what, f"at most {bound:g}", value, value <= bound))
+
+    def at_least(what: str, bound: float, value: float) -> None:
+        judged.append((what, f"at least {bound:g}", value, value >= bound))
+
+    for dp_size, bound in ((8, 1.01), (64, 1.02)):
+        for name in SETS:
+            if row := by.get((name, dp_size, mine)):
+                at_most(f"{name}, {dp_size} ranks: costliest rank over the mean, worst step", bound, row["worst_step"])
+                at_most(f"{name}, {dp_size} ranks: costliest microbatch over the mean (or the costliest sample)",
+                        max(1.05, row["largest_sample"]), row["microbatches"])
+    at_least("LLaVA-like: the fullest packs of all samples, full", 0.98, plan["full"])
+    last = found["full"][-1]
+    at_least(f"LLaVA-like, {last['dp_size']} ranks, {last['of_rank_samples']} samples each: balanced packs, full", 0.97,
+             last["full"])
+    for dp_size in (8, 64, 512):
+        if row := by.get(("documents", dp_size, mine)):
+            at_most(f"documents, {dp_size} ranks: step time over the plain sampler's", 0.8, row["cost_of_plain"])
+    for name, one in found["sets"].items():
+        at_most(f"{name}: seconds to plan a step, 2,048 samples on 64 ranks", 0.010, one["step_seconds"])
+    at_most(f"seconds to plan an epoch of {plan['num_samples']:,}", 30, plan["epoch_seconds"])
+    at_most(f"seconds to pack {plan['num_samples']:,} lengths", 20, plan["packing_seconds"])
+    return judged
+
+
+def shown(found: dict[str, Any]) -> str:
+    """As tables of Markdown."""
+    lines = ["| set | ranks | sampler | rank, mean | rank, worst | same turn | all microbatches | full | microbatches "
+             "of a rank | time | time, 4 stages |", "| --- " * 11 + "|"]  # fmt: skip
+    for row in found["rows"]:
+        full = f"{row['full']:.1%}" if "packing" in row["sampler"] else ""
+        four = f"{row['pipelined_of_plain']:.3f}" if "pipelined_of_plain" in row else ""
+        lines.append(f"| {row['set']} | {row['dp_size']} | {row['sampler']} | {row['step']:.4f} | "
+                     f"{row['worst_step']:.4f} | {row['turn']:.3f} | {row['microbatches']:.3f} | {full} | "
+                     f"{row['of_rank']:.1f} | {row['cost_of_plain']:.3f} | {four} |")  # fmt: skip
+    lines += ["", "| samples of a rank | ranks | sampler | full | microbatches of a rank | rank, worst | all "
+              "microbatches |", "| --- " * 7 + "|"]  # fmt: skip
+    lines += [f"| {row['of_rank_samples']} | {row['dp_size']} | {row['sampler']} | {row['full']:.1%} | "
+              f"{row['of_rank']:.2f} | {row['worst_step']:.4f} | {row['microbatches']:.3f} |" for row in found["full"]]
+    lines += ["", "| goal | bound | measured | |", "| --- " * 4 + "|"]
+    lines += [f"| {what} | {bound} | {value:.5g} | {'reached' if is_reached else '**missed**'} |"
+              for what, bound, value, is_reached in goals(found)]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8 ranks and few samples, to see that it runs")
+    parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
+    flags = parser.parse_args(argv)
+    found = measure(flags.quick)
+    print(shown(found))
+    if flags.output:
+        flags.output.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
