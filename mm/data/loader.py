@@ -6,8 +6,6 @@ The price is that a script which trains needs its ``if __name__ == "__main__"`` 
 """
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +18,7 @@ from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.order import Step
 from mm.data.quarantine import BadSample
+from mm.data.workers import PRELOADED, end_with_parent
 from mm.errors import UserError
 
 
@@ -50,7 +49,7 @@ class StepLoader(Iterator[ReadStep]):
         thread encodes.
         """
         # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["mm.data.loader"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
         self._microbatches: Any = iter(
             DataLoader(
                 _MicrobatchSource(dataset, encoder, skips_bad),
@@ -59,7 +58,7 @@ class StepLoader(Iterator[ReadStep]):
                 num_workers=num_workers,  # torch keeps each to one CPU thread
                 prefetch_factor=prefetch_factor if num_workers else None,
                 multiprocessing_context="forkserver" if num_workers else None,
-                worker_init_fn=_end_with_trainer,
+                worker_init_fn=end_with_parent,
                 generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
             )
         )
@@ -132,18 +131,3 @@ def _stand_in(index: int) -> Microbatch:
     """
     nothing = torch.zeros(1, dtype=torch.int64)
     return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=(index,))
-
-
-def _end_with_trainer(worker: int) -> None:
-    """In a worker: exit when the trainer dies, however it does.
-
-    torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.
-    """
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None, "a worker has a parent"
-
-    def watch() -> None:
-        trainer.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,126 @@
+"""``mm-data check``, ``stats``, ``show`` and ``mock`` on the demo's data, with ten broken samples put in."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo import digits as demo_digits
+from demo.tiny_checkpoint import build
+from mm.data.tool import main
+from tests.data.oracle import photo
+from tests.launch import ROOT
+
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def sample(question: str, answer: str, *images: str) -> dict:
+    return {"images": list(images), "messages": [{"role": "user", "content": question},
+                                                 {"role": "assistant", "content": answer}]}
+
+
+BROKEN = {
+    # what is said of it; those in DEEP only when pictures are decoded
+    "lost picture": (sample("<image>?", "1", "lost.png"), "lost.png"),
+    "web page": (sample("<image>?", "1", "page.jpg"), "a web page"),
+    "empty file": (sample("<image>?", "1", "empty.png"), "is empty"),
+    "strip": (sample("<image>?", "1", "strip.png"), "more than 200 times"),
+    "too few pictures": (sample("<image><image>?", "1", "good.png"), "2 <image>"),
+    "two questions": ({"messages": [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]}, "turn 1"),
+    "no answer": (sample("?", ""), "empty message 1"),
+    "unknown role": ({"messages": [{"role": "usr", "content": "?"}]}, "'usr'"),
+    "a list": (["?"], "is a list"),
+    "cut short": (sample("<image>?", "1", "short.png"), "damaged or cut short"),
+}
+DEEP = ("cut short",)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("check")
+    digits = directory / "digits"
+    demo_digits.write(digits, seed=0, num_held_out_samples=1)
+    records = json.loads((digits / "train.json").read_text())[:60]
+    for number, (record, _) in enumerate(BROKEN.values()):
+        records.insert(5 * number + 3, record)
+    (digits / "train.json").write_text(json.dumps(records, indent=0))
+    photo(40, 40).save(digits / "good.png")
+    photo(2000, 5).save(digits / "strip.png")
+    photo(80, 80).save(digits / "short.png")
+    (digits / "short.png").write_bytes((digits / "short.png").read_bytes()[:500])
+    (digits / "page.jpg").write_text("<html>not found</html>")
+    (digits / "empty.png").touch()
+    texts = [turn["content"] for record in records if isinstance(record, dict) for turn in record["messages"]]
+    build(directory / "hf", texts, seed=0)
+    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
+    data["dataset_param"]["basic_parameters"] |= {"dataset": str(digits / "train.json"), "dataset_dir": str(digits)}
+    (directory / "data.json").write_text(json.dumps(data))
+    return ["--mm-data", str(directory / "data.json"), "--mm-model", str(EXAMPLES / "model_tiny.json"),
+            "--seq-length", "256"]
+
+
+def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path, capsys) -> None:
+    page = tmp_path / "report.html"
+    assert main(["check", *flags, "--deep", "--html", str(page)]) == 2
+    told = capsys.readouterr()
+    assert told.err == "error: 10 problems; mend or remove these samples, or train with --bad-sample skip\n"
+    for text in (told.out, html.unescape(page.read_text())):
+        for _, what in BROKEN.values():
+            assert what in text, what
+    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9\n", told.out)
+    assert "BalancedBatchSampler" in told.out and "% full" in told.out
+    lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
+    places = {int(line) for line in re.findall(r"train\.json:(\d+): sample", told.out)}
+    assert len(places) == 10 and max(places) <= len(lines)
+    assert main(["check", *flags]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
+
+
+def test_stats_are_of_the_good_samples(flags: list[str], capsys) -> None:
+    assert main(["stats", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "Tokens (a sample, from)" in out and "lost.png" not in out
+
+
+def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
+    page = tmp_path / "sample.html"
+    assert main(["show", *flags, "--sample", "1", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>user" in out and re.search(r"\[\[.+\]\]", out, re.DOTALL) and "visual tokens]" in out
+    assert "data:image/png;base64," in page.read_text()
+    assert main(["show", *flags, "--sample", "99"]) == 2
+    assert capsys.readouterr().err == "error: --sample is 99; the dataset has 61 samples, counted from 0\n"
+
+
+def test_mock(tmp_path: Path, capsys) -> None:
+    made = ["mock", "--output", str(tmp_path / "made"), "--num-samples", "3", "--width", "30", "--height", "30"]
+    assert main(made) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path / 'made' / 'data.jsonl'}\n"
+    assert len((tmp_path / "made" / "data.jsonl").read_text().splitlines()) == 3
+    assert main(made) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to open the page with")
+def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
+    """Its bars have the colour that the style gives them, and nothing lies beside the page."""
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    main(["check", *flags, "--html", str(page)])
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+               "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+               f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1060,1400", f"--screenshot={picture}",
+               page.as_uri()]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as shot:
+        pixels = np.asarray(shot.convert("RGB")).astype(int)
+    blue = (np.abs(pixels - (0x3B, 0x7D, 0xD8)).sum(axis=2) < 12).mean()
+    assert pixels.shape[:2] == (1400, 1060) and 0.01 < blue < 0.4
+    assert (np.abs(pixels[:, -8:] - (0xF5, 0xF6, 0xF8)).sum(axis=2) < 12).all(), "the page is wider than its window"
