@@ -6,6 +6,7 @@ What the pixels are for is not known here.
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -143,8 +144,10 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
+    gc.freeze()
     with contextlib.suppress(BrokenPipeError):  # nobody reads any more
         for line in requests:
+            gc.collect()  # a frame that was asked how it is turned refers to itself, and is megabytes
             try:
                 _answer(json.loads(line), replies)
             except UserError as error:

@@ -128,8 +128,8 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
         if first is None:
             raise UserError(f"{path}: has no frame that can be decoded; replace or remove the video.")
         _check_size(path, first.width, first.height)
-        is_turned = is_upright and abs(_matrix(first)[1]) > abs(_matrix(first)[0])
-        width, height = (first.height, first.width) if is_turned else (first.width, first.height)
+        a, b, _, _ = _matrix(first) if is_upright else _UNTURNED
+        width, height = (first.height, first.width) if abs(b) > abs(a) else (first.width, first.height)
         return VideoHeader(width, height, stream.time_base, times, key_times, last_duration, stream.duration or 0,
                            stream.average_rate or Fraction(0), is_exact)
 
@@ -200,6 +200,8 @@ def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
     """
     with _opened(path) as (container, stream):
         frames, current, following = _sought(path, container, stream, wanted, 0)
+        # Asked of one frame only: PyAV keeps each one that was asked for what lies beside it.
+        matrix = _matrix(following) if wanted.is_upright and following is not None else _UNTURNED
         for number, time in enumerate(wanted.times):
             if following is not None and following.pts < wanted.starts[number] - wanted.reach:
                 frames, current, following = _sought(path, container, stream, wanted, number)
@@ -207,7 +209,7 @@ def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
                 current, following = following, next(frames, None)
             if current is None or time - current.pts > wanted.reach or current.is_corrupt:
                 raise UserError(f"{path}: {_missing(time, wanted.time_base)}.")
-            yield upright(current) if wanted.is_upright else current.to_ndarray(format="rgb24")
+            yield _turned(current.to_ndarray(format="rgb24"), matrix)
 
 
 def _sought(path: str, container: Any, stream: Any, wanted: Wanted, number: int) -> tuple[Iterator[Any], None, Any]:
@@ -227,19 +229,22 @@ def _sought(path: str, container: Any, stream: Any, wanted: Wanted, number: int)
     return frames, None, first
 
 
-def _matrix(frame: Any) -> tuple[int, int, int, int]:
-    """How the file wants a frame to be turned: where (x, y) goes is (a x + c y, b x + d y), as (a, b, c, d)."""
+Matrix = tuple[int, int, int, int]
+"""How a file wants its frames to be turned: (x, y) goes to (a x + c y, b x + d y), as (a, b, c, d)."""
+_UNTURNED = (1, 0, 0, 1)
+
+
+def _matrix(frame: Any) -> Matrix:
     found = frame.side_data.get("DISPLAYMATRIX")
     if found is None:
-        return 1, 0, 0, 1
+        return _UNTURNED
     a, b, _, c, d, *_ = np.frombuffer(bytes(found), dtype=np.int32).tolist()
     return a, b, c, d
 
 
-def upright(frame: Any) -> Pixels:
-    """A decoded frame as RGB, turned and mirrored as its file wants it, by quarters of a circle."""
-    a, b, c, d = _matrix(frame)
-    pixels = frame.to_ndarray(format="rgb24")
+def _turned(pixels: Pixels, matrix: Matrix) -> Pixels:
+    """A frame turned by quarters of a circle and mirrored."""
+    a, b, c, d = matrix
     if abs(b) > abs(a):
         pixels, a, d = pixels.transpose(1, 0, 2), c, b
     return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
@@ -266,7 +271,7 @@ def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
 def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
     """The wanted frames by torchcodec, which always turns them upright."""
     decoders: Any = import_module("torchcodec.decoders")
-    if not wanted.is_upright and _first_matrix(path) != (1, 0, 0, 1):
+    if not wanted.is_upright and _first_matrix(path) != _UNTURNED:
         raise UserError(f"{path}: is turned by its metadata, which torchcodec always obeys and \"image_resize\": "
                         f"\"llamafactory\" does not; set video_backend to \"pyav\", or image_exif to true.")
     try:
@@ -282,10 +287,10 @@ def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
                         f"video.") from error
 
 
-def _first_matrix(path: str) -> tuple[int, int, int, int]:
+def _first_matrix(path: str) -> Matrix:
     with _opened(path) as (container, stream):
         frame = next(_frames(path, container, stream), None)
-        return (1, 0, 0, 1) if frame is None else _matrix(frame)
+        return _UNTURNED if frame is None else _matrix(frame)
 
 
 def _check_time(path: str, seconds: float, time: int, wanted: Wanted) -> None:

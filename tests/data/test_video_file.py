@@ -273,6 +273,11 @@ def test_a_decoder_ends_with_the_one_who_asks(tmp_path):
         time.sleep(0.01)
 
 
+def held_bytes(decoder):
+    status = Path(f"/proc/{decoder._process.pid}/status").read_text()
+    return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+
 def is_running(number):
     """Whether a process has not ended, be it that nobody has asked for its status."""
     try:
@@ -289,7 +294,13 @@ def test_files_are_closed_and_memory_is_given_back(decoder, tmp_path):
     folder = Path(f"/proc/{decoder._process.pid}/fd")
     if not folder.exists():
         pytest.skip("this system has no /proc to count open files in")
-    before = len(list(folder.iterdir()))
+    before, large = len(list(folder.iterdir())), write_clip(tmp_path / "large.mp4", even(3), size=(1920, 1088))
+    for _ in range(5):
+        read(decoder, large)
+    held = held_bytes(decoder)
+    for _ in range(30):  # each has 15 MB of decoded frames
+        read(decoder, large, [1])
+    assert held_bytes(decoder) < held + 30_000_000
     for _ in range(10):
         read(decoder, good)
         with pytest.raises(UserError):
