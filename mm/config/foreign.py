@@ -90,9 +90,11 @@ FLAGS: Mapping[str, FlagRow] = {
            "--no-initialization"),
     **_all(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
            "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
-    **_all(Fixed((), "balancing by another sampler is not supported by this version"),
+    **_all(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON, which balances ViT and LLM together"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
-           "--mbs_data_balance_sorting_algo --use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
+           "--mbs_data_balance_sorting_algo"),
+    **_all(Fixed((), "write packing: true in the basic_parameters of the data JSON; --seq-length is the budget"),
+           "--use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
     **_all(Fixed((), "only the Adam optimizer is supported by this version"),
            "--matched-adamw-rms --muon-momentum --ns-steps"),
     **_all(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
