@@ -4,6 +4,7 @@ The check reads a file block by block in several processes.  Where the result is
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,9 +150,10 @@ def make_index(
     problems: list[str] = []
     rows, bad, boxes = [], [], []
     total = None if file.form is Form.PARQUET else file.version[0]
-    checked = in_processes(checker, file.blocks(problems), num_processes)
-    with tqdm(total=total, desc=f"checking {file.path}", unit="B", unit_scale=True, disable=None, delay=2) as bar:
-        found = 0
+    found = 0
+    with closing(in_processes(checker, file.blocks(problems), num_processes)) as checked, tqdm(
+            total=total, desc=f"checking {file.path}", unit="record" if total is None else "B", unit_scale=True,
+            disable=None, delay=2) as bar:
         for part in checked:
             if part.error is not None:
                 raise part.error
@@ -162,7 +164,6 @@ def make_index(
             bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
-    checked.close()
     index = Index(np.concatenate(rows) if rows else np.zeros(0, ROW), tuple(bad), tuple(problems), tuple(boxes))
     return index.cut(num_good)
 

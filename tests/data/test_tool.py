@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from demo.tiny_checkpoint import build
+from mm.config.run import load_run
+from mm.data.dataset import Dataset
+from mm.data.gauge import Gauge
 from mm.data.tool import main
+from mm.training.preflight import sample_problems
 from tests.data.oracle import photo
 from tests.launch import ROOT
 
@@ -56,6 +60,18 @@ def test_index(inputs: Path, capsys):
     made = rows.stat().st_mtime_ns
     assert index(inputs) == 0 and rows.stat().st_mtime_ns == made
     assert index(inputs, "--again") == 0 and rows.stat().st_mtime_ns > made
+
+
+def test_training_finds_the_index_that_was_made_beforehand(inputs: Path, monkeypatch):
+    (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
+    assert index(inputs) == 0
+    run = load_run(["--mm-model", str(EXAMPLES / "model_tiny.json"), "--mm-data", str(inputs / "data.json"),
+                    "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--seq-length", "64",
+                    "--log-dir", str(inputs / "logs")], 2, {})
+    monkeypatch.delattr("mm.data.dataset.make_index")
+    notes: list[str] = []
+    assert sample_problems(run, notes) == [] and not any("index" in note for note in notes)
+    assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 1
 
 
 def test_index_of_bad_samples(inputs: Path, capsys):
