@@ -162,8 +162,9 @@ class ImageProcessor:
 
     def image_grid(self, path: str) -> Grid:
         """Patches of an image file, from its header alone.  Raises UserError as ``image_size`` does, and for strips."""
+        size = image_size(path, self.is_upright)
         try:
-            return self._grid(*image_size(path, self.is_upright))
+            return self._grid(*size)
         except ValueError as error:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 

@@ -164,6 +164,14 @@ def test_the_tighter_pixel_bound_holds_and_0_is_none(hf_directory):
         bounds(0, 1000)
 
 
+def test_a_file_that_is_no_picture_is_named_once(tmp_path, hf_directory):
+    path = tmp_path / "page.jpg"
+    path.write_text("<html>")
+    with pytest.raises(UserError) as error:
+        ImageProcessor.from_directory(str(hf_directory)).image_grid(str(path))
+    assert str(error.value) == f"{path}: is no picture that Pillow reads: it is a web page; give a JPEG or PNG file."
+
+
 def test_an_image_may_have_bounds_of_its_own(tmp_path, hf_directory):
     path = str(tmp_path / "photo.png")
     photo(400, 300).save(path)
