@@ -126,7 +126,7 @@ def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
 def llama_factory_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
     """Numbers of the frames that LLaMA-Factory takes (``_get_video_sample_indices``), rising."""
     count = max(rule.min_frames, math.floor(float(llama_factory_seconds(clock)) * rule.fps))
-    count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else rule.num_frames
+    count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else max(rule.num_frames, 1)
     if count > clock.num_frames:
         raise ValueError(f"nframes = {count} of a video of {clock.num_frames} frames; ask for as many at most")
     return np.linspace(clock.first, clock.last, count).astype(np.int32)

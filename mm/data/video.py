@@ -138,6 +138,8 @@ class VideoProcessor:
             yield from [_resize(_stepped(frame, plan.steps), size)] * count
 
     def _rule(self, video: Video) -> FrameRule:
+        if video.fps is not None and video.nframes is not None:
+            raise ValueError("it has both fps and nframes, of which one says how many frames are taken")
         data, is_theirs = self.data, _is_llama_factory(self.data)
         most = video.max_frames or data.video_maxlen
         return FrameRule(

@@ -5,6 +5,7 @@ Which frames are chosen, and what becomes of them, is not known here.  Nothing h
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ MAX_FRAME_PIXELS = 50_000_000
 """Of one frame, as of a picture; 8K has 33 million."""
 MAX_SCANNED_BYTES = 1 << 30
 """The packets of a larger file are not all read, where its index says how many frames there are."""
+MAX_FRAMES = 20_000_000
+"""A week at 30 a second, about."""
+MAX_SECONDS = 30 * 24 * 3600
+"""Between the first frame and the last one; damaged times can be any number."""
+_DURATION = re.compile(r"(\d+):(\d+):(\d+(?:\.\d*)?)")
+"""How Matroska files say how long a stream is."""
 _FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg")
 """Only formats that hold a video by themselves: a play list could name any other file or address."""
 _OPTIONS = {"format_whitelist": ",".join((*_FORMATS, "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")),
@@ -80,6 +87,9 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise UserError(f"{path}: has no video stream, only {_held(container)}; remove the sample.")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise UserError(f"{path}: its video is of a kind that no decoder here knows; re-encode it, for example "
+                                f"as H.264 in MP4.")
             stream.thread_count = 1  # there is a process for each data worker
             _check_size(path, stream.width, stream.height)
             yield container, stream
@@ -163,8 +173,12 @@ def _check_whole(path: str, stream: Any, num_packets: int, seconds: Fraction) ->
     if num_packets < stream.frames:
         raise UserError(f"{path}: is cut short: it should have {stream.frames} frames and has {num_packets}; replace "
                         f"or remove the video.")
-    hours, minutes, rest = (stream.metadata.get("DURATION") or "0:0:0").split(":")  # as Matroska files have it
-    stated = int(hours) * 3600 + int(minutes) * 60 + float(rest)
+    if seconds > MAX_SECONDS:
+        raise UserError(f"{path}: its frames lie {float(seconds):.0f} s apart, more than {MAX_SECONDS}; its times are "
+                        f"damaged: re-encode or remove the video.")
+    duration = _DURATION.fullmatch(stream.metadata.get("DURATION", ""))
+    stated = sum(factor * float(one) for factor, one in zip((3600, 60, 1), duration.groups(), strict=True)) if (
+        duration) else 0.0
     if seconds + 1 < 0.9 * stated:
         raise UserError(f"{path}: is cut short: it should last {stated:.1f} s and ends after {float(seconds):.1f} s; "
                         f"replace or remove the video.")
@@ -173,6 +187,8 @@ def _check_whole(path: str, stream: Any, num_packets: int, seconds: Fraction) ->
 def _spread(path: str, container: Any, stream: Any) -> tuple[np.ndarray, np.ndarray, int]:
     """The same of a large file, from its index and its last packets alone."""
     entries = stream.index_entries
+    if stream.frames > MAX_FRAMES:
+        raise UserError(f"{path}: it should have {stream.frames} frames, more than {MAX_FRAMES}; cut it into parts.")
     if len(entries) and entries[-1].pos + entries[-1].size > os.path.getsize(path):
         raise UserError(f"{path}: is cut short: its index names frames after its end; replace or remove the video.")
     key_times = [entry.timestamp for entry in entries if entry.is_keyframe]

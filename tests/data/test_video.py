@@ -350,6 +350,8 @@ def test_settings_that_leave_no_size_are_refused(clips, encoder_of, encoder):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), min_pixels=5000, max_pixels=4000))
     with pytest.raises(UserError, match=r"plain.mp4: nframes = 100 of a video of 75 frames; ask for 75 at most"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=100))
+    with pytest.raises(UserError, match=r"plain.mp4: it has both fps and nframes"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=2, fps=2.0))
     with pytest.raises(UserError, match=r"plain.mp4: no frame begins between video_start = 9 and video_end = its end"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), video_start=9.0))
 

@@ -159,6 +159,25 @@ def test_a_file_that_is_cut_short_is_refused(decoder, tmp_path, name, settings):
         decoder.header(str(path), True)
 
 
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi", "clip.ts"])
+def test_any_damage_is_told_or_does_no_harm(decoder, tmp_path, name):
+    settings = {**KINDS[name]}
+    path = write_clip(tmp_path / name, range(12) if "time_base" in settings else even(12), **settings)
+    whole, random = path.read_bytes(), np.random.default_rng(5)
+    num_refused = 0
+    for number in range(40):
+        raw = bytearray(whole)
+        for _ in range((1, 5, 50)[number % 3]):
+            raw[random.integers(len(raw) if number % 2 else 1500)] = random.integers(256)
+        path.write_bytes(raw)
+        try:
+            assert read(decoder, path, [0])[0].shape[2] == 3
+        except UserError as error:
+            num_refused += 1
+            assert all(problem.startswith(str(path)) for problem in error.problems)
+    assert 0 < num_refused < 40
+
+
 def test_a_damaged_frame_is_refused_and_the_others_are_read(decoder, tmp_path):
     path = noisy(tmp_path / "damaged.mp4")
     whole, _ = all_frames(path)
