@@ -90,7 +90,7 @@ FLAGS: Mapping[str, FlagRow] = {
            "--no-initialization"),
     **_all(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
            "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
-    **_all(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON, which balances ViT and LLM together"),
+    **_all(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON: it balances ViT and LLM together"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
            "--mbs_data_balance_sorting_algo"),
     **_all(Fixed((), "write packing: true in the basic_parameters of the data JSON; --seq-length is the budget"),
