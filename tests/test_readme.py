@@ -32,7 +32,7 @@ def runnable(command: str) -> str:
         return command.replace("make ", "make -n ", 1)
     if SIZE_SCRIPT.search(command):
         return command if command.endswith("--dry-run") else f"{command} --dry-run"
-    for program in ("python", "mm-convert"):
+    for program in ("python", "mm-convert", "mm-data"):
         if command.startswith(f".venv/bin/{program} "):
             return command.replace(f".venv/bin/{program}", f"'{Path(sys.executable).with_name(program)}'", 1)
     raise AssertionError(f"README.md has a command that this test cannot run: {command}")
