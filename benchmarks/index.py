@@ -142,8 +142,12 @@ def seconds_of(work: Callable[[], object], count: int) -> float:
 
 
 def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    pool = multiprocessing.get_context("spawn").Pool(1)
+    try:
         return pool.apply(work, arguments)
+    finally:
+        pool.close()
+        pool.join()
 
 
 def main(argv: list[str]) -> None:
