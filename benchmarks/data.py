@@ -5,6 +5,7 @@
 ``pictures``: JPEG files of three sizes, from the file to what the trainer hands on, one after another: transformers'
 ``Qwen2VLImageProcessorPil``, ours with ``image_backend`` "pillow" (equal to it to the bit) and "torch".  Medians over
 the rounds of the ratios of each round.  ``headers``: files a second whose patches are counted by their header alone.
+``memory``: of this process and of the one that decodes videos, while 5,000 samples are made, every second one a video.
 """
 
 import argparse
@@ -16,13 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
+import psutil
 import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from mm.batch import normalised
+from mm.config.data import DataConfig
+from mm.data.decoder import Decoder
 from mm.data.image import ImageProcessor
+from mm.data.sample import Video
+from mm.data.video import VideoProcessor
 
 SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
 MAX_PIXELS = 1_003_520
@@ -80,6 +87,38 @@ def headers(directory: Path, num_files: int) -> dict[str, float]:
     return found
 
 
+def write_video(path: Path) -> None:
+    """Two seconds of a moving edge, 320 x 240."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=15)
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+        for number in range(30):
+            picture = np.zeros((240, 320, 3), dtype=np.uint8)
+            picture[:, : 10 * number] = 200
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def memory(directory: Path, num_samples: int) -> dict[str, list[float]]:
+    """MiB after each tenth of the samples."""
+    write_video(directory / "edge.mp4")
+    pictures = ImageProcessor(**SETTINGS)
+    data = DataConfig(model_name_or_path="-", dataset=("-",))
+    videos = VideoProcessor(pictures, data, True, Decoder(None, 60.0))
+    found: dict[str, list[float]] = {"reader": [], "decoder": []}
+    for number in range(num_samples):
+        if number % 2:
+            videos.patches(videos.plan(Video(str(directory / "edge.mp4"))))
+        else:
+            pictures.patches(str(directory / "640.jpg"))
+        if (number + 1) % (num_samples // 10) == 0:
+            reader = psutil.Process()
+            found["reader"].append(reader.memory_info().rss / 2**20)
+            found["decoder"].append(sum(child.memory_info().rss for child in reader.children()) / 2**20)
+    print("memory", json.dumps(found), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
@@ -89,7 +128,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         found = {"pictures": pictures(Path(directory), 1 if flags.quick else flags.rounds),
-                 "headers": headers(Path(directory), 50 if flags.quick else 5000)}
+                 "headers": headers(Path(directory), 50 if flags.quick else 5000),
+                 "memory": memory(Path(directory), 20 if flags.quick else 5000)}  # fmt: skip
     if flags.output:
         flags.output.write_text(json.dumps(found, indent=1) + "\n")
 
