@@ -18,7 +18,7 @@ setup(
         "safetensors>=0.5",
         "numpy>=1.26",
         "pillow>=11",
-        "av>=15",
+        "av>=18",
         "pydantic>=2.10,<3",
         "annotated-types",
         "psutil",
