@@ -31,7 +31,7 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],
-        "torchcodec": ["torchcodec>=0.8"],
+        "torchcodec": ["torchcodec>=0.12"],
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
         "demo": ["scikit-learn", "matplotlib"],
