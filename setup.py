@@ -19,7 +19,7 @@ setup(
         "numpy>=1.26",
         "pillow>=11.3",
         "simplejpeg>=1.8",
-        "av>=15",
+        "av>=18",
         "pydantic>=2.10,<3",
         "annotated-types",
         "psutil",
@@ -32,7 +32,7 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],
-        "torchcodec": ["torchcodec>=0.8"],
+        "torchcodec": ["torchcodec>=0.12"],
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
         "parquet": ["pyarrow"],

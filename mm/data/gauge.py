@@ -79,8 +79,6 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     which nothing is left to learn.
     """
     encoder = gauge.encoder
-    if any(isinstance(part, Video) for part in sample.media):
-        raise UserError("shows a video, which this version does not train on; remove it or the sample.")
     for part in sample.media:
         if part not in known:
             known[part] = encoder.planned(part).grid

@@ -206,7 +206,11 @@ def longest_microbatches(run: Run) -> dict[str, Rows]:
     Images are dealt whole to context-parallel ranks, so one of them may have one more than its share.
     """
     num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
-    largest_image = run.data.image_max_pixels // run.model.vision.patch_size**2
+    data, patch_pixels = run.data, run.model.vision.patch_size**2
+    largest_image = data.image_max_pixels // patch_pixels
+    if data.attr.videos is not None:  # a video stays whole, like an image
+        num_pairs = -(-data.video_maxlen // run.model.vision.temporal_patch_size)
+        largest_image = max(largest_image, num_pairs * data.video_max_pixels // patch_pixels)
 
     def rows(num_patches: int) -> Rows:
         num_text = num_tokens - num_patches // per_token
