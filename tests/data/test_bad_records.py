@@ -107,7 +107,7 @@ def test_one_bad_record(opened, tmp_path, name):
         assert problem.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample skip" in problem
         dataset = opened(content, skips_bad=True)
         assert len(dataset) == 2 and all(dataset[number].turns[1].text == "Hello" for number in range(2))
-        (skipped,) = dataset.skipped
+        (skipped,) = (one.told() for one in dataset.skipped)
         assert skipped.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample" not in skipped
 
 

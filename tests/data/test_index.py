@@ -65,7 +65,7 @@ def test_many_records_in_processes_are_those_of_one(cached, model_config, monkey
     alone = Dataset(data, True, gauge)
     together = Dataset(replace(data, preprocessing_num_workers=2, overwrite_cache=True), True, gauge)
     assert len(alone) == len(together) == 120 * len(RECORDS) and together.skipped == alone.skipped
-    assert len(alone.skipped) == 120 and alone.skipped[-1].startswith(f"{tmp_path}/data.json:")
+    assert len(alone.skipped) == 120 and alone.skipped[-1].told().startswith(f"{tmp_path}/data.json:")
     for name, values in vars(alone.lengths).items():
         assert (values == vars(together.lengths)[name]).all()
     assert together[500] == alone[500]
@@ -123,7 +123,7 @@ def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_c
     (tmp_path / "moved.json").write_bytes(Path(data.dataset[0]).read_bytes())
     moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
     assert made == ["data.json"]
-    assert moved.skipped[0].startswith(f"{tmp_path}/moved.json:") and moved[0].source == f"{tmp_path}/moved.json:0"
+    assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:") and moved[0].source == f"{tmp_path}/moved.json:0"
 
 
 def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
