@@ -57,8 +57,11 @@ class _Records:
                 raise UserError(f"{self.rows_path}: the index of the samples is gone or damaged; start again.")
             self.index = replace(self.index, rows=rows)
 
-    def told(self, number: int, reason: str) -> BadSample:
-        """What is told of record ``number``, which cannot be used."""
+    def told(self, number: int, reason: str, line: int | None = None) -> BadSample:
+        """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
+
+        Raises UserError when the file itself is no longer the one that was checked.
+        """
         file, row = self.reader.file, self.index.rows[number]
         name, media = None, ()
         with suppress(UserError, ValueError):  # what is told of a record that cannot be read is without these two
@@ -67,7 +70,7 @@ class _Records:
             media = self.reader.read(number, row).media
         reason = reason.partition(" (counted from 0): ")[2] or reason
         return BadSample(
-            file.path, file.line((int(row["start"]), int(row["end"]))), number,
+            file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
             name if isinstance(name, str | int) else None,
             next((item.path for item in media if item.path in reason), None), reason)
 
@@ -143,7 +146,7 @@ class Dataset:
                             f"line.")
         found = [source.path + one.problem for one in index.bad]
         if skips_bad:
-            self.skipped += [records.told(one.index, one.problem) for one in index.bad]
+            self.skipped += [records.told(one.index, one.problem, one.line) for one in index.bad]
         elif found:
             if not any(_SKIP_HINT in problem for problem in problems):
                 found[0] += _SKIP_HINT

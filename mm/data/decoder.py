@@ -28,6 +28,8 @@ _COMMAND = (sys.executable, "-P", "-c", "from mm.data.decoder import serve; serv
 
 _FRACTIONS = ("time_base", "stated_rate")
 """Fields of a header that JSON has no numbers for."""
+_MAX_VIDEOS = 1000
+"""Then a new process reads: FFmpeg and Python lose some 6 kB with each video."""
 
 
 class Decoder:
@@ -43,9 +45,11 @@ class Decoder:
         """
         self.backend, self._limit_seconds = backend or "pyav", limit_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_videos = 0
+        """That the process has read."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None}
+        return {**self.__dict__, "_process": None, "_num_videos": 0}
 
     def check(self) -> None:
         """Raises UserError when the backend cannot be used on this machine."""
@@ -55,6 +59,9 @@ class Decoder:
 
     def header(self, path: str, is_upright: bool) -> VideoHeader:
         """What the file holds; raises UserError as ``read_header`` does, and for a file that takes too long."""
+        if self._num_videos == _MAX_VIDEOS:
+            self.close()
+        self._num_videos += 1
         reply = self._ask("header", path, is_upright=is_upright)
         times = np.frombuffer(self._read(path, 8 * reply.pop("num_times")), dtype=np.int64)
         key_times = np.frombuffer(self._read(path, 8 * reply.pop("num_key_times")), dtype=np.int64)
@@ -77,7 +84,7 @@ class Decoder:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        process, self._process = self._process, None
+        process, self._process, self._num_videos = self._process, None, 0
         if process is not None:
             _end(process)
 

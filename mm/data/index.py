@@ -81,7 +81,7 @@ class Reader:
         record = self.file.read((int(row["start"]), int(row["end"])))
         try:
             sample = read_sample(record, self.attr, self.roots, source)
-            if row["num_tokens"] and media_crc32(sample) != row["media_crc32"]:
+            if row["num_tokens"] > 0 and media_crc32(sample) != row["media_crc32"]:
                 paths = ", ".join(part.path for part in sample.media)
                 raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
                                 f"'mm-data index --again', and start again.")

@@ -112,7 +112,10 @@ class _MicrobatchSource(torch.utils.data.Dataset):
                 if not self.skips_bad:
                     return error, [], is_last
                 samples.append(_stand_in(index))
-                bad.append(self.dataset.bad_sample(index, error))
+                try:
+                    bad.append(self.dataset.bad_sample(index, error))
+                except UserError as changed:  # the whole file is another one
+                    return changed, [], is_last
         return Microbatch.join(samples), bad, is_last
 
     def _encode(self, index: int) -> Microbatch:

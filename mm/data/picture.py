@@ -56,9 +56,13 @@ def image_size(path: str, is_upright: bool = True) -> tuple[int, int]:
 def image_remarks(path: str) -> list[str]:
     """What a user may want to know of a picture that is read all the same, from its header."""
     with _open(path) as image:
+        try:
+            num_frames = getattr(image, "n_frames", 1)
+        except Exception as error:  # Pillow looks for all frames
+            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
         remarks = {
             "have more than 8 bits a channel, which are scaled": image.mode.split(";")[0] in ("I", "F"),
-            "have several frames, of which the first is read": getattr(image, "n_frames", 1) > 1,
+            "have several frames, of which the first is read": num_frames > 1,
             "have less than 28 pixels on a side, and are enlarged": min(image.size) < 28,
         }
     return [remark for remark, is_so in remarks.items() if is_so]
@@ -111,8 +115,11 @@ def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
 def _turn(image: Image.Image) -> Image.Transpose | None:
     """What turns ``image`` upright, from its header.  A TIFF file has been turned by Pillow."""
     exif = Image.Exif()
-    exif.load(image.info.get("exif", b""))
-    return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
+    try:
+        exif.load(image.info.get("exif", b""))
+        return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow raises errors of many types; broken data turn nothing, as in every viewer
+        return None
 
 
 def _open(path: str) -> Image.Image:

@@ -4,6 +4,7 @@ Who finds them, and what stands in their place, is not known here.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,13 +63,20 @@ class Quarantine:
             return
         ledger.parent.mkdir(parents=True, exist_ok=True)
         with open(ledger, "a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in new.values())
+            stream.writelines(json.dumps(asdict(one)) + "\n" for one in new.values())
         self._written |= set(new)
 
 
 def _places(ledger: Path) -> set[tuple[str, int]]:
-    """Which samples an earlier run has listed."""
+    """Which samples an earlier run has listed; a last line that it did not finish is cut off."""
     if not ledger.exists():
         return set()
-    rows = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()]
-    return {(row["dataset"], row["index"]) for row in rows}
+    raw = ledger.read_bytes()
+    whole = raw.rfind(b"\n") + 1
+    if whole < len(raw):
+        os.truncate(ledger, whole)
+    try:
+        rows = [json.loads(line) for line in raw[:whole].split(b"\n")[:-1]]
+        return {(row["dataset"], row["index"]) for row in rows}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{ledger}: is no list of samples of an earlier run ({error}); move it away.") from error

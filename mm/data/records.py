@@ -28,6 +28,10 @@ Version = tuple[int, int]
 """Size in bytes and time of the last change in ns: another version has other contents."""
 
 
+_LINES_AT_A_TIME_BYTES = 1 << 24
+"""That are looked through for the number of a line."""
+
+
 class Form(Enum):
     """How a file holds its records."""
 
@@ -135,7 +139,11 @@ class RecordFile:
 
     def line(self, span: Span) -> int | None:
         """Where a record begins, from 1; None in Parquet, which has no lines."""
-        return None if self.form is Form.PARQUET else self._bytes(0, span[0]).count(b"\n") + 1
+        if self.form is Form.PARQUET:
+            self._bytes(0, 0)  # looks at the version
+            return None
+        starts = range(0, span[0], _LINES_AT_A_TIME_BYTES)
+        return 1 + sum(self._bytes(start, min(start + _LINES_AT_A_TIME_BYTES, span[0])).count(b"\n") for start in starts)
 
     def content_hash(self) -> str:
         """Of all its bytes."""

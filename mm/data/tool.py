@@ -57,7 +57,8 @@ def _index(flags: argparse.Namespace) -> None:
         preprocessing_num_workers=flags.num_workers or data.preprocessing_num_workers)
     gauge, skips_bad = Gauge.from_config(data, model, flags.seq_length), flags.bad_sample == "skip"
     parts = {"training": Dataset(data, skips_bad, gauge)}
-    data = dataclasses.replace(data, overwrite_cache=False)
+    # With val_rate it is in the same files, which are new already.
+    data = dataclasses.replace(data, overwrite_cache=data.overwrite_cache and bool(data.val_dataset))
     validation = validation_dataset(data, skips_bad, gauge)
     for name, dataset in (parts if validation is None else parts | {"validation": validation}).items():
         lengths = dataset.lengths

@@ -91,7 +91,8 @@ class Chunk(nn.Module):
         share = self.context.share(microbatch) if self.context.size > 1 else None
         vision = embedding = language = loss = None
         if spec.vision_layers and (grids := self.context.image_grids(microbatch)):
-            vision = vision_inputs(grids, self._pixels(microbatch), model.vision, device, cut_group)
+            pixels = self._pixels(microbatch) if spec.has_patch_embedding else None
+            vision = vision_inputs(grids, pixels, model.vision, device, cut_group)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)

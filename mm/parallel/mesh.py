@@ -49,8 +49,8 @@ class Mesh:
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """The ranks of the pipeline once more, for gradients: the same group, unless both kinds of message would go from
-    one stage to the same other, where only their order could tell them apart."""
+    """The ranks of the pipeline once more, for gradients.  NCCL and HCCL take the messages of a group one after
+    another: in one with the activations, a gradient that is asked for ahead would hold up an activation behind it."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -119,7 +119,7 @@ def build_mesh(
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
-    gradient_group = _my_group(pipelines, timeout) if placement.num_chunks > 1 and pp_size == 2 else groups.pp
+    gradient_group = _my_group(pipelines, timeout) if pp_size > 1 else groups.pp
     assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
     assert gradient_group is not None, "every rank is in a pipeline"
     return Mesh(

@@ -67,8 +67,8 @@ class PipelineCommunicator:
     backward pass; the forward step takes every received tensor from ``take``.
 
     With ``starts_ahead``, what is sent and the next message of the same kind begin together, so that the message comes
-    while this stage computes.  No message overtakes another of its group by that: what this stage sends next in the
-    group needs what it receives.
+    while this stage computes.  Activations and gradients have a group each, which takes one batch after another: what
+    this stage sends next in a group needs what it receives in it, so that a message asked for early holds up nothing.
     """
 
     def __init__(

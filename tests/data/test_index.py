@@ -123,7 +123,8 @@ def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_c
     (tmp_path / "moved.json").write_bytes(Path(data.dataset[0]).read_bytes())
     moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
     assert made == ["data.json"]
-    assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:") and moved[0].source == f"{tmp_path}/moved.json:0"
+    assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:")
+    assert moved[0].source == f"{tmp_path}/moved.json:0"
 
 
 def test_mended_pictures_are_found(cached, model_config, made, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from mm.data.picture import FORMATS, image_size, load_image, load_pixels
+from mm.data.picture import FORMATS, image_remarks, image_size, load_image, load_pixels
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -102,6 +102,22 @@ def write_huge_png(path: Path) -> None:
     data[16:24] = (10_000).to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
     path.write_bytes(bytes(data))
+
+
+def test_broken_exif_turns_nothing(tmp_path):
+    path = str(tmp_path / "photo.jpg")
+    photo(40, 30).save(path, exif=b"Exif\0\0garbage!!")
+    assert image_size(path) == (40, 30) and load_image(path).size == (40, 30) and load_pixels(path).shape == (30, 40, 3)
+
+
+def test_remarks(tmp_path):
+    for name, image, options in (("plain.png", photo(30, 30), {}), ("small.png", photo(30, 20), {}),
+                                 ("two.gif", photo(30, 30), {"save_all": True, "append_images": [photo(30, 30, 1)]})):
+        image.save(tmp_path / name, **options)
+    Image.fromarray(np.full((30, 30), 40_000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    remarks = {path.name: " ".join(image_remarks(str(path))) for path in tmp_path.iterdir()}
+    assert remarks["plain.png"] == "" and "28 pixels" in remarks["small.png"]
+    assert "several frames" in remarks["two.gif"] and "8 bits" in remarks["deep.png"]
 
 
 @pytest.mark.parametrize("load", [load_image, load_pixels])

@@ -36,6 +36,19 @@ def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
     assert len(rows(tmp_path / LEDGER)) == 3
 
 
+def test_what_a_killed_run_left_is_read(tmp_path) -> None:
+    """Half a line is cut off; ids may hold any character."""
+    ledger, odd = tmp_path / LEDGER, BadSample("a.json", 1, 0, "\ud83d \u2028", None, "x")
+    Quarantine(100, 0.1, ledger).add([odd, BAD[1]])
+    with open(ledger, "a") as stream:
+        stream.write('{"dataset": "a.j')
+    Quarantine(100, 0.1, ledger).add([odd, BAD[2]])
+    assert rows(ledger) == [asdict(odd), asdict(BAD[1]), asdict(BAD[2])]
+    ledger.write_text("something\n")
+    with pytest.raises(UserError, match=r"quarantine.jsonl: is no list of samples"):
+        Quarantine(100, 0.1, ledger)
+
+
 def test_a_rank_that_does_not_write_counts_too() -> None:
     quarantine = Quarantine(20, 0.0, None)
     quarantine.add([])

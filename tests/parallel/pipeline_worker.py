@@ -68,6 +68,8 @@ class Trace:
     num_language_layer_runs: int = 0
     num_coming: dict[str, int] = field(default_factory=dict)
     """By kind of work: the most messages that had begun to come, and were not waited for, when one began."""
+    streams: list[list] = field(default_factory=list)
+    """What a communicator does in order: ["start", group, messages] and ["wait", message]."""
     in_host_work: bool = False
 
 
@@ -155,6 +157,31 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
             del chunk.prepare
 
 
+def message(due: Any) -> list:
+    return [due.is_gradient, due.boundary, due.microbatch]
+
+
+@contextmanager
+def in_order(trace: Trace) -> Iterator[None]:
+    """Note which messages start together, in which group."""
+    from mm.parallel.transport import Batch
+
+    start = Batch.start
+
+    def noted(batch: Any) -> Any:
+        moved = [[due.is_sent, due.peer_stage, *message(due)] for due, tensor in batch.transfers
+                 if tensor is not None and tensor.numel()]
+        if moved:
+            trace.streams.append(["start", batch.group.group_name, moved])
+        return start(batch)
+
+    Batch.start = noted
+    try:
+        yield
+    finally:
+        Batch.start = start
+
+
 class Coming:
     """A listener that counts messages on their way when a pass of a chunk begins."""
 
@@ -164,6 +191,8 @@ class Coming:
 
         def counted(arriving: Any) -> Any:
             self._num_waited += bool(arriving.works)
+            if arriving.works:
+                trace.streams.append(["wait", message(arriving.due)])
             return wait_for(arriving)
 
         communicator._wait_for = counted
@@ -190,7 +219,7 @@ def run_case(case: Case) -> dict:
     for model in parts.models:
         model.zero_grad_buffer()
     parts.stage.journal.listener = Coming(trace, parts.communicator)
-    with counting(trace, parts.stage):
+    with counting(trace, parts.stage), in_order(trace):
         run_schedule(parts.models, engine.plan, parts.communicator, parts.mesh)
     found = {
         **{name: value for name, value in vars(trace).items() if name != "in_host_work"},

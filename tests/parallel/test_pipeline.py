@@ -139,6 +139,61 @@ def test_a_frozen_prefix_keeps_nothing_and_has_no_backward(name: str, found: lis
         assert (step["num_weight_products"] == 0) is (is_frozen or (stage > 1 and "language" in case.freeze)), stage
 
 
+def runs_through(stages: list[list[list]]) -> bool:
+    """Whether stages that do these things end, where each group is one queue: a batch of messages begins when the one
+    before it is over, and is over when every message of it has met its other half.
+
+    So do NCCL and HCCL.  gloo finds the halves of a message in any order, so that a real run here would not show it.
+    """
+    at, queues, arrived = [0] * len(stages), [{} for _ in stages], set()
+    was_moved = True
+    while was_moved:
+        was_moved = False
+        for stage, steps in enumerate(stages):  # what waits for a message holds up all behind it
+            while at[stage] < len(steps):
+                what, *rest = steps[at[stage]]
+                if what == "wait" and (stage, *rest[0]) not in arrived:
+                    break
+                if what == "start":
+                    group, messages = rest
+                    queues[stage].setdefault(group, []).append([tuple(one) for one in messages])
+                at[stage], was_moved = at[stage] + 1, True
+        for stage, groups in enumerate(queues):
+            for group, batches in groups.items():
+                for is_sent, peer, *name in list(batches[0]) if batches else []:
+                    others = queues[peer].get(group, [])
+                    if is_sent and others and (half := (False, stage, *name)) in others[0]:
+                        batches[0].remove((True, peer, *name))
+                        others[0].remove(half)
+                        arrived.add((peer, *name))
+                        was_moved = True
+        for groups in queues:
+            for batches in groups.values():
+                while batches and not batches[0]:
+                    batches.pop(0)
+    return all(count == len(steps) for count, steps in zip(at, stages, strict=True)) and not any(
+        batches for groups in queues for batches in groups.values())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.ring], ids=lambda case: case.name)
+def test_no_order_of_messages_holds_up_a_group_that_is_one_queue(case: Case, found: list[dict]) -> None:
+    replicas = [[found[rank][case.name]["streams"] for rank in range(replica, 4, 4 // case.pp)]
+                for replica in range(4 // case.pp)]
+    assert all(map(runs_through, replicas))
+
+
+def test_the_queues_show_an_order_that_would_hang() -> None:
+    def start(*messages: list) -> list:
+        return ["start", "group", list(messages)]
+
+    there, back = [False, 1, 0], [True, 1, 0]
+    first = [start([True, 1, *there]), start([False, 1, *back]), ["wait", back]]
+    second = [start([False, 0, *there]), ["wait", there], start([True, 0, *back])]
+    assert runs_through([first, second])
+    assert not runs_through([first[::-1], second])
+    assert not runs_through([[first[1], first[0], first[2]], second]), "the receive holds up the send behind it"
+
+
 def test_messages_come_while_a_stage_computes(found: list[dict]) -> None:
     """The next activation during a backward step, the next gradient during a forward step."""
     def during(name: str) -> list[tuple[bool, bool]]:
