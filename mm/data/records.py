@@ -142,8 +142,9 @@ class RecordFile:
         if self.form is Form.PARQUET:
             self._bytes(0, 0)  # looks at the version
             return None
-        starts = range(0, span[0], _LINES_AT_A_TIME_BYTES)
-        return 1 + sum(self._bytes(start, min(start + _LINES_AT_A_TIME_BYTES, span[0])).count(b"\n") for start in starts)
+        size = _LINES_AT_A_TIME_BYTES
+        parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
+        return 1 + sum(part.count(b"\n") for part in parts)
 
     def content_hash(self) -> str:
         """Of all its bytes."""
