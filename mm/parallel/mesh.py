@@ -119,7 +119,7 @@ def build_mesh(
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
-    gradient_group = _my_group(pipelines, timeout) if pp_size > 1 else groups.pp
+    gradient_group = _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP") if pp_size > 1 else groups.pp
     assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
     assert gradient_group is not None, "every rank is in a pipeline"
     return Mesh(
@@ -143,9 +143,14 @@ def build_mesh(
     )
 
 
-def _my_group(ranks: list[list[int]], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
-    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any."""
-    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend)
+def _my_group(
+    ranks: list[list[int]], timeout: timedelta, backend: str | None = None, name: str | None = None
+) -> dist.ProcessGroup | None:
+    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any.
+
+    ``name`` is for reports.
+    """
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend, group_desc=name)
     assert not isinstance(mine, int), "torch gives a number to the ranks outside of a group only"
     return mine
 

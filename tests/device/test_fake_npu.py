@@ -28,7 +28,7 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
-AXIS_GROUPS = {"tp2": "TENSOR_MODEL_PARALLEL_GROUP", "cp2": "CONTEXT_PARALLEL_GROUP"}
+AXIS_GROUPS = {"tp2": "TENSOR_MODEL_PARALLEL_GROUP", "cp2": "CONTEXT_PARALLEL_GROUP", "pp2": "PIPELINE_GRADIENT_GROUP"}
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {
     # of loss, gradient norm and exported weights, relative
