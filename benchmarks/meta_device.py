@@ -69,7 +69,8 @@ META_SHIMS: tuple[Shim, ...] = (
         for shim in CPU_SHIMS
         if shim.target.startswith("megatron.") and shim.target.endswith(":torch")
     ),
-    Shim("torch.distributed:new_subgroups_by_enumeration", lambda ranks, timeout, _: _fake_subgroups(ranks, timeout),
+    Shim("torch.distributed:new_subgroups_by_enumeration",
+         lambda ranks, timeout, _, group_desc: _fake_subgroups(ranks, timeout, group_desc=group_desc),
          "a world of several ranks that is one process has nobody to speak gloo to"),
     Shim("torch.distributed:batch_isend_irecv", lambda operations: [_Done() for _ in operations],
          "torch's fake processes exchange no messages between meta tensors"),
