@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import Table, parquet
 
 from mm.batch import BatchTotals
 from mm.data import dataset as dataset_module
@@ -286,12 +287,10 @@ def test_processes_end_with_the_iterator():
 
 
 def test_of_parquet(model_config, hf_directory, media_directory, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
     raw = [{**record, "images": [record["images"]] if isinstance(record.get("images"), str) else record.get("images"),
             "messages": [{"role": role, "content": text} for role, text in record["messages"]]} for record in RECORDS]
     path = tmp_path / "data.json"  # what it is, is seen in it
-    parquet.write_table(pyarrow.Table.from_pylist(raw * 3), path, row_group_size=4)
+    parquet.write_table(Table.from_pylist(raw * 3), path, row_group_size=4)
     (tmp_path / "same.json").write_text(json.dumps(raw * 3))
     of_parquet, of_json = (
         Dataset(data, gauge=Gauge.from_config(data, model_config, 4096)) for data in (
@@ -299,7 +298,7 @@ def test_of_parquet(model_config, hf_directory, media_directory, tmp_path):
                 path, tmp_path / "same.json")))
     assert [of_parquet[number].turns for number in range(15)] == [of_json[number].turns for number in range(15)]
     assert of_parquet.lengths.num_tokens.tolist() == of_json.lengths.num_tokens.tolist()
-    parquet.write_table(pyarrow.Table.from_pylist([*raw, {"messages": []}]), path)
+    parquet.write_table(Table.from_pylist([*raw, {"messages": []}]), path)
     data = data_config(hf_directory, media_directory, path, cache_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"data.json: sample 5 .counted from 0.: has no 'messages'|is \[\]"):
         Dataset(data)
