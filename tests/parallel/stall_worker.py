@@ -74,7 +74,7 @@ def train(name: str, num_steps: int, directory: Path) -> int:
         num_changes = sum(one != other for one, other in pairwise(lengths))
         found = {"losses": losses, "num_changes": num_changes, "num_microbatches": len(lengths), "seconds": seconds}
         (directory / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
-        print(f"{name}: {num_steps} steps in {seconds:.1f} s, {num_changes} changes of length, last loss {losses[-1]:.3f}")
+        print(f"{name}: {num_steps} steps in {seconds:.1f} s, {num_changes} changes, last loss {losses[-1]:.3f}")
     return 0 if all(map(math.isfinite, losses)) else 1
 
 
