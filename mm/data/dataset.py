@@ -64,7 +64,8 @@ class _Records:
         """
         file, row = self.reader.file, self.index.rows[number]
         name, media = None, ()
-        with suppress(UserError, ValueError):  # what is told of a record that cannot be read is without these two
+        # What is told of a record that cannot be read is without these two; it may also be nested too deeply.
+        with suppress(UserError, ValueError, RecursionError):
             record = file.read((int(row["start"]), int(row["end"])))
             name = record.get("id") if isinstance(record, dict) else None
             media = self.reader.read(number, row).media
@@ -101,9 +102,9 @@ class Dataset:
         self.notes: list[str] = []
         """Where the index is kept, if not where it should be, and what is strange in good samples."""
         self._files: list[_Records] = []
-        sources = validation_sources(config) if part == "validation" and config.val_dataset else (
-            training_sources(config))
-        limit = config.val_max_samples if part == "validation" and config.val_dataset else config.max_samples
+        has_files = part == "validation" and config.val_dataset  # else it is a share of those for training
+        sources = validation_sources(config) if has_files else training_sources(config)
+        limit = config.val_max_samples if has_files else config.max_samples
         problems: list[str] = []
         taken: list[np.ndarray] = []
         for source in sources:

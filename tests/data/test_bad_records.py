@@ -74,6 +74,7 @@ BAD_RECORDS = {
     "19 another encoding in one line": (
         lines(GOOD).encode() + b'\n{"messages": "\xd6\xd0"}\n' + lines(GOOD).encode(), 2, "is not UTF-8"),
     "19 a key twice": (lines(GOOD, '{"messages": 1, "messages": 2}', GOOD), 2, "'messages' stands twice"),
+    "19 a record nested too deeply": (lines(GOOD, "[" * 200_000 + "]" * 200_000, GOOD), 2, "is nested too deeply"),
     "20 no messages": (lines(GOOD, {"message": []}, GOOD), 2, "has no 'messages'"),
     "20 null messages": (lines(GOOD, {"messages": None}, GOOD), 2, "expected a list of messages"),
     "20 messages as a text": (lines(GOOD, {"messages": "Hi"}, GOOD), 2, "expected a list of messages"),
