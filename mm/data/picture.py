@@ -134,6 +134,11 @@ def _open(path: str) -> Image.Image:
         raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    except UserError:
+        raise
+    except Exception as error:  # Pillow raises errors of many types on odd headers
+        raise UserError(f"{path}: Pillow does not read its header ({error}); save it anew, replace or remove it."
+                        ) from error
     if image.width * image.height > MAX_IMAGE_PIXELS:
         image.close()
         raise UserError(
