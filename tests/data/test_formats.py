@@ -81,6 +81,8 @@ def test_settings_of_one_picture_or_video(read, folder):
     ({"type": "image", "image": "a.png", "min_pixels": 9, "max_pixels": 4}, "'min_pixels' = 9 above 'max_pixels' = 4"),
     ({"type": "video", "video": "c.mp4", "fps": True}, "expected a number above 0"),
     ({"type": "video", "video": "c.mp4", "fps": float("inf")}, "expected a number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": 10**400}, "expected a number above 0"),
+    ({"type": "image", "image": "a.png", "max_pixels": 10**400}, "expected a whole number above 0"),
     ({"type": "video", "video": "c.mp4", "fps": 1, "nframes": 4}, "both 'fps' and 'nframes'"),
     ({"type": "video", "video": "c.mp4", "video_start": 3, "video_end": 2}, "'video_start' = 3 above 'video_end' = 2"),
     ({"type": "video", "video": ["a.png", "b.png"]}, "given as a list of pictures"),
