@@ -9,7 +9,7 @@ import os
 import stat
 from dataclasses import dataclass
 from functools import cached_property
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from mm.errors import UserError
 
@@ -81,11 +81,11 @@ class KnownMedia:
 def _without_scheme(path: str, kind: str) -> str:
     """``path``, or that of a ``file://`` address."""
     if path.startswith("file://"):
-        parts = urlsplit(path)
-        if parts.netloc not in ("", "localhost"):
-            raise UserError(f"{kind} {path[:80]!r} is on the machine {parts.netloc!r}; write file:///PATH for a file "
+        host, slash, rest = path.removeprefix("file://").partition("/")
+        if host not in ("", "localhost"):
+            raise UserError(f"{kind} {path[:80]!r} is on the machine {host[:80]!r}; write file:///PATH for a file "
                             f"of this one.")
-        return unquote(parts.path)
+        return unquote(slash + rest)
     if path.startswith("data:"):
         raise UserError(f"{kind} {path[:40]!r}... holds the {kind} itself and is not a local path; write it to a file "
                         f"and give the path of that.")

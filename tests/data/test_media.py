@@ -49,6 +49,7 @@ def test_other_roots_are_named(root, path):
     ("a\0b.png", "no regular file, neither as"), ("\ud800.png", "no regular file, neither as"),
     ("http://x/a.png", "nothing is fetched"), ("https:\\\\x", "no regular file"), ("s3://bucket/a.png", "is fetched"),
     ("data:image/png;base64,AAAA", "holds the image itself"), ("file://host/a.png", "on the machine 'host'"),
+    ("file://[host/a.png", "on the machine '[host'"),
 ])
 def test_what_is_no_file_is_refused(root, path, what):
     with pytest.raises(UserError) as error:
