@@ -215,6 +215,7 @@ BAD_FILES = {
     "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' stands twice"),
     "not a number": ('{"messages": NaN}', "NaN is not JSON"),
     "deep": ("[" * 200_000, "nested too deeply"),
+    "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
     "other encoding": ("中文".encode("gbk"), "data.json:1: byte 0x.. is not UTF-8"),
 }
 
