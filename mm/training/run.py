@@ -117,7 +117,7 @@ class Trainer:
             known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
             dataset = Dataset(known, skips, gauge, args.seed)
             quarantine = self._quarantine(dataset) if skips else None
-            order = order_of(run, len(dataset), dataset.lengths, mesh.dp_rank, self.progress.consumed_samples)
+            order = order_of(run, dataset.lengths, mesh.dp_rank, self.progress.consumed_samples)
             loader = StepLoader(
                 dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
             return loader, quarantine
