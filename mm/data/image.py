@@ -143,7 +143,7 @@ class ImageProcessor:
         if item.min_pixels is None and item.max_pixels is None:
             return self
         lower, upper = self.llama_factory or (self.min_pixels, self.max_pixels)
-        bounds = item.min_pixels or lower, item.max_pixels or upper
+        bounds = lower if item.min_pixels is None else max(item.min_pixels, 1), item.max_pixels or upper
         if bounds[0] > bounds[1]:
             raise UserError(f"{item.path}: its min_pixels {bounds[0]} is above its max_pixels {bounds[1]}; change one.")
         if self.llama_factory is not None:
