@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from mm.config.model import ModelConfig
 from mm.data.balance import Sizes
-from mm.data.cost import sample_costs
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.order import Deal, in_turn, shuffled
@@ -24,7 +23,7 @@ from mm.data.picture import image_remarks
 from mm.data.quarantine import BadSample
 from mm.data.report import Histogram, Problem, Report, Table
 from mm.data.sample import Image
-from mm.data.sampler import balanced, packed_evenly
+from mm.data.sampler import balanced, packed_evenly, sizes_of
 from mm.data.workers import in_processes
 from mm.errors import UserError
 
@@ -40,8 +39,8 @@ _NUM_AT_A_TIME = 64
 def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, found: "Found") -> Report:
     """``dataset`` must have been measured; ``found`` is what a look at its media has shown."""
     lengths = dataset.lengths
-    tokens, num_samples = lengths.num_tokens.astype(np.int64), len(dataset)
-    sizes = Sizes(sample_costs(model, lengths), tokens, lengths.num_patches.astype(np.int64))
+    sizes, num_samples = sizes_of(model, lengths), len(dataset)
+    tokens = sizes.num_tokens
     packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
     facts = {
         "samples": f"{num_samples:,}",
@@ -141,5 +140,4 @@ class _Look:
 
 
 def _problem(bad: BadSample) -> Problem:
-    line = "" if bad.line is None else f":{bad.line}"
-    return Problem(f"{bad.dataset}{line}", f"sample {bad.index}: {bad.reason}")
+    return Problem(bad.where, f"sample {bad.index}: {bad.reason}")
