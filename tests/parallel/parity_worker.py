@@ -278,7 +278,7 @@ def joined(case: Case, store: dist.Store, rank: int) -> Iterator[None]:
                             timeout=parallel.timedelta(minutes=2))
     yield
     dist.destroy_process_group()
-    gc.collect()  # a group's threads end with its last reference, and cycles of them hold some: 500 threads in 150 cases
+    gc.collect()  # cycles keep groups, and their threads: 500 after 150 cases
 
 
 def run_all(output: Path, only: list[str], store: dist.Store, rank: int, world_size: int) -> None:
