@@ -203,9 +203,10 @@ def load(
 
     more_notes = together(mesh, restore)
     manifest = stored.manifest
+    if finetune:
+        return Progress(0, 0, notes=(*notes, *more_notes))
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
-    progress = (0, 0) if finetune else (manifest.iteration, manifest.consumed_samples, data)
-    return Progress(*progress, notes=(*notes, *more_notes))
+    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes))
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:

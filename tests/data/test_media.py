@@ -1,11 +1,12 @@
 """Nothing outside the media roots is shown, however its path is written."""
 
+import base64
 import os
 from pathlib import Path
 
 import pytest
 
-from mm.data.media import KnownMedia, MediaRoots
+from mm.data.media import MAX_INLINE_BYTES, KnownMedia, MediaRoots
 from mm.errors import UserError
 
 
@@ -48,13 +49,32 @@ def test_other_roots_are_named(root, path):
     ("no.png", "no regular file, neither as"), ("loop.png", "no regular file, neither as"),
     ("a\0b.png", "no regular file, neither as"), ("\ud800.png", "no regular file, neither as"),
     ("http://x/a.png", "nothing is fetched"), ("https:\\\\x", "no regular file"), ("s3://bucket/a.png", "is fetched"),
-    ("data:image/png;base64,AAAA", "holds the image itself"), ("file://host/a.png", "on the machine 'host'"),
     ("file://[host/a.png", "on the machine '[host'"),
+    ("file://host/a.png", "on the machine 'host'"), ("A" * 300, "if it is the image itself in base64, write data:"),
+    ("data:image/png;base64,AAA", "broken base64 (Incorrect padding"), ("data:image/png;base64,A-_=", "broken base64"),
+    ("data:image/png;base64,\xe4AAA", "broken base64"), ("data:image/png;base64", "is no data:image/png;base64,"),
+    ("data:image/png,AAAA", "is not in base64"), ("data:text/html;base64,AAAA", "is no data:image/png;base64,"),
+    ("data:,AAAA", "is no data:image/png;base64,"), ("data:image/png;base64,=" + "A" * 10**6, "broken base64"),
+    ("data:image/png;base64," + "A" * (4 * MAX_INLINE_BYTES // 3 + 4), "16,777,218 bytes, more than the 16,777,216"),
 ])
 def test_what_is_no_file_is_refused(root, path, what):
     with pytest.raises(UserError) as error:
         MediaRoots(str(root / "media")).find(path, "image")
-    assert what in str(error.value)
+    assert what in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("start", ["data:image/png;base64,", "DATA:image/jpeg;name=a;base64,", "data:IMAGE/x;BASE64,"])
+def test_a_picture_in_the_record_needs_no_file(root, start):
+    content = bytes(range(256)) * 3
+    encoded = base64.b64encode(content).decode()
+    media = KnownMedia(MediaRoots(str(root / "media")))
+    for text in (encoded, "\n".join(encoded[place : place + 76] for place in range(0, len(encoded), 76)) + "\r\n"):
+        found = media.find(start + text, "image")
+        assert found.content == content and str(found) == f"{(start + text)[:40]}..." and "\\x00" not in repr(found)
+        with pytest.raises(UserError, match="only pictures may stand in a record"):
+            media.find(start + text, "video")
+    largest = media.find("data:image/png;base64," + base64.b64encode(bytes(MAX_INLINE_BYTES)).decode(), "image")
+    assert largest.content == bytes(MAX_INLINE_BYTES)
 
 
 def test_a_relative_path_may_begin_at_the_working_directory(root, monkeypatch):
