@@ -62,7 +62,8 @@ def test_contents_of_a_dataset(write_dataset, model_config, tmp_path):
 
     first = of()
     assert [(one.dataset, one.num_samples) for one in first] == [(path, 20)] and first == of()
-    for same in (of(str(tmp_path / "moved.json")), of(shuffle=False), of(seq_length=2000), of(packing=True), of(seed=1)):
+    moved = of(str(tmp_path / "moved.json"))
+    for same in (moved, of(shuffle=False), of(seq_length=2000), of(packing=True), of(seed=1)):
         assert not list(changed(first, same))
     for other in (of(str(tmp_path / "other.json")), of(f"{path}%50"), of(max_samples=19), of(val_rate=0.1),
                   of(path, path), of(f"{path}%200")):

@@ -152,13 +152,14 @@ def test_other_data_than_the_checkpoints_are_found(inputs: Path):
 
     for data in (None, TrainedOn((contents,)).to_json()):
         assert found("--load", saved(data)) == ([], [])
-    load = ("--load", saved(TrainedOn((dataclasses.replace(contents, samples_sha256="other", num_samples=2),)).to_json()))
+    other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
+    load = ("--load", saved(TrainedOn((other,)).to_json()))
     (problem,), _ = found(*load)
     what = f"other samples of {inputs}/samples.json are taken (2 then, 1 now)"
     assert problem.startswith(f"the data are not those of the checkpoint: {what}") and "--allow-new-data" in problem
     assert found(*load, "--finetune") == ([], [])
     (none, (note,)) = found(*load, "--allow-new-data")
-    assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("goes on with the first sample")
+    assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
     assert found("--load", str(inputs / "hf")) == found("--load", str(inputs / "absent")) == ([], [])
 
 
