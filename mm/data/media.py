@@ -57,6 +57,8 @@ class MediaRoots:
             try:
                 real = os.path.realpath(candidate)
                 mode = os.stat(real).st_mode
+            except PermissionError as error:
+                raise UserError(f"{kind} {_shown(path)} cannot be read: {candidate!r}: {error.strerror}.") from error
             except (OSError, ValueError):  # the latter for a null character and half characters
                 continue
             if not stat.S_ISREG(mode):

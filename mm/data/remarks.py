@@ -20,7 +20,9 @@ def length_remarks(
     shortened = np.flatnonzero(dropped)
     if len(shortened):
         longest = int((columns["tokens"] + dropped).max())
-        how = f"lose {turns.sum(dtype=np.int64)} whole turns" if drops_turns else "are cut by LLaMA-Factory's rule"
+        num_turns = int(turns.sum())
+        how = f"lose {num_turns} whole turn{'s' * (num_turns != 1)}" if drops_turns else (
+            "are cut by LLaMA-Factory's rule")
         yield (f"{len(shortened)} of {len(dropped)} samples are longer than --seq-length {seq_length} and {how}, "
                f"{dropped.sum(dtype=np.int64)} tokens in all; the longest has {longest}: raise --seq-length to keep "
                f"more.  {_first(shortened, named)}")

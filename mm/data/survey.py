@@ -51,8 +51,8 @@ def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, fo
         "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
         "frames of videos": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
         "patches": f"{sizes.num_patches.sum():,}",
-        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,}, by {turns:,} whole turns and "
-                                       f"{dropped.sum(dtype=np.int64):,} tokens in all",
+        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,}; turns dropped: {turns:,}, tokens: "
+                                       f"{dropped.sum(dtype=np.int64):,}",
         "words like control tokens, read as text": f"{dataset.column('num_control_words').sum(dtype=np.int64):,}",
         "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
     }

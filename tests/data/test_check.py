@@ -98,14 +98,14 @@ def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp
     for command in ("check", "stats", "index"):
         assert main([command, "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
         told[command] = capsys.readouterr().out
-        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turns, " in told[command]
+        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
         assert f"keep more.  It is {tmp_path}/train.json:0 (id 'a')" in told[command]
         assert "note: 1 sample is left out, because not one question and answer of it fits" in told[command]
         assert f"It is {tmp_path}/train.json:1\n" in told[command]
         assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
     for command in ("check", "stats"):
         assert re.search(r"left out +0, and 1 too long\n", told[command])
-        assert re.search(r"samples cut to --seq-length +1, by 1 whole turns and \d{3} tokens", told[command])
+        assert re.search(r"samples cut to --seq-length +1; turns dropped: 1, tokens: \d{3}", told[command])
         assert re.search(r"words like control tokens, read as text +4\n", told[command])
 
 

@@ -2,12 +2,16 @@
 
 import base64
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from mm.data.media import MAX_INLINE_BYTES, KnownMedia, MediaRoots
+from mm.data.picture import image_size
 from mm.errors import UserError
+from tests.data.oracle import photo
 
 
 @pytest.fixture
@@ -98,3 +102,25 @@ def test_what_was_found_is_remembered_and_what_was_not_is_not(root):
         media.find("new.png", "image")
     (root / "media/new.png").touch()
     assert media.find("new.png", "image") == media.find("new.png", "image") == str(root / "media/new.png")
+
+
+def test_a_folder_or_picture_that_may_not_be_read_is_told_as_such():
+    """Row 31.  Root may read everything, so it becomes nobody meanwhile."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "closed").mkdir()
+    (folder / "closed" / "a.png").touch()
+    photo(30, 30).save(folder / "b.png")
+    folder.chmod(0o755)
+    (folder / "closed").chmod(0)
+    (folder / "b.png").chmod(0)
+    is_root = os.geteuid() == 0
+    os.seteuid(65534 if is_root else os.geteuid())
+    try:
+        with pytest.raises(UserError, match=r"image 'closed/a.png' cannot be read: .*: Permission denied"):
+            MediaRoots(str(folder)).find("closed/a.png", "image")
+        with pytest.raises(UserError, match=r"b.png: cannot be read: Permission denied"):
+            image_size(str(MediaRoots(str(folder)).find("b.png", "image")))
+    finally:
+        os.seteuid(0 if is_root else os.geteuid())
+        (folder / "closed").chmod(0o700)
+        shutil.rmtree(folder)

@@ -160,7 +160,8 @@ def test_other_data_than_the_checkpoints_are_found(inputs: Path):
     assert found(*load, "--finetune") == ([], [])
     (none, (note,)) = found(*load, "--allow-new-data")
     assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
-    assert found("--load", str(inputs / "hf")) == found("--load", str(inputs / "absent")) == ([], [])
+    (inputs / "nothing").mkdir()
+    assert found("--load", str(inputs / "hf")) == found("--load", str(inputs / "nothing")) == ([], [])
 
 
 def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
