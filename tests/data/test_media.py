@@ -60,7 +60,7 @@ def test_other_roots_are_named(root, path):
     ("data:image/png,AAAA", "is not in base64"), ("data:text/html;base64,AAAA", "is no data:image/png;base64,"),
     ("data:,AAAA", "is no data:image/png;base64,"), ("data:image/png;base64,=" + "A" * 10**6, "broken base64"),
     ("data:image/png;base64," + "A" * (4 * MAX_INLINE_BYTES // 3 + 4), "16,777,218 bytes, more than the 16,777,216"),
-])
+], ids=lambda text: text[:40])
 def test_what_is_no_file_is_refused(root, path, what):
     with pytest.raises(UserError) as error:
         MediaRoots(str(root / "media")).find(path, "image")
