@@ -111,7 +111,7 @@ def train(run: Run) -> None:
     from mm.training.run import Trainer
 
     mesh = parallel.start(device, run.model, run.tp_size, run.args.distributed_timeout_minutes, run.cp_size,
-                          run.is_ring)
+                          run.is_ring, run.args.vision_feature_cache is not None)
     with Watchdog(mesh, run.args.step_timeout) as watchdog:
         trainer = Trainer(run, device, mesh, watchdog)
         trainer.run_steps()

@@ -54,6 +54,11 @@ class Arguments:
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
+    vision_feature_cache: str | None = Field(None, description=(
+        "directory that keeps what a wholly frozen ViT makes of each picture and video, for later epochs and runs"))
+    vision_feature_cache_gib: Positive | None = Field(
+        None, description="most that it may hold, in GiB; absent = until the disk is full")
+
     # Machines
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="what to run on")
     world_size: Count | None = Field(

@@ -368,6 +368,8 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.save is None:
         interval = f", and --save-interval {args.save_interval} has no effect" if args.save_interval else ""
         yield f"command line: no --save, so no checkpoint will be written{interval}"
+    if args.vision_feature_cache_gib is not None and args.vision_feature_cache is None:
+        yield "command line: --vision-feature-cache-gib has no effect without --vision-feature-cache"
     if args.lr_scale_modules and args.lr_mult == 1.0:
         yield "command line: --lr-scale-modules has no effect without --lr-mult"
     if args.lr_mult != 1.0 and not args.lr_scale_modules:

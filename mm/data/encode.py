@@ -1,6 +1,6 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,44 +85,56 @@ class SampleEncoder:
         return cls(chat, images, videos, vision.tokens_per_second)
 
     def encode(self, sample: Sample) -> Microbatch:
-        """One sample as a microbatch of one segment.
+        """One sample as a microbatch of one segment; raises UserError as ``outline`` and ``filled`` do."""
+        return self.filled(self.outline(sample))
 
-        Pictures and videos that fall to the cut at ``seq_length`` are not decoded.  Raises UserError naming the sample
-        and, where it is one's fault, the picture or video; ``ChatEncoder.encode`` says when.
+    def filled(self, outline: "Outline") -> Microbatch:
+        """With pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
+        try:
+            pixels = [self._pixels(one) for one in outline.media]
+        except UserError as error:
+            raise UserError(f"{outline.source}: {problem}" for problem in error.problems) from error
+        return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
+
+    def outline(self, sample: Sample) -> "Outline":
+        """One sample without its pixels, from headers of its media.
+
+        Raises UserError naming the sample and, where it is one's fault, the picture or video; ``ChatEncoder.encode``
+        says when.
         """
         try:
             planned = [self.planned(one) for one in sample.media]
             text = self.chat.encode(sample.turns, [one.grid for one in planned])
-            kept = [planned[number] for number in text.media]
-            pixels = [self._pixels(one) for one in kept]
         except UserError as error:
             raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
+        kept = tuple(planned[number] for number in text.media)
         grids = tuple(one.grid for one in kept)
         seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
         positions = mrope_positions(
             text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size,
             VideoTimes(self.chat.video_token_id, self.tokens_per_second, seconds),
         )
-        return Microbatch(
+        microbatch = Microbatch(
             token_ids=text.token_ids,
             labels=text.labels,
             positions=positions,
             segment_lengths=(text.token_ids.numel(),),
             image_grids=grids,
-            pixel_values=torch.cat(pixels) if pixels else None,
+            pixel_values=None,
             num_cut_images=len(planned) - len(kept),
             normalisations=tuple(self.videos.normalisation if isinstance(one, VideoPlan) else self.images.normalisation
                                  for one in kept),
         )
+        return Outline(microbatch, kept, sample.source)
 
-    def planned(self, media: Media) -> "_ImagePlan | VideoPlan":
+    def planned(self, media: Media) -> "ImagePlan | VideoPlan":
         """What will be made of a picture or video, by its header.  Raises UserError naming its file."""
         if isinstance(media, Video):
             return self.videos.plan(media)
         processor = self.images.within(media)
-        return _ImagePlan(media.path, processor, processor.image_grid(media.path))
+        return ImagePlan(media.path, processor, processor.image_grid(media.path))
 
-    def _pixels(self, planned: "_ImagePlan | VideoPlan") -> Tensor:
+    def _pixels(self, planned: "ImagePlan | VideoPlan") -> Tensor:
         if isinstance(planned, VideoPlan):
             return self.videos.patches(planned)
         patches, grid = planned.processor.patches(planned.path)
@@ -133,9 +145,21 @@ class SampleEncoder:
 
 
 @dataclass(frozen=True)
-class _ImagePlan:
+class ImagePlan:
     """A picture whose pixels are not decoded yet."""
 
     path: str | Inline
     processor: ImageProcessor
     grid: Grid
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A sample without its pixels."""
+
+    microbatch: Microbatch
+    """Of one segment."""
+    media: tuple[ImagePlan | VideoPlan, ...]
+    """One for each of its grids: what falls to the cut at ``seq_length`` is not among them, and not decoded."""
+    source: str
+    """As ``Sample.source``."""

@@ -13,6 +13,7 @@ from mm.batch import StepPlan
 from mm.config.run import Run, resolved
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
+from mm.data.features import FeatureCache
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
@@ -22,6 +23,7 @@ from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
 from mm.model import flops, load
+from mm.model.fingerprint import vision_fingerprint
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
@@ -29,6 +31,7 @@ from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
+from mm.training.keeper import FeatureKeeper
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
@@ -64,6 +67,7 @@ class Trainer:
             decay_samples=run.lr_decay_iters * run.global_batch_size,
             decay_style=args.lr_decay_style,
         )
+        self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.metrics = None
         if self.reports:
             facts = {**resolved(run), "ran_on": self._ran_on(), "optimizer_groups": group_facts(args, run.model)}
@@ -81,7 +85,7 @@ class Trainer:
         observer = StepObserver(args, self.parts.stage, self.mesh, first + 1, last)
         for note in observer.notes:
             self._say(f"note: {note}")
-        data = self.data(last - first)
+        data, keeper = self.data(last - first), self._keeper()
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
             observer.begin(iteration)
@@ -89,6 +93,8 @@ class Trainer:
                 with self.parts.stage.journal.during(Work.DATA):
                     self.watchdog.plan = plan = next(data)
                 result = self._step(plan, iteration)
+                if keeper is not None:
+                    keeper.keep(self.parts.stage.take_features())
             ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
             self._report(plan, result, ended - started, observer.end())
             started = ended
@@ -100,6 +106,8 @@ class Trainer:
                     self._save(args.save)
                 started = time.perf_counter()
         data.close()
+        if keeper is not None:
+            keeper.close()
 
     def close(self) -> None:
         """Close files and leave the process group, after success only: it waits for all ranks."""
@@ -121,14 +129,31 @@ class Trainer:
             then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
             data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
             order = order_of(run, dataset.lengths, mesh.dp_rank, consumed - data.began_at)
-            loader = StepLoader(
-                dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
+            loader = StepLoader(dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor,
+                                skips, self._feature_cache())
             return loader, quarantine, data
 
         loader, quarantine, data = together(mesh, open_data)
         self.progress = replace(self.progress, data=data)
-        has_patch_embedding = self.parts.stage.has_patch_embedding
-        return DataOwner(loader, mesh, num_steps, has_patch_embedding, run.model, self.device, quarantine)
+        stage = self.parts.stage
+        return DataOwner(loader, mesh, num_steps, stage.has_patch_embedding, run.model, self.device, quarantine,
+                         stage.has_projector)
+
+    def _feature_cache(self) -> FeatureCache | None:
+        """What the reader of the data finds of the ViT's work."""
+        if self.run.args.vision_feature_cache is None:
+            return None
+        assert self.fingerprint is not None, "it is made with the stage"
+        row_bytes = self.run.model.vision.hidden_size * self.parts.stage.config.params_dtype.itemsize
+        return FeatureCache(self.run.args.vision_feature_cache, self.fingerprint, row_bytes)
+
+    def _keeper(self) -> FeatureKeeper | None:
+        """On the ranks that have what the ViT makes, one for each picture."""
+        args, mesh = self.run.args, self.mesh
+        if args.vision_feature_cache is None or not self.parts.stage.gives_features:
+            return None
+        gib, num_keepers = args.vision_feature_cache_gib, mesh.dp_size * mesh.cp_size
+        return FeatureKeeper(args.vision_feature_cache, mesh.rank, gib and int(gib * 2**30), num_keepers)
 
     def _quarantine(self, dataset: Dataset) -> Quarantine:
         """With what the check of the records has found already."""
@@ -177,6 +202,7 @@ class Trainer:
             mfu=rate / peak if peak else None,
             max_memory_bytes=self.device.max_memory_bytes(),
             timers=timers,
+            num_cached_images=totals.num_cached_images if self.run.args.vision_feature_cache else None,
             **asdict(result),
         ))
 
