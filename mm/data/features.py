@@ -68,16 +68,17 @@ class FeatureCache:
         keys = [self.key(one, videos) for one in media]
         notes: list[str] = []
         missing = {key for key in keys if not path_of(self.directory, key).exists()}
-        features: list[Tensor] = []
-        for key, one in zip(keys, media, strict=True) if not missing else ():
+        features: dict[str, Tensor] = {}
+        num_patches = {key: math.prod(one.grid) for key, one in zip(keys, media, strict=True)}
+        for key, count in num_patches.items() if not missing else ():
             try:
-                features.append(read_features(self.directory, key, math.prod(one.grid), self.row_bytes))
+                features[key] = read_features(self.directory, key, count, self.row_bytes)
             except UserError as error:
                 missing.add(key)
                 notes += [f"{problem} {self._delete(key)}" for problem in error.problems]
         if missing:
             return Found(tuple(key if key in missing else "" for key in keys), None, notes)
-        return Found((), tuple(features), notes)
+        return Found((), tuple(features[key] for key in keys), notes)
 
     def key(self, media: ImagePlan | VideoPlan, videos: VideoProcessor) -> str:
         """32 hexadecimal digits."""

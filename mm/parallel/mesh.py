@@ -79,7 +79,10 @@ def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
     is_ring: bool = False, keeps_features: bool = False,
 ) -> Mesh:
-    """Join the process group that the launcher describes in the environment, and build every group."""
+    """Join the process group that the launcher describes in the environment, and build every group.
+
+    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.
+    """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
@@ -92,10 +95,7 @@ def build_mesh(
     model: ModelConfig, tp_size: int, timeout: timedelta, cp_size: int = 1, is_ring: bool = False,
     keeps_features: bool = False,
 ) -> Mesh:
-    """Build the groups inside an initialised process group; tests call it once per layout.
-
-    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.
-    """
+    """Build the groups inside an initialised process group; tests call it once per layout."""
     placement = model.placement()
     pp_size = placement.num_stages
     parallel_state.initialize_model_parallel(
@@ -114,27 +114,23 @@ def build_mesh(
     tps, cps, dps, pps = range(tp_size), range(cp_size), range(dp_size), range(pp_size)
     tp_rank, dp_rank = rank % tp_size, rank // (tp_size * cp_size) % dp_size
     pp_rank = rank // (tp_size * cp_size * dp_size)
-    patches, projector = placement.patch_embedding_stage, placement.projector_stage
     embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
-
-    def media_groups(stage: int) -> tuple[dist.ProcessGroup | None, ...]:
-        members = [[sorted({at(0, dp, 0, 0)} | {at(stage, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
-        return tuple(_my_group(ranks, timeout, "gloo") if len(ranks[0]) > 1 else None for ranks in members)
-
+    pixel_ranks, feature_ranks = (
+        [[sorted({at(0, dp, 0, 0)} | {at(stage, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
+        for stage in (placement.patch_embedding_stage, placement.projector_stage))
     tied_ranks = [[at(embedding, dp, cp, tp), at(head, dp, cp, tp)] for dp in dps for cp in cps for tp in tps]
     replicas = [[at(pp, dp, cp, tp) for pp in pps for cp in cps for tp in tps] for dp in dps]
     replica_group = _my_group(replicas, timeout, "gloo")
     owners_group = _my_group([[at(0, dp, 0, 0) for dp in dps]], timeout, "gloo")
-    pixel_groups, feature_groups = media_groups(patches), ()
-    if keeps_features:
-        feature_groups = pixel_groups if projector == patches else media_groups(projector)
+    pixel_groups = feature_groups = _groups_of_several(pixel_ranks, timeout)
+    if feature_ranks != pixel_ranks and keeps_features:
+        feature_groups = _groups_of_several(feature_ranks, timeout)
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
     gradient_group = _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP") if pp_size > 1 else groups.pp
-    assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
-    assert gradient_group is not None, "every rank is in a pipeline"
+    assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -149,12 +145,17 @@ def build_mesh(
         replica_group=replica_group,
         owners_group=owners_group,
         pixel_groups=pixel_groups,
-        feature_groups=feature_groups,
+        feature_groups=feature_groups if keeps_features else (),
         control_group=control_group,
         tied_group=tied_group,
         gradient_group=gradient_group,
         replica_owner=at(0, dp_rank, 0, 0),
     )
+
+
+def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+    """This rank's group of each list of lists; None of a single rank."""
+    return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 
 def _my_group(

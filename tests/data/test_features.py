@@ -192,7 +192,7 @@ def test_every_field_that_makes_pixels_is_in_a_plans_key(write_dataset, model_co
     assert len(set(found)) == len(found)
     for same in (replace(video, seconds=9.0), replace(video, path="elsewhere.mp4")):
         assert json.dumps(pixel_facts(same, encoder.videos)) == found[3]
-    other = SampleEncoder.from_config(write_dataset(video_fps=1.0), model_config, 4096)
+    other = SampleEncoder.from_config(write_dataset(video_fps=4.0), model_config, 4096)
     assert pixel_facts(other.planned(Video(str(clip))), other.videos) != pixel_facts(video, encoder.videos)
 
 
