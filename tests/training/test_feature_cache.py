@@ -75,7 +75,7 @@ def results(directory: Path) -> dict:
     found = {}
     for num_ranks in (1, 2):
         names = [name for name, case in CASES.items() if case[0] == num_ranks]
-        run_ranks(num_ranks, "tests.training.feature_worker", str(directory), *names)
+        run_ranks(num_ranks, "tests.training.feature_worker", str(directory), *names, timeout_seconds=900)
         found |= json.loads((directory / f"results_{num_ranks}.json").read_text())
     return found
 
