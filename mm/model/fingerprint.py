@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def _digests(stage: Stage, mesh: Mesh) -> Iterator[tuple[str, str]]:
             assert is_frozen(weight, stage.model), f"{weight.name} is trained"
             whole = _whole(weight, stage.get_parameter(weight.name).detach(), mesh)
             if mesh.tp_rank == 0:
-                content = whole.cpu().contiguous().flatten().view(torch.uint8).numpy()
+                content: Any = whole.cpu().contiguous().flatten().view(torch.uint8).numpy()
                 yield weight.name, hashlib.sha256(content).hexdigest()
 
 

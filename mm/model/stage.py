@@ -177,14 +177,14 @@ class Chunk(nn.Module):
         """ViT layers and projector, as far as they are here; what they gave once takes the place of the layers."""
         spec = self.spec
         if vision.features is not None:
-            x = last_output(vision.features, vision)
+            seen: Tensor = last_output(vision.features, vision)
         else:
             x = vision.pixel_values if spec.has_patch_embedding else x
             assert x is not None, "a microbatch with images came without their pixels or patches"
-            x = self.image_encoder["encoder"](x, vision)
+            seen = self.image_encoder["encoder"](x, vision)
             if inputs.kept:
-                self._keep(features_of(x, vision), inputs.kept)
-        return self.image_encoder["projector"](x, vision) if spec.has_projector else x
+                self._keep(features_of(seen, vision), inputs.kept)
+        return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
 
     def _keep(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Begin to copy ``features`` to the host: nobody waits for them before the step ends."""

@@ -152,8 +152,9 @@ class Trainer:
         args, mesh = self.run.args, self.mesh
         if args.vision_feature_cache is None or not self.parts.stage.gives_features:
             return None
-        gib, num_keepers = args.vision_feature_cache_gib, mesh.dp_size * mesh.cp_size
-        return FeatureKeeper(args.vision_feature_cache, mesh.rank, gib and int(gib * 2**30), num_keepers)
+        gib = args.vision_feature_cache_gib
+        max_bytes = None if gib is None else int(gib * 2**30)
+        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.cp_size)
 
     def _quarantine(self, dataset: Dataset) -> Quarantine:
         """With what the check of the records has found already."""
