@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mm.data.encode import ImagePlan
+from mm.data.sample import Inline
 from mm.data.store import replace_file
 from mm.data.video import VideoPlan, VideoProcessor
 from mm.errors import UserError
@@ -146,8 +147,10 @@ def used_bytes(directory: str) -> int:
     return total
 
 
-def _content(path: str) -> str:
-    """Of the bytes of a media file."""
+def _content(path: str | Inline) -> str:
+    """Of the bytes of a media file, which a record may hold itself."""
+    if isinstance(path, Inline):
+        return hashlib.sha256(path.content).hexdigest()
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

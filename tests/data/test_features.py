@@ -15,7 +15,7 @@ from mm.data.dataset import Dataset
 from mm.data.encode import ImagePlan, SampleEncoder
 from mm.data.features import FeatureCache, path_of, pixel_facts, read_features, used_bytes, write_features
 from mm.data.loader import StepLoader
-from mm.data.sample import Image, Video
+from mm.data.sample import Image, Inline, Video
 from mm.data.video import VideoPlan
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
@@ -194,6 +194,14 @@ def test_every_field_that_makes_pixels_is_in_a_plans_key(write_dataset, model_co
         assert json.dumps(pixel_facts(same, encoder.videos)) == found[3]
     other = SampleEncoder.from_config(write_dataset(video_fps=4.0), model_config, 4096)
     assert pixel_facts(other.planned(Video(str(clip))), other.videos) != pixel_facts(video, encoder.videos)
+
+
+def test_a_picture_in_its_record_is_known_by_its_bytes(write_dataset, model_config, pictures: Path, cache) -> None:
+    encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+    content = (pictures / "one.png").read_bytes()
+    items = Image(str(pictures / "one.png")), Image(Inline("data:image", content)), Image(Inline("x", content + b"."))
+    keys = [cache.key(encoder.planned(item), encoder.videos) for item in items]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_what_skips_the_vit_costs_it_nothing(read, cache: FeatureCache, model_config) -> None:
