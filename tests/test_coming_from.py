@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments, flag_name
+from mm.config.flags import Arguments
 from mm.config.foreign import DATA_KEYS, FLAGS, MODEL_KEYS, Fixed, FlagRow, SameAs
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of

@@ -1,5 +1,7 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
+from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, EncodedText, load_tokenizer
 from mm.data.image import ImageProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.data.video import VideoPlan, VideoProcessor
@@ -90,13 +92,24 @@ class SampleEncoder:
         Pictures and videos that fall to the cut at ``seq_length`` are not decoded.  Raises UserError naming the sample
         and, where it is one's fault, the picture or video; ``ChatEncoder.encode`` says when.
         """
-        try:
+        return self._encoded(sample, self.chat.encode)
+
+    def encode_prompt(self, prompt: Sample) -> Microbatch:
+        """The same of a ``prompt``, a conversation that ends with a question: it is whole, and nothing is learnt."""
+        return self._encoded(prompt, self.chat.encode_prompt)
+
+    def prompt_length(self, prompt: Sample) -> int:
+        """Tokens that a prompt has, by the headers of its pictures and videos.  Raises UserError as ``encode`` does."""
+        with _named(prompt):
+            planned = [self.planned(one) for one in prompt.media]
+            return len(self.chat.encode_prompt(prompt.turns, [one.grid for one in planned]).token_ids)
+
+    def _encoded(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> Microbatch:
+        with _named(sample):
             planned = [self.planned(one) for one in sample.media]
-            text = self.chat.encode(sample.turns, [one.grid for one in planned])
+            text = encode(sample.turns, [one.grid for one in planned])
             kept = [planned[number] for number in text.media]
             pixels = [self._pixels(one) for one in kept]
-        except UserError as error:
-            raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
         grids = tuple(one.grid for one in kept)
         seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
         positions = mrope_positions(
@@ -130,6 +143,15 @@ class SampleEncoder:
             raise UserError(
                 f"{planned.path}: header and pixels disagree on the size ({planned.grid} and {grid} patches).")
         return patches
+
+
+@contextmanager
+def _named(sample: Sample) -> Iterator[None]:
+    """What is raised inside names the sample."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
 
 
 @dataclass(frozen=True)

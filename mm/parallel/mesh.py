@@ -76,12 +76,15 @@ def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
     is_ring: bool = False,
 ) -> Mesh:
-    """Join the process group that the launcher describes in the environment, and build every group."""
+    """Join the process group that the launcher describes in the environment, and build every group.
+
+    Without a launcher this process is alone; it opens no port, so that others like it may run beside.
+    """
     timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
-            os.environ.setdefault(name, value)
+    if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
+    elif not dist.is_initialized():
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return build_mesh(model, tp_size, timeout, cp_size, is_ring)
 
 
