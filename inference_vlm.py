@@ -1,4 +1,4 @@
-"""Asking the model under MindSpeed-MM's name, so that its scripts run as they are: ``torchrun ... inference_vlm.py``."""
+"""Asking the model under the name that MindSpeed-MM's scripts call: ``torchrun ... inference_vlm.py``."""
 
 import sys
 

@@ -38,9 +38,8 @@ def answer(asking: Asking, found: "Found") -> int:
     args = asking.args
     device = Device.pick(args.device)
     # megatron looks at the device while it is imported, so everything built on it comes after the line above
-    from mm.data.sample import Sample, Turn
     from mm.generation.batches import FileOfPrompts
-    from mm.generation.prompts import question
+    from mm.generation.prompts import prompt_of
     from mm.generation.session import Session
     from mm.generation.terminal import Chat, ask_once
     from mm.parallel import mesh as parallel
@@ -54,18 +53,7 @@ def answer(asking: Asking, found: "Found") -> int:
         elif args.chat:
             Chat(args.system, list(args.image), list(args.video)).run(session)
         else:
-            def make() -> Sample:
-                before = () if args.system is None else (Turn("system", (args.system,)),)
-                return Sample((*before, asked()), "the question")
-
-            def asked() -> Turn:
-                inference = asking.inference
-                if args.prompt is not None or args.image or args.video or inference is None:
-                    return question(args.prompt or "", args.image, args.video)
-                images, videos = ([path] if path else [] for path in (inference.image_path, inference.video_path))
-                return question(inference.prompts or "", images, videos, media_last=True)
-
-            ask_once(session, make)
+            ask_once(session, lambda: prompt_of(asking))
     parallel.stop()
     return 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm.config.data import Attributes
+from mm.config.generate import Asking
 from mm.data.formats import read_sample
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import Parts, parts_of
@@ -118,6 +119,22 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     if problems:
         raise UserError(problems)
     return Turn("user", _filled(parts, images, videos))
+
+
+def prompt_of(asking: Asking) -> Sample:
+    """What flags ask, or else the inference JSON: its text counts without ``--prompt``, its media without any flag.
+
+    Raises UserError as ``question`` does.
+    """
+    args, inference = asking.args, asking.inference
+    text, images, videos = args.prompt or "", args.image, args.video
+    is_theirs = args.prompt is None and inference is not None and inference.prompts is not None
+    if is_theirs:
+        text = inference.prompts
+        if not images and not videos:
+            images, videos = ((path,) if path else () for path in (inference.image_path, inference.video_path))
+    asked = question(text, images, videos, media_last=is_theirs)
+    return Sample((asked,) if args.system is None else (Turn("system", (args.system,)), asked), "the question")
 
 
 def _filled(parts: Parts, images: Sequence[str], videos: Sequence[str]) -> Parts:

@@ -72,7 +72,10 @@ class Session:
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt, on the owner.  Raises UserError for one that cannot be asked."""
-        num_tokens, most = self.encoder.prompt_length(prompt.sample), self._found.model.language.max_position_embeddings
+        return self._fitting(prompt, self.encoder.prompt_length(prompt.sample))
+
+    def _fitting(self, prompt: Prompt, num_tokens: int) -> int:
+        most = self._found.model.language.max_position_embeddings
         if num_tokens >= most:
             raise UserError(f"{prompt.sample.source}: has {num_tokens} tokens, but the model has positions for {most}, "
                             f"the answer included; shorten it, or lower --image-max-pixels")
@@ -133,8 +136,9 @@ class Session:
         problems: list[str] = []
         for prompt in prompts:
             try:
-                self.length(prompt)
-                ready.append((prompt.number, self.encoder.encode_prompt(prompt.sample)))
+                encoded = self.encoder.encode_prompt(prompt.sample)
+                self._fitting(prompt, encoded.num_tokens)
+                ready.append((prompt.number, encoded))
             except UserError as error:
                 problems += error.problems
         ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does
