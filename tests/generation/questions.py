@@ -24,7 +24,7 @@ def write_questions(directory: Path) -> Path:
     write_inputs(directory)
     photo(84, 56, seed=1).save(directory / "wide.png")
     photo(56, 112, seed=2).save(directory / "tall.png")
-    write_clip(directory / "clip.mp4", even(60))
+    write_clip(directory / "clip.mp4", even(30))
     media = ({}, {"image": "wide.png"}, {"images": ["tall.png", "wide.png"]}, {"videos": ["clip.mp4"]},
              {"images": ["wide.png"], "videos": ["clip.mp4"]})
     records = []
