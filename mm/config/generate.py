@@ -179,7 +179,8 @@ def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ
     """Read and check flags and JSON files; raises UserError with all problems."""
     words = GENERATE.split(argv)
     problems: list[str] = []
-    args = inference = data = None
+    args: GenerateArguments | None = None
+    inference = data = None
     with collected(problems):
         args = GENERATE.read(words)
     if path := words.last("--mm-model"):

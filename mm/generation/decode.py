@@ -75,8 +75,9 @@ class Answerer:
         self._remember(prompts, logits)
         while True:
             self._take(slots, self._chosen(logits, slots))
-            for slot in slots if listen is not None else ():
-                listen(slot.answer)
+            if listen is not None:
+                for slot in slots:
+                    listen(slot.answer)
             going_on = [number for number, slot in enumerate(slots) if slot.answer.ended is None]
             if not going_on:
                 return answers

@@ -128,9 +128,9 @@ def prompt_of(asking: Asking) -> Sample:
     """
     args, inference = asking.args, asking.inference
     text, images, videos = args.prompt or "", args.image, args.video
-    is_theirs = args.prompt is None and inference is not None and inference.prompts is not None
-    if is_theirs:
-        text = inference.prompts
+    is_theirs = False
+    if args.prompt is None and inference is not None and inference.prompts is not None:
+        text, is_theirs = inference.prompts, True
         if not images and not videos:
             images, videos = ((path,) if path else () for path in (inference.image_path, inference.video_path))
     asked = question(text, images, videos, media_last=is_theirs)

@@ -84,7 +84,8 @@ def start(
     if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
     elif not dist.is_initialized():
-        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
     return build_mesh(model, tp_size, timeout, cp_size, is_ring)
 
 

@@ -161,4 +161,4 @@ def test_sizes_of_pictures(write, tmp_path: Path):
     data = str(EXAMPLES / "data_7b.json")
     trained = asking(tmp_path, "--prompt", "A", "--mm-data", data, "--video-maxlen", "7")
     assert (trained.media_config("hf").image_max_pixels, trained.media_config("hf").video_maxlen) == (262144, 7)
-    assert trained.directory == "ckpt/hf_path/Qwen2.5-VL-7B-Instruct"
+    assert trained.directory == "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct"

@@ -1,6 +1,7 @@
 """The file of answers: whole lines only, no prompt twice, in order at the end."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_an_interruption_anywhere_changes_nothing(order, cut_after, torn, tmp_pa
     whole = path.read_bytes()
     half = json.dumps(answer(order[cut_after % 10])).encode()[:torn]
     path.write_bytes(whole + half)
-    del file
+    os.close(file._file)  # as the end of the process does
     again = AnswerFile(path, KEYS)
     assert again.numbers == set(order[:cut_after])
     again.add(map(answer, order))

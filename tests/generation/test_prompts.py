@@ -84,7 +84,7 @@ def test_a_question_of_the_user(folder: Path):
     a, b, c = (str(folder / name) for name in ("a.png", "b.png", "c.mp4"))
     assert question("What?", [a, b], [c]) == Turn("user", (Image(a), Image(b), Video(c), "What?"))
     assert question("What?", [a], [], media_last=True) == Turn("user", ("What?", Image(a)))
-    assert question("In <image>?", [a], [c], media_last=True) == Turn("user", (Video(c), "In ", Image(a), "?"))
+    assert question("In <image>?", [a], [c], media_last=True) == Turn("user", ("In ", Image(a), "?", Video(c)))
     assert question("", [a], []) == Turn("user", (Image(a),))
 
 
