@@ -20,6 +20,7 @@ NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
+DeviceName = Literal["auto", "npu", "cuda", "cpu"]
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
@@ -40,7 +41,7 @@ class Arguments:
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
     # Machines
-    device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="what to run on")
+    device: DeviceName = Field("auto", description="what to run on")
     world_size: Count | None = Field(
         None, description="ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")

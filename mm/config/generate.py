@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, NaturalNumber, VitQkvOrder
+from mm.config.flags import Arguments, DeviceName, NaturalNumber, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
 from mm.config.schema import STRICT, Count, NotNegative, Patterns, Positive, fields_of
@@ -35,7 +35,7 @@ class GenerateArguments:
         None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
 
     # Machines
-    device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="what to run on")
+    device: DeviceName = Field("auto", description="what to run on")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(None, description=(
         "pipeline stages; absent = as the model JSON's lists say where so many ranks are there, else 1"))
