@@ -179,18 +179,19 @@ def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ
     """Read and check flags and JSON files; raises UserError with all problems."""
     words = GENERATE.split(argv)
     problems: list[str] = []
-    args: GenerateArguments | None = None
     inference = data = None
+    found: list[GenerateArguments] = []
     with collected(problems):
-        args = GENERATE.read(words)
+        found.append(GENERATE.read(words))
     if path := words.last("--mm-model"):
         with collected(problems):
             inference = read_inference(path)
     if path := words.last("--mm-data"):
         with collected(problems):
             data = read_data(path)
-    if args is None:
+    if not found:
         raise UserError(problems)
+    (args,) = found
     launched = environment.get("WORLD_SIZE", "1")
     asking = Asking(args, inference and inference.value, data and data.value,
                     int(launched) if launched.isdecimal() else 1)

@@ -8,6 +8,7 @@ from PIL import Image
 
 from tests.data.oracle import photo
 from tests.generation.commands import run_commands
+from tests.launch import run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]
@@ -42,6 +43,7 @@ def commands(root: Path) -> dict[str, dict]:
         "one": {"argv": [*load, "--prompt", "What is this?", "--image", wide]},
         "again": {"argv": [*load, "--prompt", "What is this?", "--image", wide, "--system", "Be short."]},
         "drawn": {"argv": [*load, "--prompt", "What?", "--temperature", "1.5", "--seed", "3", "--stop-tokens", "290"]},
+        "half": {"argv": [*load, "--prompt", "What?", "--bf16", "--repetition-penalty", "1.2"]},
         "talk": {"argv": [*load, "--chat"], "input": talk},
         "whole": {"argv": [*load, *prompts, "--output", str(root / "whole.jsonl")]},
         "killed": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")], "kill_after": 4},
@@ -85,7 +87,7 @@ def done(root: Path) -> dict[str, dict]:
 
 
 def test_one_question(done: dict):
-    for name in ("one", "again", "drawn"):
+    for name in ("one", "again", "drawn", "half"):
         assert done[name]["status"] == 0, done[name]
         assert done[name]["out"].endswith("\n") and len(done[name]["out"]) > 1
     assert done["one"]["out"] != done["again"]["out"]
@@ -98,6 +100,13 @@ def test_a_talk(done: dict):
     assert talk["out"].startswith(done["one"]["out"])
     assert talk["err"].count("error: ") == 1 and "image 'none.png' is no regular file" in talk["err"]
     assert "/image FILE" in talk["out"]
+
+
+def test_an_error_of_one_rank_ends_all(root: Path):
+    """In the middle of an answer on two stages: nobody waits for the other for ever."""
+    with pytest.raises(AssertionError, match="rank 1 failed with RuntimeError: no third token"):
+        run_ranks(2, "tests.generation.failing_worker", "--load", str(root / "hf"), "--prompt", "What?", *SHORT,
+                  "--pipeline-model-parallel-size", "2", timeout_seconds=240)
 
 
 def lines(path: Path) -> list[dict]:

@@ -33,4 +33,4 @@ def test_every_flag_is_there():
                                                       "--tensor-parallel-size"}
     assert ours <= GENERATE.fields.keys(), ours - GENERATE.fields.keys()
     unsaid = GENERATE.fields.keys() - ours
-    assert unsaid == {"--device", "--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
+    assert unsaid == {"--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
