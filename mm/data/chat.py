@@ -165,7 +165,8 @@ class ChatEncoder:
         turns, mask, masked = _masked(turns)
         token_ids, _ = self._tokens(self.render(turns, asks=True), mask, masked)
         token_ids = torch.from_numpy(np.repeat(token_ids, self._repeats(token_ids, turns, grids)[1]))
-        return EncodedText(token_ids, torch.full_like(token_ids, IGNORE_INDEX), tuple(range(len(grids))))
+        return EncodedText(token_ids, torch.full_like(token_ids, IGNORE_INDEX), tuple(range(len(grids))), 0, 0,
+                           len(masked) + _num_placeholders(turns))
 
     def _repeats(
         self, token_ids: np.ndarray, turns: Sequence[Turn], grids: Sequence[Grid]
