@@ -1,5 +1,7 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
+from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, EncodedText, load_tokenizer
 from mm.data.image import ImageProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.data.video import VideoPlan, VideoProcessor
@@ -90,10 +92,8 @@ class SampleEncoder:
 
     def filled(self, outline: "Outline") -> Microbatch:
         """With pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
-        try:
+        with _named(outline.source):
             pixels = [self._pixels(one) for one in outline.media]
-        except UserError as error:
-            raise UserError(f"{outline.source}: {problem}" for problem in error.problems) from error
         return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
 
     def outline(self, sample: Sample) -> "Outline":
@@ -102,11 +102,22 @@ class SampleEncoder:
         Raises UserError naming the sample and, where it is one's fault, the picture or video; ``ChatEncoder.encode``
         says when.
         """
-        try:
+        return self._outline(sample, self.chat.encode)
+
+    def encode_prompt(self, prompt: Sample) -> Microbatch:
+        """As ``encode``, of a ``prompt``, whose last turn is a question: it is whole, and nothing is learnt."""
+        return self.filled(self._outline(prompt, self.chat.encode_prompt))
+
+    def prompt_length(self, prompt: Sample) -> int:
+        """Tokens that a prompt has, by the headers of its pictures and videos.  Raises UserError as ``encode`` does."""
+        with _named(prompt.source):
+            planned = [self.planned(one) for one in prompt.media]
+            return len(self.chat.encode_prompt(prompt.turns, [one.grid for one in planned]).token_ids)
+
+    def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
+        with _named(sample.source):
             planned = [self.planned(one) for one in sample.media]
-            text = self.chat.encode(sample.turns, [one.grid for one in planned])
-        except UserError as error:
-            raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
+            text = encode(sample.turns, [one.grid for one in planned])
         kept = tuple(planned[number] for number in text.media)
         grids = tuple(one.grid for one in kept)
         seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
@@ -142,6 +153,15 @@ class SampleEncoder:
             raise UserError(
                 f"{planned.path}: header and pixels disagree on the size ({planned.grid} and {grid} patches).")
         return patches
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """What is raised inside names the sample of ``source``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source}: {problem}" for problem in error.problems) from error
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,15 @@ def start(
 ) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group.
 
+    Without a launcher this process is alone; it opens no port, so that others like it may run beside.
     ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
-            os.environ.setdefault(name, value)
+    if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
+    elif not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
     return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features)
 
 
