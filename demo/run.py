@@ -50,7 +50,7 @@ class Plan:
 
 
 FULL = Plan(
-    schedule_iters=800, train_iters=800, exit_iteration=600, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
+    schedule_iters=800, train_iters=800, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
     minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY,
 )  # fmt: skip
 QUICK = Plan(

@@ -17,7 +17,7 @@ CP=${CP:-1}
 # data_tiny.json packs: a microbatch has as many samples as SEQ_LENGTH x MBS tokens hold; these two give the global batch.
 MBS=${MBS:-1}
 GRAD_ACC_STEP=${GRAD_ACC_STEP:-32}
-SEQ_LENGTH=${SEQ_LENGTH:-1024}
+SEQ_LENGTH=${SEQ_LENGTH:-2560}
 TRAIN_ITERS=${TRAIN_ITERS:-800}
 SAVE_INTERVAL=${SAVE_INTERVAL:-100}
 LR=${LR:-2.0e-3}
