@@ -54,8 +54,8 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
 
     The split is random by scan, so training and held-out scans share writers.  The training part holds one sample per
     scan, ``NUM_MOVED`` more with it moved, ``NUM_TWO_PICTURES`` samples with two scans, ``NUM_VIDEOS`` with a video of
-    two, and ``NUM_TEXT_ONLY`` without any.  The held-out part has one sample per scan and ``NUM_HELD_OUT_VIDEOS`` with a
-    video, in turn as long as there are both; only the first ``num_held_out_samples`` where it is given.
+    two, and ``NUM_TEXT_ONLY`` without any.  The held-out part has one sample per scan and ``NUM_HELD_OUT_VIDEOS``
+    with a video, in turn as long as there are both; only the first ``num_held_out_samples`` where it is given.
     """
     scans = load_digits()
     (directory / "pictures").mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,8 @@ class Reader:
             rows, columns = pictures["image_grid_thw"][0, 1:].tolist()
             # [pairs, frame of the pair, patches, channels, half, pixels]
             values = pictures["pixel_values"].view(-1, 2, rows * columns, 3, 2, self.image_processor.patch_size**2)
-            patches.append(torch.stack([values[:, half, :, :, half] for half in (0, 1)], dim=3).flatten(0, 1).flatten(1))
+            pairs = torch.stack([values[:, half, :, :, half] for half in (0, 1)], dim=3)
+            patches.append(pairs.flatten(0, 1).flatten(1))
             grids.append((len(frames) // 2, rows, columns))
             seconds.append(2 * seconds_of_frame)
         return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids),

@@ -268,8 +268,8 @@ def conclude(run: Run, plan: Plan, summary: dict) -> None:
             raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are due")
     print(
         f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits and {video_accuracy:.1%} of "
-        f"{summary['num_held_out_videos']} held-out videos are read right by the exported checkpoint, whose logits differ "
-        f"by {difference:.1e} at most from the trainer's.\n"
+        f"{summary['num_held_out_videos']} held-out videos are read right by the exported checkpoint, whose logits "
+        f"differ by {difference:.1e} at most from the trainer's.\n"
         f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'}, "
         f"{run / 'video_answers.png'}, {run.timeline} and {run / 'summary.json'}."
     )
