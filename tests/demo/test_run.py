@@ -66,7 +66,7 @@ def test_pictures_can_be_looked_at(directory: Path):
             assert min(picture.size) >= 300
             assert len(set(picture.convert("L").tobytes())) > 10
     timeline = (directory / f"logs/pipeline_step_{PICTURED_ITERATION}.svg").read_text(encoding="utf-8")
-    assert timeline.startswith("<svg") and "Microbatches: 4, stages: 2," in timeline
+    assert timeline.startswith("<svg") and "Microbatches: 8, stages: 2," in timeline
 
 
 def test_the_export_is_a_complete_checkpoint(directory: Path):
