@@ -29,11 +29,13 @@ lint: $(READY)
 	$(RUN) -m basedpyright
 
 # torch comes first and by exact version, so that setup.py's range is met already and never pulls another build.  Where
-# a CPU build is at hand (a wheel folder or index that pip is set up with) pip takes it.
+# a CPU build is at hand (a wheel folder or index that pip is set up with) pip takes it.  torchvision lies beside the
+# other packages: it has no CPU build on PyPI, and transformers behaves otherwise where it finds it.  One test asks it.
 $(READY): setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
 	@touch $@
 
 clean:

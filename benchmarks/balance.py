@@ -24,13 +24,11 @@ from benchmarks.lengths import SEQ_LENGTH, SETS, llava
 from benchmarks.measure import versions
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig, read_model
-from mm.data.balance import Sizes
 from mm.data.bucket import bucket_stream, sorted_in_turn
-from mm.data.cost import sample_costs
 from mm.data.lengths import Lengths
 from mm.data.order import Step, Stream, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
-from mm.data.sampler import balanced, packed, packed_evenly
+from mm.data.sampler import balanced, packed, packed_evenly, sizes_of
 from mm.data.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
@@ -54,9 +52,7 @@ class Samples:
     """One set of samples, and what each costs."""
 
     def __init__(self, model: ModelConfig, lengths: Lengths) -> None:
-        self.model, self.lengths = model, lengths
-        tokens, patches = lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64)
-        self.sizes = Sizes(sample_costs(model, lengths), tokens, patches)
+        self.model, self.lengths, self.sizes = model, lengths, sizes_of(model, lengths)
 
     def samplers(self, dp_size: int, of_rank: int = SAMPLES_OF_RANK, num_stages: int = 1) -> dict[str, Planned]:
         """By name.  Microbatches are one sample, or packs where the name says so."""

@@ -24,8 +24,6 @@ from mm.data.video_file import BACKENDS, Pixels, VideoHeader, Wanted, missing_ba
 from mm.errors import UserError, refuse
 
 _COMMAND = (sys.executable, "-P", "-c", "from mm.data.decoder import serve; serve()")
-
-
 _FRACTIONS = ("time_base", "stated_rate")
 """Fields of a header that JSON has no numbers for."""
 _MAX_VIDEOS = 1000
@@ -167,28 +165,35 @@ def serve() -> None:
 
 
 def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
-    path, limit_seconds = request["path"], request["limit_seconds"]
-    with _Alarm(limit_seconds):
-        if request["task"] == "check":
-            _tell(replies, {"missing": missing_backend(request["backend"])})
-            return
-        if request["task"] == "header":
-            header = vars(read_header(path, request["is_upright"]))
-    if request["task"] == "header":
-        times, key_times = header.pop("times"), header.pop("key_times")
-        fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
-        counts = {"num_times": len(times), "num_key_times": len(key_times)}
-        _tell(replies, {**header, **fractions, **counts}, (times, key_times))
-        return
+    match request["task"]:
+        case "check":
+            with _Alarm(request["limit_seconds"]):
+                missing = missing_backend(request["backend"])
+            _tell(replies, {"missing": missing})
+        case "header":
+            _send_header(request, replies)
+        case "frames":
+            _send_frames(request, replies)
+
+
+def _send_header(request: dict[str, Any], replies: IO[bytes]) -> None:
+    with _Alarm(request["limit_seconds"]):
+        header = vars(read_header(request["path"], request["is_upright"]))
+    times, key_times = header.pop("times"), header.pop("key_times")
+    fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
+    counts = {"num_times": len(times), "num_key_times": len(key_times)}
+    _tell(replies, {**header, **fractions, **counts}, (times, key_times))
+
+
+def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
+    """As many as are wanted, and nothing behind the last one, which would answer the next request."""
     wanted = request["wanted"]
     wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
-    frames = BACKENDS[request["backend"]](path, wanted)
+    frames = BACKENDS[request["backend"]](request["path"], wanted)
     _tell(replies, {})
-    while True:
-        with _Alarm(limit_seconds):  # not while the reader makes this process wait
-            frame = next(frames, None)
-        if frame is None:
-            return
+    for _ in wanted.times:
+        with _Alarm(request["limit_seconds"]):  # not while the reader makes this process wait
+            frame = next(frames)
         _tell(replies, {"shape": frame.shape}, (np.ascontiguousarray(frame),))
 
 

@@ -18,8 +18,8 @@ from mm.data.video_file import VideoHeader, Wanted
 
 FRAME_FACTOR = 2
 """qwen-vl-utils takes multiples of this many frames."""
-MAX_FRAME_PIXELS = 768 * 28 * 28
-"""qwen-vl-utils' bound of a frame, which its users can only lower."""
+QWEN_FRAME_PIXELS = 768 * 28 * 28
+"""The most of a frame by qwen-vl-utils, which its users can only lower."""
 
 
 @dataclass(frozen=True)
@@ -155,5 +155,5 @@ def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_f
 
     A share of ``total_pixels``, of which two frames count as one; but always 5 % above the least.
     """
-    share = max(min(MAX_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
+    share = max(min(QWEN_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
     return min(max_pixels, int(share))

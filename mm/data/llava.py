@@ -36,20 +36,24 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
     """
     if target.exists():
         raise UserError(f"{target} exists; rename or remove it, or give another output.")
-    file, is_lines, num_kept, counted = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, [0]
-    with target.open("x", encoding="utf-8") as out:
+    file, is_lines, num_records, num_kept = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, 0
+    # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
+    with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:
-            for record in _existing(_records(file), folder, counted):
-                _write(out, record, is_lines, is_first=not num_kept)
-                num_kept += 1
+            for record in _records(file):
+                converted = _converted(record, num_records, folder)
+                num_records += 1
+                if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
+                    _write(out, converted, is_lines, is_first=not num_kept)
+                    num_kept += 1
             out.write("" if is_lines else "]" if num_kept else "[]")
-            if counted[0] and not num_kept:
-                raise UserError(f"none of the {counted[0]} records has its picture or video in {folder}; name the "
+            if num_records and not num_kept:
+                raise UserError(f"none of the {num_records} records has its picture or video in {folder}; name the "
                                 f"folder that holds them.")
         except BaseException:
             target.unlink()
             raise
-    return Converted(counted[0], num_kept)
+    return Converted(num_records, num_kept)
 
 
 def told(done: Converted, target: Path, folder: str) -> str:
@@ -70,15 +74,6 @@ def _records(file: RecordFile) -> Iterator[Any]:
                 bar.update()
     if problems:
         raise UserError(problems)
-
-
-def _existing(records: Iterator[Any], folder: str, counted: list[int]) -> Iterator[dict[str, Any]]:
-    """Converted records whose media are there; ``counted[0]`` goes up with each record."""
-    for record in records:
-        converted = _converted(record, counted[0], folder)
-        counted[0] += 1
-        if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
-            yield converted
 
 
 def _converted(record: Any, number: int, folder: str) -> dict[str, Any]:

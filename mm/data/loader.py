@@ -1,24 +1,16 @@
-"""Optimizer steps' worth of microbatches, prepared ahead by worker processes.
+"""Optimizer steps' worth of microbatches, prepared ahead by worker processes (``mm.data.workers``)."""
 
-Workers are started through a fork server, a fresh process without threads: forking the trainer itself would copy locks
-that its threads (communication, prefetch) may hold at that moment, open sockets, and the state of the accelerator.
-The price is that a script which trains needs its ``if __name__ == "__main__"`` guard.
-"""
-
-import multiprocessing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.order import Step
 from mm.data.quarantine import BadSample
-from mm.data.workers import PRELOADED, end_with_parent
+from mm.data.workers import Prepared
 from mm.errors import UserError
 
 
@@ -41,27 +33,13 @@ class StepLoader(Iterator[ReadStep]):
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False,
     ) -> None:
-        """``skips_bad``: a sample that cannot be used is left out, and told.
-
-        ``steps`` says which samples each microbatch of each step holds, and may have no end.
+        """``steps`` says which samples each microbatch of each step holds, and may have no end.
 
         It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
-        thread encodes.
+        thread encodes.  ``skips_bad``: a sample that cannot be used is left out, and told.
         """
-        # Imported once in the fork server; workers then start in milliseconds.  No effect once a server runs.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-        self._microbatches: Any = iter(
-            DataLoader(
-                _MicrobatchSource(dataset, encoder, skips_bad),
-                sampler=_in_one_row(steps),  # pyright: ignore[reportArgumentType]  (any iterable does)
-                batch_size=None,
-                num_workers=num_workers,  # torch keeps each to one CPU thread
-                prefetch_factor=prefetch_factor if num_workers else None,
-                multiprocessing_context="forkserver" if num_workers else None,
-                worker_init_fn=end_with_parent,
-                generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
-            )
-        )
+        read = _ReadMicrobatch(dataset, encoder, skips_bad)
+        self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
 
     def __next__(self) -> ReadStep:
         """The next step.  Raises UserError for a sample that cannot be used, naming it, unless it is left out."""
@@ -76,11 +54,7 @@ class StepLoader(Iterator[ReadStep]):
 
     def close(self) -> None:
         """End the workers.  The loader yields nothing more."""
-        if hasattr(self._microbatches, "_shutdown_workers"):
-            # torch has no public name for this: it counts on the iterator being released, but the traceback of an
-            # error holds it.
-            self._microbatches._shutdown_workers()
-        self._microbatches = iter(())
+        self._microbatches.close()
 
 
 def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
@@ -92,8 +66,8 @@ def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
 
 
 @dataclass(frozen=True)
-class _MicrobatchSource(torch.utils.data.Dataset):
-    """The microbatch of some samples, told together with whether its step ends with it.
+class _ReadMicrobatch:
+    """Reads the microbatch of some samples, and tells with it whether its step ends there.
 
     A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
     """
@@ -102,8 +76,8 @@ class _MicrobatchSource(torch.utils.data.Dataset):
     encoder: SampleEncoder
     skips_bad: bool
 
-    def __getitem__(self, key: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
-        indices, is_last = key
+    def __call__(self, one: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
+        indices, is_last = one
         samples, bad = [], []
         for index in indices:
             try:

@@ -37,7 +37,8 @@ class Mock:
         Raises UserError for a directory that holds one already, and for sizes that make no sample.
         """
         target = directory / "data.jsonl"
-        least = {"num_samples": 1, "num_images": 0, "width": 1, "height": 1, "text_length": 1, "num_pictures": 1}
+        least = dict.fromkeys(("num_samples", "width", "height", "text_length", "num_pictures"), 1) | dict.fromkeys(
+            ("num_images", "seed"), 0)
         refuse([f"{name} is {getattr(self, name)}; expected at least {bound}" for name, bound in least.items()
                 if getattr(self, name) < bound])
         refuse([f"{target} exists already; give another directory, or remove it"] if target.exists() else [])

@@ -3,7 +3,6 @@
 A picture or video without a path of its own takes the next one of the record's column: its path is empty here.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,6 +18,8 @@ _CLASSES: Mapping[str, type[Image | Video]] = {"image": Image, "video": Video}
 _TYPES = ("text", "image", "video", "image_url", "video_url")
 _WHOLE = ("nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 """Settings that are whole numbers; ``fps`` and the seconds may have a fraction."""
+_MOST = 1e15
+"""Of any setting.  No pixels or seconds are more, and whole numbers of a JSON file may be too large to reckon with."""
 _MAY_BE_ZERO = ("min_pixels", "video_start")
 _IN_ORDER = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
@@ -98,10 +99,10 @@ def _checked(settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Settings of a picture or video that have a sense; whole numbers as such."""
     for key, value in settings.items():
         is_whole = key in _WHOLE
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and key not in _MAY_BE_ZERO) or (is_whole and value != int(value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
+        if not is_number or (value == 0 and key not in _MAY_BE_ZERO) or (is_whole and value != int(value)):
             what = f"a {'whole ' * is_whole}number {'of at least' if key in _MAY_BE_ZERO else 'above'} 0"
-            raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}.")
+            raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}, and {_MOST:g} at most.")
     if {"fps", "nframes"} <= settings.keys():
         raise UserError(f"{where} has both 'fps' and 'nframes'; keep one of them.")
     for low, high in _IN_ORDER:

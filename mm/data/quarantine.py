@@ -31,9 +31,12 @@ class BadSample:
     """The picture or video at fault, where it is one."""
     reason: str
 
+    @property
+    def where(self) -> str:
+        return self.dataset if self.line is None else f"{self.dataset}:{self.line}"
+
     def told(self) -> str:
-        line = "" if self.line is None else f":{self.line}"
-        return f"{self.dataset}{line}: sample {self.index} (counted from 0): {self.reason}"
+        return f"{self.where}: sample {self.index} (counted from 0): {self.reason}"
 
 
 class Quarantine:

@@ -3,9 +3,9 @@
 What is counted, and where the numbers come from, is not known here.
 """
 
-import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Report:
     tables: tuple[Table, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def text(self) -> str:
         """For the terminal; of many problems the first."""
@@ -77,11 +77,11 @@ class Report:
 
     def html(self) -> str:
         """One page that needs nothing beside it: no script, no font, no network."""
-        facts = "".join(f"<tr><th>{_escaped(name)}</th><td>{_escaped(value)}</td></tr>" for name, value in self.facts)
+        facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
         parts = [f'<table class="facts">{facts}</table>', *map(_html_table, self.tables)]
         if self.histograms:
             parts.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
-        parts += [f"<p>{_escaped(note)}</p>" for note in self.notes]
+        parts += [f"<p>{escape(note)}</p>" for note in self.notes]
         rows = tuple((problem.where, problem.what) for problem in self.problems)
         heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
         parts.append(_html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>")
@@ -90,8 +90,8 @@ class Report:
 
 def page(title: str, body: str) -> str:
     """A whole HTML document."""
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}</title>\n'
-            f"<style>{_STYLE}</style></head><body><main>\n<h1>{_escaped(title)}</h1>\n{body}\n</main></body></html>\n")
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+            f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
 def _round_width(least: float) -> int:
@@ -121,9 +121,9 @@ def _bars(histogram: Histogram) -> list[str]:
 
 
 def _html_table(table: Table) -> str:
-    header = "".join(f"<th>{_escaped(cell)}</th>" for cell in table.header)
-    rows = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<h2>{_escaped(table.title)}</h2><table><tr>{header}</tr>{rows}</table>"
+    header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<h2>{escape(table.title)}</h2><table><tr>{header}</tr>{rows}</table>"
 
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
@@ -138,7 +138,7 @@ def _svg(histogram: Histogram) -> str:
         anchor = "start" if number == 0 else "end" if number == num_bins else "middle"
         parts.append(f'<text x="{number * each:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
                      f"{histogram.edges[number]:,.0f}</text>")
-    return (f'<figure><figcaption>{_escaped(histogram.title)} <small>({_escaped(histogram.unit)}; at most {most:,} '
+    return (f'<figure><figcaption>{escape(histogram.title)} <small>({escape(histogram.unit)}; at most {most:,} '
             f'a bin)</small></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
             f"</figure>")
 
@@ -151,10 +151,6 @@ def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale:
         yield (f'<rect x="{number * each + 1:.1f}" y="{floor - height:.1f}" width="{max(each - 2, 1):.1f}" '
                f'height="{height:.1f}"><title>{told}</title></rect>')
     yield f'<line x1="0" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(text)
 
 
 _STYLE = """

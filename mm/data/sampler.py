@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.data.balance import Groups, Sizes, dealt, even_groups, even_packs, spread
 from mm.data.bucket import bucket_stream, sorted_in_turn
@@ -24,33 +25,33 @@ for each stage.  Twice as many would save up to a tenth more, and leave half the
 """
 
 
-def order_of(run: Run, num_samples: int, lengths: Lengths | None, dp_rank: int, consumed_samples: int) -> Order:
-    """What replica ``dp_rank`` trains on.  ``lengths`` may be None where ``run.data.needs_lengths`` is false."""
+def order_of(run: Run, lengths: Lengths, dp_rank: int, consumed_samples: int) -> Order:
+    """What replica ``dp_rank`` trains on; ``lengths`` are those of all samples."""
     data, args = run.data, run.args
-    micro_batch_size, dp_size = args.micro_batch_size, run.dp_size
-    deal, stream = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size), None
+    micro_batch_size, dp_size, unit = args.micro_batch_size, run.dp_size, run.microbatch_unit
+    stream = shuffled(len(lengths), args.seed, data.is_shuffled)
+    deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
     if data.needs_lengths:
-        assert lengths is not None and len(lengths) == num_samples
-        sizes = sizes_of(run, lengths)
+        sizes = sizes_of(run.model, lengths)
         budget = Budget(args.seq_length * micro_batch_size, data.packing_max_patches)
-        if data.is_balanced and not data.packs:
-            deal = partial(balanced, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
+        if data.packs and data.is_balanced:
+            deal = partial(packed_evenly, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit,
+                           num_stages=run.num_stages)
         elif data.packs:
-            deal = partial(packed, sizes=sizes, budget=budget, dp_size=dp_size, unit=run.microbatch_unit)
-            if data.is_balanced:
-                deal = partial(packed_evenly, **deal.keywords, num_stages=run.num_stages)
+            deal = partial(packed, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit)
+        elif data.is_balanced:
+            deal = partial(balanced, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
         elif data.priority_mode == "data_reordering_img":
             deal = partial(sorted_in_turn, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
         else:
             stream = bucket_stream(sizes.costs, args.seed, data.is_shuffled)
-    stream = stream or shuffled(num_samples, args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
 
 
-def sizes_of(run: Run, lengths: Lengths) -> Sizes:
+def sizes_of(model: ModelConfig, lengths: Lengths) -> Sizes:
     """Of all samples of a dataset."""
     counts = (lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64))
-    return Sizes(sample_costs(run.model, lengths), *counts)
+    return Sizes(sample_costs(model, lengths), *counts)
 
 
 def packed(samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, unit: int) -> list[Step]:

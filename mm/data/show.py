@@ -1,10 +1,10 @@
 """One sample as the model sees it: its pictures after resizing, and its tokens with those that are learnt marked."""
 
 import base64
-import html
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 from PIL import Image
@@ -54,10 +54,10 @@ class Shown:
 
     def html(self) -> str:
         """One page that needs nothing beside it."""
-        spans = "".join(f'<span class="{piece.kind}">{html.escape(piece.text)}</span>' for piece in self.pieces)
+        spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
         pictures = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
                            f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
-        return page(self.source, f"<p>{html.escape(self._headline)}</p>\n<div>{pictures}</div>\n"
+        return page(self.source, f"<p>{escape(self._headline)}</p>\n<div>{pictures}</div>\n"
                                  f'<div class="turns">{spans}</div>')
 
     @property

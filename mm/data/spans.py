@@ -167,7 +167,8 @@ def _no_list(window: _Window, position: int, path: str) -> str:
 
 def _syntax_problem(window: _Window, start: int, error: Exception, path: str) -> str:
     if not isinstance(error, json.JSONDecodeError):
-        return f"{path}:{window.line_at(start)}: not valid JSON: it is nested too deeply."
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error  # a number of 4300 digits
+        return f"{path}:{window.line_at(start)}: not valid JSON: {why}."
     raw = window.text[start : error.pos + _LONGEST_WORD].encode("latin-1")
     try:
         raw.decode()

@@ -25,6 +25,7 @@ from mm.data.dataset import Dataset, validation_dataset
 from mm.data.gauge import Gauge
 from mm.data.llava import convert_llava, told
 from mm.data.mock import Mock
+from mm.data.report import Report
 from mm.data.show import Shown
 from mm.data.survey import Found, look, survey
 from mm.errors import UserError, refuse
@@ -37,7 +38,7 @@ def _add_index(commands: Any) -> None:
                     "start with this data JSON, model JSON and --seq-length finds it.")
     _add_settings(parser)
     parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
-    parser.add_argument("--num-workers", type=int, help="processes (default: preprocessing_num_workers of the data "
+    parser.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
                                                         "JSON, else one for each processor)")
     parser.add_argument("--again", action="store_true", help="make it anew, for example after pictures were changed")
     parser.set_defaults(run=_index)
@@ -46,7 +47,14 @@ def _add_index(commands: Any) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mm-data", required=True, help="the data JSON")
     parser.add_argument("--mm-model", required=True, help="the model JSON")
-    parser.add_argument("--seq-length", required=True, type=int, help="as in training: where samples are cut")
+    parser.add_argument("--seq-length", required=True, type=_count, help="as in training: where samples are cut")
+
+
+def _count(text: str) -> int:
+    """A value of a flag; what is raised is said by argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
+    return int(text)
 
 
 def _index(flags: argparse.Namespace) -> None:
@@ -106,9 +114,7 @@ def _check(flags: argparse.Namespace) -> None:
     dataset, gauge, model = _measured(flags)
     report = survey(flags.mm_data, dataset, model, flags.seq_length, look(dataset, gauge.encoder, flags.deep))
     print(report.text())
-    if flags.html is not None:
-        flags.html.write_text(report.html(), encoding="utf-8")
-        print(f"\nwritten: {flags.html}")
+    _write_page(flags.html, report)
     refuse([f"{len(report.problems)} problems; mend or remove these samples, or train with --bad-sample skip"]
            if report.problems else [])
 
@@ -142,9 +148,13 @@ def _show(flags: argparse.Namespace) -> None:
         f"--sample is {flags.sample}; the dataset has {len(dataset)} samples, counted from 0"])
     shown = Shown.of(dataset[flags.sample], gauge.encoder)
     print(shown.text(sys.stdout.isatty()))
-    if flags.html is not None:
-        flags.html.write_text(shown.html(), encoding="utf-8")
-        print(f"\nwritten: {flags.html}")
+    _write_page(flags.html, shown)
+
+
+def _write_page(path: Path | None, shown: Report | Shown) -> None:
+    if path is not None:
+        path.write_text(shown.html(), encoding="utf-8")
+        print(f"\nwritten: {path}")
 
 
 def _add_mock(commands: Any) -> None:

@@ -113,14 +113,12 @@ class VideoProcessor:
         Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that merge into one visual
         token lie together.  Raises UserError naming the file.
         """
-        constants, (pairs, rows, columns) = self.constants, plan.grid
-        side, merge, pairing = constants.patch_size, constants.merge_size, constants.temporal_patch_size
-        values = torch.empty(pairs, rows * columns, 3 * pairing * side * side, dtype=torch.uint8)
+        (pairs, rows, columns), pairing = plan.grid, self.constants.temporal_patch_size
+        values = torch.empty(pairs, rows * columns, 3 * pairing * self.constants.patch_size**2, dtype=torch.uint8)
         frames = self._resized(plan)
         for pair in values:
-            pixels = torch.stack([next(frames) for _ in range(pairing)])
-            pixels = pixels.view(pairing, 3, rows // merge, merge, side, columns // merge, merge, side)
-            pair.copy_(pixels.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(pair.shape))
+            pixels = torch.stack([next(frames) for _ in range(pairing)]).permute(0, 2, 3, 1)
+            pair.copy_(self.constants.cut(pixels)[0])
         assert next(frames, None) is None
         return values.view(-1, values.shape[-1])
 

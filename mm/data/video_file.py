@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
@@ -326,10 +326,8 @@ BACKENDS: dict[str, Callable[[str, Wanted], Iterator[Pixels]]] = {
 
 def missing_backend(name: str) -> str | None:
     """Why a backend cannot be used here, or None."""
-    modules: Sequence[str] = {"pyav": (), "decord": ("decord",), "torchcodec": ("torchcodec.decoders",)}[name]
     try:
-        for module in modules:
-            import_module(module)
+        import_module({"pyav": "av", "decord": "decord", "torchcodec": "torchcodec.decoders"}[name])
     except Exception as error:  # a library that does not find its own libraries raises many types
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None

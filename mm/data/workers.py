@@ -1,14 +1,15 @@
 """Work on the items of a stream in processes of their own, in order.
 
 Processes are started through a fork server, a fresh process without threads: forking the trainer itself would copy
-locks that its threads may hold at that moment, open sockets, and the state of the accelerator.
+locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the state of the
+accelerator.  The price is that a script which trains needs its ``if __name__ == "__main__"`` guard.
 """
 
 import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,54 +18,87 @@ from torch.utils.data import DataLoader
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-PRELOADED = ["mm.data.loader"]
-"""Imported once in the fork server, which serves the trainer's data workers too: processes start in milliseconds."""
+_PRELOADED = ["mm.data.loader"]
+"""All that processes need."""
 _WORTH_A_START = 16
 """Items; with fewer, the work is done before the processes are up."""
+_NUM_AHEAD = 4
+"""Items, for each process."""
+
+
+class Prepared(Iterator[Made], Generic[Made]):
+    """What ``work`` makes of each item of a stream, in order, prepared ahead by processes.
+
+    ``work`` is sent to each process once.  An error that it raises there is raised here with its traceback as text.
+    """
+
+    def __init__(
+        self, work: Callable[[Given], Made], items: Iterable[Given], num_processes: int, num_ahead: int
+    ) -> None:
+        """Processes begin at once, and each is ``num_ahead`` items ahead; with none the calling thread works."""
+        self._made: Any = map(work, items) if num_processes == 0 else _in_loader(work, items, num_processes, num_ahead)
+
+    def __next__(self) -> Made:
+        return next(self._made)
+
+    def close(self) -> None:
+        """End the processes.  Nothing more is made."""
+        if hasattr(self._made, "_shutdown_workers"):
+            # torch has no public name for this: it counts on the iterator being released, but the traceback of an
+            # error holds it.
+            self._made._shutdown_workers()
+        self._made = iter(())
 
 
 def in_processes(work: Callable[[Given], Made], items: Iterable[Given], num_processes: int) -> Generator[Made]:
     """``work`` of each item, in order; in this process where there are few items, or with one process.
 
-    ``work`` is sent to each process once, and what it makes should be no sequence.  Closing the iterator ends the
-    processes.
+    Closing the iterator ends the processes.
     """
     coming = iter(items)
     first = list(itertools.islice(coming, _WORTH_A_START))
-    items = itertools.chain(first, coming)
-    if num_processes == 1 or len(first) < _WORTH_A_START:
-        yield from map(work, items)
-        return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    made: Any = iter(
+    is_worth_it = num_processes > 1 and len(first) == _WORTH_A_START
+    made = Prepared(work, itertools.chain(first, coming), num_processes if is_worth_it else 0, _NUM_AHEAD)
+    try:
+        yield from made
+    finally:
+        made.close()
+
+
+def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
+    # Imported once in the fork server; processes then start in milliseconds.  No effect once a server runs.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    return iter(
         DataLoader(
             _Work(work),
             sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
             batch_size=None,
             num_workers=num_processes,  # torch keeps each to one CPU thread
-            prefetch_factor=4,
+            collate_fn=_unchanged,
+            prefetch_factor=num_ahead,
             multiprocessing_context="forkserver",
-            worker_init_fn=end_with_parent,
+            worker_init_fn=_end_with_parent,
             generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
         )
     )
-    try:
-        yield from made
-    finally:
-        made._shutdown_workers()  # torch has no public name for it
 
 
-class _Work(torch.utils.data.Dataset[Any], Generic[Given, Made]):
+class _Work(torch.utils.data.Dataset[Any]):
     """``work`` as torch's loader calls it."""
 
-    def __init__(self, work: Callable[[Given], Made]) -> None:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
 
     def __getitem__(self, index: Any) -> Any:
         return self._work(index)
 
 
-def end_with_parent(worker: int) -> None:
+def _unchanged(made: Any) -> Any:
+    """In place of torch's rule, which makes lists of tuples and tensors of arrays."""
+    return made
+
+
+def _end_with_parent(worker: int) -> None:
     """In a worker: exit when the process that started it dies, however it does.
 
     torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.

@@ -11,6 +11,7 @@ from checkpoint.formats.source import Kind, open_to_train
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
+from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
@@ -110,19 +111,22 @@ class Trainer:
         """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
         run, args, mesh = self.run, self.run.args, self.mesh
 
-        def open_data() -> tuple[StepLoader | None, Quarantine | None]:
+        def open_data() -> tuple[StepLoader | None, Quarantine | None, TrainedOn | None]:
             if not mesh.owns_data:
-                return None, None
+                return None, None, None
             gauge = Gauge.from_config(run.data, run.model, args.seq_length)
             known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
             dataset = Dataset(known, skips, gauge, args.seed)
             quarantine = self._quarantine(dataset) if skips else None
-            order = order_of(run, len(dataset), dataset.lengths, mesh.dp_rank, self.progress.consumed_samples)
+            then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
+            data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
+            order = order_of(run, dataset.lengths, mesh.dp_rank, consumed - data.began_at)
             loader = StepLoader(
                 dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
-            return loader, quarantine
+            return loader, quarantine, data
 
-        loader, quarantine = together(mesh, open_data)
+        loader, quarantine, data = together(mesh, open_data)
+        self.progress = replace(self.progress, data=data)
         has_patch_embedding = self.parts.stage.has_patch_embedding
         return DataOwner(loader, mesh, num_steps, has_patch_embedding, run.model, self.device, quarantine)
 
@@ -143,7 +147,8 @@ class Trainer:
             result = step(self.parts, plan, self.learning_rate.at(self.progress.consumed_samples))
         except AgreedError as error:
             raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
-        self.progress = state.Progress(iteration, self.progress.consumed_samples + self.run.global_batch_size)
+        consumed = self.progress.consumed_samples + self.run.global_batch_size
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
         return result
 
     def _report(self, plan: StepPlan, result: StepResult, seconds: float, timers: Mapping[str, float] | None) -> None:
@@ -217,12 +222,15 @@ class Trainer:
             self.progress = state.Progress(
                 source.iteration,
                 source.iteration * self.run.global_batch_size if consumed is None else consumed,
-                ("MindSpeed-MM trained it: optimizer state and random states begin anew",),
+                notes=("MindSpeed-MM trained it: optimizer state and random states begin anew",),
             )
         named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
         self._say(f"loaded a {named[source.kind]} checkpoint from {path}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
+        if source.kind is Kind.TRAINING and self.progress.data is None and not args.finetune:
+            self._say("note: the checkpoint, which an older version saved, does not say what data it was trained on; "
+                      "training goes on as if these were the same")
         return parts
 
     def _save(self, directory: str, *, weights_only: bool = False) -> Path:

@@ -125,7 +125,7 @@ BAD_SAMPLES = {
     "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is no regular file"),
     "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is no regular file"),
     "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
-    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "is not a local path"),
+    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "holds broken base64"),
     "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 videos"),
     "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
     "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),
@@ -215,6 +215,7 @@ BAD_FILES = {
     "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' stands twice"),
     "not a number": ('{"messages": NaN}', "NaN is not JSON"),
     "deep": ("[" * 200_000, "nested too deeply"),
+    "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
     "other encoding": ("中文".encode("gbk"), "data.json:1: byte 0x.. is not UTF-8"),
 }
 

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -179,6 +180,7 @@ def test_an_image_may_have_bounds_of_its_own(tmp_path, hf_directory):
     assert processor.within(ImageItem(path)) is processor
     small = processor.within(ImageItem(path, max_pixels=10_000))
     assert_equal(path, small, reference_patches(path, max_pixels=10_000))
+    assert processor.within(ImageItem(path, min_pixels=0)) == replace(processor, min_pixels=1)  # 0 is no bound
     large = processor.within(ImageItem(path, min_pixels=200_000, max_pixels=300_000))
     assert_equal(path, large, reference_patches(path, min_pixels=200_000, max_pixels=300_000))
     peers = ImageProcessor.from_directory(str(hf_directory), 0, 50_000, "llamafactory", False)

@@ -131,7 +131,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
     loader = make_loader(num_workers=2)
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [worker.pid for worker in loader._microbatches._workers]
+    pids = [worker.pid for worker in loader._microbatches._made._workers]
     assert len(pids) == 2 and all(map(is_running, pids))
     loader.close()
     assert_end(pids)
@@ -142,7 +142,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
 def start_and_die(dataset, encoder, pids):
     loader = StepLoader(dataset, encoder, ([[index % len(dataset)]] for index in count()), num_workers=2)
     next(loader)
-    pids.send([worker.pid for worker in loader._microbatches._workers])
+    pids.send([worker.pid for worker in loader._microbatches._made._workers])
     pids.close()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -36,6 +36,6 @@ def test_nothing_is_written_over_and_sizes_are_checked(tmp_path) -> None:
     Mock(num_samples=1, num_images=0).write(tmp_path)
     with pytest.raises(UserError, match=r"data.jsonl exists already"):
         Mock().write(tmp_path)
-    with pytest.raises(UserError, match=r"num_samples is 0; expected at least 1\n.*width is 0"):
-        replace(Mock(), num_samples=0, width=0).write(tmp_path / "other")
+    with pytest.raises(UserError, match=r"num_samples is 0; expected at least 1\n.*width is 0.*\nseed is -1"):
+        replace(Mock(), num_samples=0, width=0, seed=-1).write(tmp_path / "other")
     assert not (tmp_path / "other").exists()

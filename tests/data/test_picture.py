@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from mm.data.picture import FORMATS, image_remarks, image_size, load_image, load_pixels
 from mm.errors import UserError
@@ -134,11 +134,15 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
     (tmp_path / "noise.png").write_bytes(b"no picture at all")
     (tmp_path / "empty.png").touch()
     (tmp_path / "folder.png").mkdir()
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("Comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    photo(8, 8).save(tmp_path / "wordy.png", pnginfo=notes)
     expected = {
         "short.jpg": "damaged or cut short", "short.png": "damaged or cut short", "huge.png": "10000 x 10000 pixels",
         "script.eps": "it is PostScript", "page.jpg": "it is a web page", "phone.jpg": "it is HEIC.*with a plugin",
         "drawing.png": "a drawing", "pointer.png": "Git LFS.*git lfs pull", "noise.png": "begins with b'no picture",
-        "empty.png": "is empty", "folder.png": "no regular file", "absent.png": "No such file",
+        "wordy.png": "does not read its header .Decompressed data too large", "empty.png": "is empty",
+        "folder.png": "no regular file", "absent.png": "No such file",
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         for name, message in expected.items():

@@ -79,7 +79,7 @@ def lengths(num_samples: int = 100) -> Lengths:
 
 def steps(run: Run, numbers, consumed: int = 0, num_samples: int = 100):
     """Of all ranks, by step."""
-    orders = [order_of(run, num_samples, lengths(num_samples), rank, consumed) for rank in range(run.dp_size)]
+    orders = [order_of(run, lengths(num_samples), rank, consumed) for rank in range(run.dp_size)]
     return [[order.step(number) for order in orders] for number in numbers]
 
 

@@ -74,6 +74,13 @@ def test_training_finds_the_index_that_was_made_beforehand(inputs: Path, monkeyp
     assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 1
 
 
+def test_numbers_of_flags(inputs: Path, capsys):
+    for value in ("0", "-1", "1.5", "a"):
+        with pytest.raises(SystemExit) as ended:
+            index(inputs, "--num-workers", value)
+        assert ended.value.code == 2 and f"is '{value}'; expected an integer of at least 1" in capsys.readouterr().err
+
+
 def test_index_of_bad_samples(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:2]))
     assert index(inputs) == 2
@@ -103,6 +110,14 @@ def test_convert(inputs: Path, capsys):
         {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "猫"}]}
     assert (records[1]["images"], records[1]["videos"]) == ([], [f"{inputs}/media/v.mp4"])
     assert convert(inputs, "out.json") == 2 and "out.json exists" in capsys.readouterr().err
+
+
+def test_half_of_a_surrogate_pair_stays_what_it_is(inputs: Path, capsys):
+    turns = [{"from": "human", "value": "\ud83d <猫>"}, {"from": "gpt", "value": "\u00e9"}]
+    (inputs / "llava.json").write_text(json.dumps([{"conversations": turns}]))
+    assert convert(inputs, "out.json") == 0
+    (record,) = json.loads((inputs / "out.json").read_text(encoding="utf-8"))
+    assert [turn["content"] for turn in record["messages"]] == [turn["value"] for turn in turns]
 
 
 def test_mistakes_leave_no_output(inputs: Path, capsys):

@@ -282,17 +282,16 @@ def test_frames_are_resized_by_cubic_convolution(size):
 
 def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
     """Through torchvision, in a process of its own, because transformers behaves otherwise where it finds that."""
-    folder = os.environ.get("TORCHVISION_DIRECTORY", "")
-    if not folder and importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed, and has no CPU build on PyPI: install it with pip install --no-deps "
-                    "--target DIRECTORY and set TORCHVISION_DIRECTORY")
+    folder = Path(sys.prefix) / "torchvision"
+    if not folder.is_dir() and importlib.util.find_spec("torchvision") is None:
+        pytest.skip(f"torchvision is not installed: pip install --no-deps --target {folder} torchvision==0.28.0")
     for name in ("large.mp4", "odd.mp4"):
         plan = encoder.videos.plan(Video(str(clips / name)))
         frames = [all_frames(clips / name)[0][number] for number in plan.wanted.numbers]
         settings = {**{key: value for key, value in PREPROCESSOR.items() if not isinstance(value, str)},
                     "max_pixels": MAX_PIXELS}  # fmt: skip
         torch.save({"frames": torch.tensor(np.stack(frames)), "settings": settings}, tmp_path / "in.pt")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (folder, str(Path.cwd()))))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
         subprocess.run([sys.executable, "-m", "tests.data.torchvision_oracle", tmp_path / "in.pt", tmp_path / "out.pt"],
                        check=True, env=environment, capture_output=True)
         expected = torch.load(tmp_path / "out.pt")

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from tests.parallel.state_run import LR, Layout, Run  # isort: skip  (picks the device, before megatron is imported)
@@ -59,20 +60,21 @@ def train(name: str, num_steps: int, directory: Path) -> int:
     """On one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    started, losses, lengths = time.monotonic(), [], set()
+    started, losses, lengths = time.monotonic(), [], []
     run = Run(LAYOUTS[name])
     with Watchdog(run.mesh, STEP_SECONDS) as watchdog:
         watchdog.follow(run.stage.journal, run.parts.communicator)
         for iteration in range(num_steps):
             plan = plan_of(iteration, run)
-            lengths |= {(one.num_tokens, one.num_patches) for one in plan.microbatches}
+            lengths += [(one.num_tokens, one.num_patches) for one in plan.microbatches]
             with watchdog.step(iteration):
                 losses.append(step(run.parts, plan, LR).loss)
     if run.mesh.rank == 0:
         seconds = time.monotonic() - started
-        found = {"losses": losses, "num_lengths": len(lengths), "seconds": seconds}
+        num_changes = sum(one != other for one, other in pairwise(lengths))
+        found = {"losses": losses, "num_changes": num_changes, "num_microbatches": len(lengths), "seconds": seconds}
         (directory / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
-        print(f"{name}: {num_steps} steps in {seconds:.1f} s, {len(lengths)} lengths, last loss {losses[-1]:.3f}")
+        print(f"{name}: {num_steps} steps in {seconds:.1f} s, {num_changes} changes, last loss {losses[-1]:.3f}")
     return 0 if all(map(math.isfinite, losses)) else 1
 
 

@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 def test_no_step_stalls(name: str, trained: dict[str, dict]) -> None:
     found = trained[name]
     assert len(found["losses"]) == NUM_STEPS
-    assert found["num_lengths"] > 6 * NUM_STEPS, "lengths do not change at every microbatch"
+    assert found["num_changes"] > 0.95 * found["num_microbatches"], "lengths do not change at every microbatch"
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
