@@ -98,7 +98,9 @@ def write_inputs(directory: Path, num_stages: int, model_sizes: dict) -> None:
     data["dataset_param"]["basic_parameters"] |= {
         "dataset": str(directory / "data.json"),
         "dataset_dir": str(directory),
+        "packing": False,
     }
+    data["dataloader_param"]["sampler_type"] = "BaseRandomBatchSampler"
     (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
     (directory / "data_config.json").write_text(json.dumps(data))
 

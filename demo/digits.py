@@ -1,4 +1,5 @@
-"""Writes scikit-learn's 1,797 scanned handwritten digits as PNG files and a dataset in MindSpeed-MM's JSON form.
+"""Writes scikit-learn's 1,797 scanned handwritten digits as PNG files, short videos of them, and a dataset in
+MindSpeed-MM's JSON form.
 
 The scans come with the scikit-learn package (test set of the UCI "Optical Recognition of Handwritten Digits"), so
 nothing is downloaded.  Knows nothing of the trainer.
@@ -6,10 +7,14 @@ nothing is downloaded.  Knows nothing of the trainer.
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
+import av
 import numpy as np
+from av.video.reformatter import ColorRange
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -17,19 +22,27 @@ PICTURE_SIDE = 84
 """Pixels: three merged tokens of 28 pixels each way, so windows of 56 pixels come in all four border shapes."""
 QUESTION = "<image>Which digit is this?"
 TWO_PICTURES_QUESTION = "<image><image>Which two digits are these?"
+VIDEO_QUESTION = "<video>Which two digits are shown, in turn?"
+FRAMES_PER_SECOND = 2
+"""As many as the trainer takes of a second, so it takes all."""
+FRAMES_PER_DIGIT = 2
+"""What the ViT reads at once: each pair of frames shows one digit, in two places."""
 NUM_HELD_OUT = 360
 NUM_MOVED = 3
 """Further pictures of each training scan, a little shifted and turned: 1,437 scans alone are soon learnt by heart."""
 _MAX_SHIFT_PIXELS = 6
 _MAX_TURN_DEGREES = 10.0
+_MAX_STEP_PIXELS = 2  # of a digit, from one frame of a video to the next
 NUM_TWO_PICTURES = 60
+NUM_VIDEOS = 120
+NUM_HELD_OUT_VIDEOS = 60
 NUM_TEXT_ONLY = 30
 _MAX_INK = 16  # load_digits counts inked pixels of a 4x4 block
 
 
 @dataclass(frozen=True)
 class DigitsDataset:
-    """Where the files are; image paths in the JSON files ``train`` and ``held_out`` are relative to ``directory``."""
+    """Where the files are; media paths in the JSON files ``train`` and ``held_out`` are relative to ``directory``."""
 
     directory: Path
     train: Path
@@ -37,15 +50,15 @@ class DigitsDataset:
 
 
 def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None) -> DigitsDataset:
-    """Write the pictures and both JSON files into ``directory``.
+    """Write the pictures, the videos and both JSON files into ``directory``.
 
     The split is random by scan, so training and held-out scans share writers.  The training part holds one sample per
-    scan, ``NUM_MOVED`` more with it moved, ``NUM_TWO_PICTURES`` samples with two scans and ``NUM_TEXT_ONLY`` without
-    any.  The held-out part has one sample per scan, and of those the first ``num_held_out_samples`` where it is given.
+    scan, ``NUM_MOVED`` more with it moved, ``NUM_TWO_PICTURES`` samples with two scans, ``NUM_VIDEOS`` with a video of
+    two, and ``NUM_TEXT_ONLY`` without any.  The held-out part has one sample per scan and ``NUM_HELD_OUT_VIDEOS``
+    with a video, in turn as long as there are both; only the first ``num_held_out_samples`` where it is given.
     """
     scans = load_digits()
-    pictures = directory / "pictures"
-    pictures.mkdir(parents=True, exist_ok=True)
+    (directory / "pictures").mkdir(parents=True, exist_ok=True)
     names = []
     for index, scan in enumerate(scans.images):
         name = f"pictures/{index:04d}.png"
@@ -56,7 +69,7 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
     order = list(range(len(names)))
     rng = random.Random(seed)
     rng.shuffle(order)
-    train, held_out = order[NUM_HELD_OUT:], order[:NUM_HELD_OUT][:num_held_out_samples]
+    train, held_out = order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
     samples = [_one_picture(names[index], digits[index]) for index in train]
     for index in train:
         for number in range(NUM_MOVED):
@@ -66,14 +79,19 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
     for _ in range(NUM_TWO_PICTURES):
         left, right = rng.sample(train, 2)
         samples.append(
-            _sample(TWO_PICTURES_QUESTION, f"{digits[left]} and {digits[right]}", [names[left], names[right]])
+            _sample(TWO_PICTURES_QUESTION, f"{digits[left]} and {digits[right]}", images=[names[left], names[right]])
         )
     samples += [_counting(rng.randrange(9)) for _ in range(NUM_TEXT_ONLY)]
+    videos = [_video(directory, scans, pool, rng) for pool, count in
+              ((train, NUM_VIDEOS), (held_out, NUM_HELD_OUT_VIDEOS)) for _ in range(count)]
+    samples += videos[:NUM_VIDEOS]
     rng.shuffle(samples)
 
     dataset = DigitsDataset(directory, directory / "train.json", directory / "held_out.json")
     _write_json(dataset.train, samples)
-    _write_json(dataset.held_out, [_one_picture(names[index], digits[index]) for index in held_out])
+    pictures = [_one_picture(names[index], digits[index]) for index in held_out]
+    in_turn = [sample for both in zip_longest(pictures, videos[NUM_VIDEOS:]) for sample in both if sample is not None]
+    _write_json(dataset.held_out, in_turn[:num_held_out_samples])
     return dataset
 
 
@@ -95,17 +113,47 @@ def _moved(scan: Image.Image, rng: random.Random) -> Image.Image:
     return scan.rotate(turn, Image.Resampling.BICUBIC, translate=shift)
 
 
+def _video(directory: Path, scans, pool: Sequence[int], rng: random.Random) -> dict:
+    """A sample with a video of two scans of ``pool``, one after the other, each moving a little."""
+    shown = rng.sample(pool, 2)
+    name = "videos/" + "_".join(f"{index:04d}" for index in shown) + ".mp4"
+    frames = []
+    for index in shown:
+        x, y, *steps = (rng.randint(-_MAX_STEP_PIXELS, _MAX_STEP_PIXELS) for _ in range(4))
+        for number in range(FRAMES_PER_DIGIT):
+            shift = (x + number * steps[0], y + number * steps[1])
+            frames.append(picture(scans.images[index]).rotate(0, translate=shift))
+    write_video(directory / name, frames)
+    first, second = (int(scans.target[index]) for index in shown)
+    return _sample(VIDEO_QUESTION, f"{first} then {second}", videos=[name])
+
+
+def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
+    """Grey frames as lossless H.264, so that whoever decodes them gets exactly these."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND, options={"qp": "0"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuvj420p"
+        stream.codec_context.color_range = ColorRange.JPEG
+        for frame in frames:
+            picture_of_video = av.VideoFrame.from_ndarray(np.asarray(frame), format="gray")
+            picture_of_video.color_range = ColorRange.JPEG  # black is 0 and white 255, or the greys would be rounded
+            container.mux(stream.encode(picture_of_video))
+        container.mux(stream.encode(None))
+
+
 def _one_picture(name: str, digit: int) -> dict:
-    return _sample(QUESTION, str(digit), [name])
+    return _sample(QUESTION, str(digit), images=[name])
 
 
 def _counting(number: int) -> dict:
-    return _sample(f"Which digit comes after {number}?", str(number + 1), [])
+    return _sample(f"Which digit comes after {number}?", str(number + 1))
 
 
-def _sample(question: str, answer: str, images: list[str]) -> dict:
+def _sample(question: str, answer: str, *, images: Sequence[str] = (), videos: Sequence[str] = ()) -> dict:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "images": images}
+    return {"messages": messages, "images": images, "videos": videos}
 
 
 def _write_json(path: Path, content: list) -> None:

@@ -8,23 +8,25 @@ Imports nothing of the trainer.  Writes the answers as JSON, and the logits of t
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import av
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-IMAGE_TAG = "<image>"
-IMAGE_TOKEN = "<|image_pad|>"
+MEDIA_TAG = re.compile("<(image|video)>")
+MEDIA_TOKEN = re.compile(r"<\|(image|video)_pad\|>")
 BATCH_SIZE = 60
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A checkpoint, ready to read pictures."""
+    """A checkpoint, ready to read pictures and videos."""
 
     model: Qwen2_5_VLForConditionalGeneration
     tokenizer: object
@@ -43,33 +45,57 @@ class Reader:
         return cls(model.eval(), AutoTokenizer.from_pretrained(directory), image_processor)
 
     def inputs(self, samples: list[dict], directory: Path, *, with_answers: bool) -> dict[str, Tensor]:
-        """A batch for the model, padded on the left; image paths are relative to ``directory``."""
+        """A batch for the model, padded on the left; media paths are relative to ``directory``."""
         pictures = [Image.open(directory / name) for sample in samples for name in sample["images"]]
-        pixels, grids = {}, iter(())
+        videos = [directory / name for sample in samples for name in sample["videos"]]
+        inputs, counts = {}, {}
         if pictures:
-            pixels = dict(self.image_processor(images=pictures, return_tensors="pt"))
-            merged = self.image_processor.merge_size**2
-            grids = iter((pixels["image_grid_thw"].prod(dim=1) // merged).tolist())
-        rows = [self._token_ids(sample, grids, with_answer=with_answers) for sample in samples]
+            inputs |= self.image_processor(images=pictures, return_tensors="pt")
+            counts["image"] = self._num_tokens(inputs["image_grid_thw"])
+        if videos:
+            inputs |= self._videos(videos)
+            counts["video"] = self._num_tokens(inputs["video_grid_thw"])
+        rows = [self._token_ids(sample, counts, with_answer=with_answers) for sample in samples]
         longest = max(len(row) for row in rows)
         token_ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(token_ids)
         for index, row in enumerate(rows):
             token_ids[index, longest - len(row) :] = torch.tensor(row)
             mask[index, longest - len(row) :] = 1
-        is_image = (token_ids == self.model.config.image_token_id).int()
-        return {"input_ids": token_ids, "attention_mask": mask, "mm_token_type_ids": is_image, **pixels}
+        config = self.model.config
+        kinds = (token_ids == config.image_token_id).int() + 2 * (token_ids == config.video_token_id).int()
+        return {"input_ids": token_ids, "attention_mask": mask, "mm_token_type_ids": kinds, **inputs}
 
-    def _token_ids(self, sample: dict, grids, *, with_answer: bool) -> list[int]:
+    def _videos(self, paths: list[Path]) -> dict[str, Tensor]:
+        """What transformers' video processor, which needs torchvision, would make of all frames of each file.
+
+        Of a picture the image processor makes a pair of frames that are alike.  So a pair of two frames has the first
+        half of one and the second half of the other.
+        """
+        patches, grids, seconds = [], [], []
+        for path in paths:
+            frames, seconds_of_frame = read_video(path)
+            pictures = self.image_processor(images=frames, return_tensors="pt")
+            rows, columns = pictures["image_grid_thw"][0, 1:].tolist()
+            # [pairs, frame of the pair, patches, channels, half, pixels]
+            values = pictures["pixel_values"].view(-1, 2, rows * columns, 3, 2, self.image_processor.patch_size**2)
+            pairs = torch.stack([values[:, half, :, :, half] for half in (0, 1)], dim=3)
+            patches.append(pairs.flatten(0, 1).flatten(1))
+            grids.append((len(frames) // 2, rows, columns))
+            seconds.append(2 * seconds_of_frame)
+        return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids),
+                "second_per_grid_ts": torch.tensor(seconds)}  # fmt: skip
+
+    def _num_tokens(self, grids: Tensor):
+        return iter((grids.prod(dim=1) // self.image_processor.merge_size**2).tolist())
+
+    def _token_ids(self, sample: dict, counts: dict, *, with_answer: bool) -> list[int]:
         messages = [
             {"role": message["role"], "content": _parts(message["content"])}
             for message in (sample["messages"] if with_answer else sample["messages"][:-1])
         ]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not with_answer)
-        head, *tail = text.split(IMAGE_TOKEN)
-        for part in tail:
-            head += IMAGE_TOKEN * next(grids) + part
-        return self.tokenizer(head)["input_ids"]
+        return self.tokenizer(MEDIA_TOKEN.sub(lambda token: token[0] * next(counts[token[1]]), text))["input_ids"]
 
     @torch.inference_mode()
     def answers(self, samples: list[dict], directory: Path) -> list[str]:
@@ -94,15 +120,18 @@ class Reader:
         return found
 
 
+def read_video(path: Path) -> tuple[list[Image.Image], float]:
+    """All frames of a video, and how many seconds each is shown."""
+    with av.open(str(path)) as container:
+        frames = [frame.to_image() for frame in container.decode(video=0)]
+        return frames, float(1 / container.streams.video[0].average_rate)
+
+
 def _parts(content: str) -> list[dict]:
-    """``<image>`` tags to the structured content that chat templates take."""
-    head, *tail = content.split(IMAGE_TAG)
-    parts = [{"type": "text", "text": head}] if head else []
-    for text in tail:
-        parts.append({"type": "image"})
-        if text:
-            parts.append({"type": "text", "text": text})
-    return parts
+    """``<image>`` and ``<video>`` tags to the structured content that chat templates take."""
+    pieces = MEDIA_TAG.split(content)  # every second one is the word of a tag
+    parts = [{"type": piece} if index % 2 else {"type": "text", "text": piece} for index, piece in enumerate(pieces)]
+    return [part for part in parts if part != {"type": "text", "text": ""}]
 
 
 def expected_answer(sample: dict) -> str:
@@ -113,7 +142,7 @@ def expected_answer(sample: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
-    parser.add_argument("--dataset", type=Path, required=True, help="JSON file; image paths are relative to it")
+    parser.add_argument("--dataset", type=Path, required=True, help="JSON file; media paths are relative to it")
     parser.add_argument("--answers", type=Path, required=True, help="JSON file to write the answers to")
     parser.add_argument("--logits", type=Path, required=True, help="safetensors file to write logits to")
     parser.add_argument("--num-logits", type=int, default=8, help="samples whose logits are written")

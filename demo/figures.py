@@ -1,23 +1,26 @@
 """Draws what the demo has to show: the loss curve, and held-out pictures with the model's answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")  # before pyplot is imported
+import numpy as np
 from matplotlib import pyplot as plt
 from PIL import Image
 
-NUM_COLUMNS = 8
+NUM_COLUMNS = 8  # of single pictures
 NUM_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One held-out picture, what is on it and what the model says."""
+    """One held-out picture or video, what is on it and what the model says."""
 
-    picture: Path
+    frames: Sequence[Image.Image]
+    """A picture has one."""
     expected: str
     said: str
 
@@ -46,22 +49,25 @@ def draw_loss(records: list[dict], resumed_after: int, layouts: tuple[str, str],
     plt.close(figure)
 
 
-def draw_answers(answers: list[Answer], path: Path) -> None:
-    """A sheet of pictures with answers.  The wrong ones come first and in red, so that none is hidden."""
-    shown = sorted(answers, key=lambda answer: answer.right)[:NUM_SHOWN]
-    num_rows = -(-len(shown) // NUM_COLUMNS)
-    figure, grid = plt.subplots(num_rows, NUM_COLUMNS, figsize=(NUM_COLUMNS * 1.15, num_rows * 1.45 + 0.5),
+def draw_answers(answers: list[Answer], what: str, path: Path) -> None:
+    """A sheet of pictures, or of the frames of videos, with answers; ``what`` they are goes into its title.
+
+    The wrong ones come first and in red, so that none is hidden.
+    """
+    num_columns = NUM_COLUMNS // len(answers[0].frames)
+    shown = sorted(answers, key=lambda answer: answer.right)[: NUM_SHOWN // len(answers[0].frames)]
+    num_rows = -(-len(shown) // num_columns)
+    figure, grid = plt.subplots(num_rows, num_columns, figsize=(NUM_COLUMNS * 1.15, num_rows * 1.45 + 0.5),
                                 squeeze=False, layout="constrained")  # fmt: skip
     for axes in grid.flat:
         axes.axis("off")
     for axes, answer in zip(grid.flat, shown, strict=False):
-        with Image.open(answer.picture) as picture:
-            axes.imshow(picture.convert("RGB"))
+        axes.imshow(np.hstack([np.asarray(frame.convert("RGB")) for frame in answer.frames]))
         said = _printable(answer.said)
         title = said if answer.right else f"{said} (is {answer.expected})"
         axes.set_title(title, fontsize=10, color="black" if answer.right else "crimson")
     right = sum(answer.right for answer in answers)
-    figure.suptitle(f"Held-out digits read by the exported checkpoint: {right} of {len(answers)} right")
+    figure.suptitle(f"Held-out {what} read by the exported checkpoint: {right} of {len(answers)} right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -24,7 +24,7 @@ SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
     "32b": (16, 2, 8, 1, 96, 33_452_718_336),
     "72b": (64, 2, 8, 4, 384, 73_410_777_344),
 }
-MICROBATCHES = {"3b": (8, 4), "7b": (4, 12), "32b": (2, 48), "72b": (1, 96), "tiny": (8, 4)}  # samples x number
+MICROBATCHES = {"3b": (8, 4), "7b": (4, 12), "32b": (2, 48), "72b": (1, 96), "tiny": (1, 32)}  # samples x number
 STAND_IN = """#!/bin/bash
 if [[ "${*: -1}" == --check ]]; then echo "checked" >&2; exit "${CHECK_STATUS:-0}"; fi
 printf '%s\\0' "$@" > "$RECORD"

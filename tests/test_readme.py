@@ -105,8 +105,10 @@ def test_link_leads_somewhere(link: str):
 def test_the_numbers_are_the_demo_s():
     text = " ".join(README.split())
     assert f"{1797 - digits.NUM_HELD_OUT:,} scanned" in text
-    assert f"answers {digits.NUM_HELD_OUT} held-out" in text
-    assert f"unless {demo.MINIMUM_ACCURACY:.0%}".replace("%", " %") in text
+    assert f"{digits.NUM_VIDEOS} short videos" in text
+    assert f"answers {digits.NUM_HELD_OUT} held-out pictures and {digits.NUM_HELD_OUT_VIDEOS} held-out videos" in text
+    assert f"unless {demo.MINIMUM_ACCURACY:.0%} of the answers on pictures".replace("%", " %") in text
+    assert f"{demo.MINIMUM_VIDEO_ACCURACY:.0%} of those on videos".replace("%", " %") in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text
     assert f"golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text

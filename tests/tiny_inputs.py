@@ -38,7 +38,9 @@ def write_inputs(directory: Path) -> Path:
     data["dataset_param"]["basic_parameters"] |= {
         "dataset": str(directory / "samples.json"),
         "dataset_dir": str(directory),
+        "packing": False,
     }
+    data["dataloader_param"]["sampler_type"] = "BaseRandomBatchSampler"
     (directory / "data.json").write_text(json.dumps(data))
     for num_stages, vision, language in ((1, [8], [4]), (2, [5, 3], [0, 4])):
         model = json.loads((EXAMPLES / "model_tiny.json").read_text())

@@ -14,9 +14,10 @@ SAVE_PATH=${SAVE_PATH:-runs/tiny}
 TP=${TP:-1}
 PP=${PP:-2}
 CP=${CP:-1}
-MBS=${MBS:-8}
-GRAD_ACC_STEP=${GRAD_ACC_STEP:-4}
-SEQ_LENGTH=${SEQ_LENGTH:-128}
+# data_tiny.json packs: a microbatch has as many samples as SEQ_LENGTH x MBS tokens hold; these two give the global batch.
+MBS=${MBS:-1}
+GRAD_ACC_STEP=${GRAD_ACC_STEP:-32}
+SEQ_LENGTH=${SEQ_LENGTH:-2560}
 TRAIN_ITERS=${TRAIN_ITERS:-800}
 SAVE_INTERVAL=${SAVE_INTERVAL:-100}
 LR=${LR:-2.0e-3}
@@ -37,6 +38,7 @@ GPT_ARGS=(
     --train-iters "$TRAIN_ITERS"
     --lr-warmup-fraction 0.1
     --clip-grad 1.0
+    --calculate-per-token-loss
     --adam-beta1 0.9
     --adam-beta2 0.999
     --seed 42

@@ -31,8 +31,8 @@ def metrics(directory: Path) -> list[dict]:
 def test_summary_says_what_was_measured(directory: Path):
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["quick"] is True
-    assert summary["num_held_out"] == QUICK.num_held_out
-    assert 0 <= summary["held_out_accuracy"] <= 1
+    assert summary["num_held_out"] == summary["num_held_out_videos"] == QUICK.num_held_out // 2
+    assert 0 <= summary["held_out_accuracy"] <= 1 and 0 <= summary["held_out_video_accuracy"] <= 1
     assert 0 <= summary["hf_logits_max_abs_diff"] < 1e-3
     assert summary["layouts"] == [str(PIPELINE), str(TENSOR)]
     assert summary["final_loss"] == metrics(directory)[-1]["loss"]
@@ -61,12 +61,12 @@ def test_the_first_losses_are_the_committed_ones(directory: Path):
 
 
 def test_pictures_can_be_looked_at(directory: Path):
-    for name in ("loss.png", "answers.png"):
+    for name in ("loss.png", "answers.png", "video_answers.png"):
         with Image.open(directory / name) as picture:
             assert min(picture.size) >= 300
             assert len(set(picture.convert("L").tobytes())) > 10
     timeline = (directory / f"logs/pipeline_step_{PICTURED_ITERATION}.svg").read_text(encoding="utf-8")
-    assert timeline.startswith("<svg") and "Microbatches: 4, stages: 2," in timeline
+    assert timeline.startswith("<svg") and "Microbatches: 8, stages: 2," in timeline
 
 
 def test_the_export_is_a_complete_checkpoint(directory: Path):
