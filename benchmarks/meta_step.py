@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.meta_device import PHASES, MetaDevice, Recorder, Tally, prepare
 from benchmarks.workload import SAMPLE, SAMPLE_TOKENS
+from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
@@ -55,6 +56,8 @@ class Case:
     sequence_parallel: bool = False
     cp_size: int = 1
     is_ring: bool = False
+    lora_rank: int = 0
+    """Of adapters beside all linear layers of trained parts; 0: none."""
 
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
@@ -73,7 +76,8 @@ class Case:
             ),
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip
-        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules)
+        lora = LoraConfig(("all-linear",), r=self.lora_rank) if self.lora_rank else LoraConfig()
+        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
     model = model_of(case, sizes)
     mesh = parallel.start(device, model, tp_size=1)
     stage = Stage(model, mesh, "fp32", device)
-    initialize(stage, mesh, seed=0, std=0.02)
+    initialize(stage, stage.weights, mesh, seed=0, std=0.02)
     for chunk in stage.chunks if case.sleeps else ():
         make_sleep(chunk, len(stage.chunks))
     args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",

@@ -13,18 +13,25 @@ from typing import Any
 
 from jsonargparse import auto_cli, set_parsing_settings
 
-from checkpoint import convert
+from checkpoint import convert, lora
 from checkpoint.diff import diff_directories
 from checkpoint.formats.storage import Format, Storage, Structure
-from checkpoint.options import DiffConfig, HFToMMConfig, MMToHFConfig, ResplitConfig, ShowConfig, VerifyConfig
+from checkpoint.options import (
+    DiffConfig,
+    HFToMMConfig,
+    LoraHFToMMConfig,
+    LoraMMToHFConfig,
+    MergeLoraConfig,
+    MMToHFConfig,
+    ResplitConfig,
+    ShowConfig,
+    VerifyConfig,
+)
 from checkpoint.verify import show_directory, verify_directory
 from mm.errors import UserError
 
 _CONVERTER = "Qwen2_5_VLConverter"
 _NOT_HERE = {
-    "lora_hf_to_mm": "adapters are not converted; merge the adapter into its model (peft: merge_and_unload), save "
-                     "that, and convert it with hf_to_mm",
-    "lora_mm_to_hf": "adapters are not converted; MindSpeed-MM's own lora_mm_to_hf makes one for peft",
     "hf_to_mm_dcp": "distributed checkpoints of torch are not written; the trainer's --load reads the Hugging Face "
                     "directory itself, on any layout",
     "hf_to_mm_ldt": "the trainer has no disaggregated training; hf_to_mm places the layers freely over the stages",
@@ -59,6 +66,26 @@ def resplit(cfg: ResplitConfig) -> None:
                     common.vit_qkv_order).run(cfg)
 
 
+def lora_hf_to_mm(cfg: LoraHFToMMConfig) -> None:
+    """A PEFT directory of adapters -> MindSpeed-MM's directories on a layout."""
+    cfg.common_model_config.check(None, of_adapters=True)
+    layout = cfg.parallel_config.layout(convert.LAYOUT)
+    lora.lora_hf_to_mm(cfg.hf_config.hf_dir, cfg.mm_dir, layout, Format(cfg.save_format), cfg.base_dir).run(cfg)
+
+
+def lora_mm_to_hf(cfg: LoraMMToHFConfig) -> None:
+    """Adapters in MindSpeed-MM's directories, or a training checkpoint of adapters -> PEFT."""
+    cfg.common_model_config.check(None, of_adapters=True)
+    layout = cfg.parallel_config and cfg.parallel_config.layout(convert.LAYOUT)
+    base_dir = cfg.hf_config and cfg.hf_config.hf_dir
+    lora.lora_mm_to_hf(cfg.mm_dir, cfg.save_hf_dir, layout, base_dir, cfg.lora_alpha).run(cfg)
+
+
+def merge_lora(cfg: MergeLoraConfig) -> None:
+    """Adapters added to the weights of their model -> Hugging Face."""
+    lora.merge_lora(cfg.lora_dir, cfg.hf_config.hf_dir, cfg.save_hf_dir).run(cfg)
+
+
 def verify(cfg: VerifyConfig) -> None:
     """Compare a directory with its manifest, and with a Hugging Face directory if one is given."""
     layout = cfg.parallel_config and cfg.parallel_config.layout(convert.LAYOUT)
@@ -85,7 +112,8 @@ def show(cfg: ShowConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
-    commands = {command.__name__: command for command in (hf_to_mm, mm_to_hf, resplit, verify, diff, show)}
+    converting = (hf_to_mm, mm_to_hf, resplit, lora_hf_to_mm, lora_mm_to_hf, merge_lora)
+    commands = {command.__name__: command for command in (*converting, verify, diff, show)}
     words = list(sys.argv[1:] if argv is None else argv)
     components: Any = {_CONVERTER: {"_help": "Qwen2.5-VL, all sizes.", **commands}}
     try:

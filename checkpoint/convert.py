@@ -176,7 +176,7 @@ def hf_to_mm(
     """
     source = open_hf(HFDirectory.open(hf_dir), language_dir)
     check_layout(layout, source.model, LAYOUT)
-    return _to_mindspeed(source, Path(mm_dir), layout, storage or Storage())
+    return to_mindspeed(source, Path(mm_dir), layout, storage or Storage())
 
 
 def resplit(
@@ -202,7 +202,7 @@ def resplit(
     kept = source.storage or Storage()
     storage = replace(
         kept, format=format or kept.format, structure=structure or kept.structure, whole_vision_qkv=False)
-    return _to_mindspeed(source, Path(target_dir), target_layout, storage)
+    return to_mindspeed(source, Path(target_dir), target_layout, storage)
 
 
 def mm_to_hf(
@@ -243,7 +243,8 @@ def mm_to_hf(
     )  # fmt: skip
 
 
-def _to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
+def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
+    """The conversion of a source of any kind to MindSpeed-MM's layout; raises UserError where it is not possible."""
     model = layout.place(source.model)
     if storage.vit_only:
         source = replace(source, views=tuple(view for view in source.views if view.weight.part != "language"))

@@ -25,6 +25,7 @@ _ABSENT = {
 }  # fmt: skip
 """Fields of other models: the only value that is accepted, and what this model has none of."""
 _COMMON = "--cfg.common_model_config"
+_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass
@@ -83,7 +84,7 @@ class CommonModelConfig:
     vit_qkv_order: VitQkvOrder | None = None
     """How a source without manifest keeps the ViT's qkv; whole: [Q; K; V], of MindSpeed-MM 2.2.0 and 2.3.0."""
     model_prefix: str | None = None
-    """Only adapters have one, and they are not converted; leave it out."""
+    """How names of adapters begin; PEFT's base_model.model. is the only one, and found without it."""
     num_experts: int | None = None
     num_key_value_heads: int | None = None
     tie_word_embeddings: bool | None = None
@@ -100,17 +101,20 @@ class CommonModelConfig:
             return None
         return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
 
-    def check(self, hf_dir: str | None) -> None:
+    def check(self, hf_dir: str | None, of_adapters: bool = False) -> None:
         """Make sure that what is stated is true of the model in ``hf_dir``.
 
         Raises UserError naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
-        if self.model_prefix:
+        if self.model_prefix and not (of_adapters and self.model_prefix == _PEFT_PREFIX):
             problems.append(
-                f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, and they "
-                f"are not converted: merge the adapter into its model, and leave the flag out."
+                f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, which is "
+                f"{_PEFT_PREFIX!r}: leave the flag out."
             )
+        if of_adapters and self.enable_canonical_hf_struct is False:
+            problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters stand beside q, k, v and "
+                            f"gate, up apart; leave the flag out.")
         for name, fact in _facts(hf_dir).items() if hf_dir is not None else ():
             stated = getattr(self, name)
             if stated not in (None, fact):
@@ -196,6 +200,50 @@ class ResplitConfig(RunConfig):
     """Says what model it is where the source has no manifest and is none of the published sizes."""
     save_format: Literal["safetensors", "torch"] | None = None
     """The target's files.  Default: as the source."""
+
+
+@dataclass(kw_only=True)
+class LoraHFToMMConfig(RunConfig):
+    """lora_hf_to_mm."""
+
+    mm_dir: str
+    """Target."""
+    hf_config: HFConfig
+    """Source: the PEFT directory, with adapter_config.json and adapter_model.safetensors."""
+    parallel_config: ParallelConfig
+    """Layout of the target."""
+    base_dir: str | None = None
+    """Hugging Face directory of the adapters' model.  Default: base_model_name_or_path of adapter_config.json."""
+    save_format: Literal["safetensors", "torch"] = "safetensors"
+    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+
+
+@dataclass(kw_only=True)
+class LoraMMToHFConfig(RunConfig):
+    """lora_mm_to_hf."""
+
+    mm_dir: str
+    """Source: adapters in MindSpeed-MM's layout, or a training checkpoint of adapters."""
+    save_hf_dir: str
+    """Target, a PEFT directory."""
+    hf_config: HFConfig | None = None
+    """The adapters' model, which the target names; needed where the source has no manifest."""
+    parallel_config: ParallelConfig | None = None
+    """Layout of the source; needed where it has no manifest."""
+    lora_alpha: float | None = None
+    """--lora-alpha of the training; needed where the source has no manifest, because nothing else says it."""
+
+
+@dataclass(kw_only=True)
+class MergeLoraConfig(Options):
+    """merge_lora."""
+
+    lora_dir: str
+    """The adapters: a PEFT directory, or a training checkpoint."""
+    hf_config: HFConfig
+    """Their model; the target is like it."""
+    save_hf_dir: str
+    """Target, a whole model."""
 
 
 @dataclass(kw_only=True)

@@ -213,3 +213,5 @@ class StepPlan:
     microbatches: tuple[Microbatch, ...]
     totals: BatchTotals
     """Over the global batch, all replicas together."""
+    dropout_seed: int | None = None
+    """What the dropout of this step is drawn from; None: nothing is dropped."""

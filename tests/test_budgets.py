@@ -8,6 +8,7 @@ All steps are traced in one process of their own, because tracing patches it.
 """
 
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +21,8 @@ import pytest
 from benchmarks.meta_device import PHASES
 from benchmarks.meta_step import Case, Trace, main, report, trace
 from mm.plan.memory import Rows, StageMemory
+from mm.weights.memory import memory_shape
+from mm.weights.table import model_weights
 
 
 class Budget(NamedTuple):
@@ -69,6 +72,11 @@ MEMORY_CASES = {
     "3B, few layers, MLP recomputed": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="mlp"),
     "3B, few layers, norms recomputed, fc1 frozen": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, recompute="layernorm", freeze_modules=("fc1",)),
+    "3B, few layers, adapters": Case("3b", layers=FEW_LAYERS, full_attention=FULL, lora_rank=64),
+    "3B, few layers, frozen ViT, adapters, selective": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, lora_rank=64, recompute="selective"),
+    "3B, few layers, TP 2, sequence, adapters": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
+                                                     sequence_parallel=True, lora_rank=64),
     "7B, few layers": Case("7b", layers=FEW_LAYERS, full_attention=FULL),
     "7B, few layers, selective": Case("7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
     "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),
@@ -181,6 +189,15 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
 
     (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True))
     assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
+
+
+def test_frozen_weights_beside_adapters_cost_their_bytes_only(traced) -> None:
+    """In bf16: 2 bytes each, where a trained one costs 18 (fp32 gradient, copy and moments); the rest are scalars."""
+    case = MEMORY_CASES["3B, few layers, adapters"]
+    sizes = [(math.prod(memory_shape(one, 1)), one.is_adapter) for one in model_weights(case.model())]
+    frozen, adapters = (sum(size for size, is_adapter in sizes if is_adapter == kind) for kind in (False, True))
+    assert 0 < adapters < frozen / 20
+    assert traced(case).state_bytes == pytest.approx(2 * frozen + 18 * adapters, abs=1e5)
 
 
 def test_the_command(process: ProcessPoolExecutor, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from mm.errors import UserError, refuse
 Section = Mapping[str, Any]
 
 MODEL_TYPE = "qwen2_5_vl"
-FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "rates",
-                  "recompute", "init_method_std")  # fmt: skip
-"""Fields of a model that may differ between save and load: they do not change what a stored tensor means."""
+FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "lora",
+                  "rates", "recompute", "init_method_std")  # fmt: skip
+"""Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
+which are other tensors, are compared in ``checkpoint.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose length of positions changes nothing here."""
 

@@ -83,7 +83,8 @@ class Manifest:
         for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
             model[tower]["pipeline_num_layers"] = layout[key]
         tensors = tuple(tensor_from_json(entry) for entry in content["tensors"])
-        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"])
+        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"],
+                          adapters_only=content.get("adapters_only", False))
         return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
 
     def text(self) -> str:
@@ -97,7 +98,8 @@ class Manifest:
         content = {
             "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
             "save_format": self.storage.format.value, "structure": self.storage.structure.value,
-            "vit_only": self.storage.vit_only, "layout": layout, "model": model,
+            "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
+            "model": model,
         }  # fmt: skip
         return manifest_text(content, "tensors", [tensor_json(tensor) for tensor in self.tensors])
 
@@ -176,7 +178,8 @@ class MindSpeedDirectory:
         show.  A ``given`` layout, which ``flag`` gives, must be the same.  Raises UserError when given and found layout
         differ, the model is not given, or the files do not hold all of it.
         """
-        found = self.manifest.layout if self.manifest else self.layout
+        adapters_only = self.storage.adapters_only  # whose files may leave layers out, and so don't show the layout
+        found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
             raise UserError(
@@ -338,7 +341,10 @@ def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storag
             f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
             f"date."
         )
-    vit_only = not any("text_decoder." in name for stored in contents.values() for name in stored)
+    names = [name for stored in contents.values() for name in stored]
+    if names and all(".lora_" in name for name in names):
+        return Storage(next(iter(formats)), Structure.CANONICAL, adapters_only=True)
+    vit_only = not any("text_decoder." in name for name in names)
     is_canonical = any(is_canonical_name(name) for stored in contents.values() for name in stored)
     return Storage(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
 

@@ -47,6 +47,31 @@ def read_header(
 
     Raises UserError when the file is truncated or damaged, or has a tensor that is of none of ``dtypes``.
     """
+    header, header_bytes = _read_json(path)
+    size_bytes = path.stat().st_size
+    header.pop("__metadata__", None)
+    try:
+        stops = [8 + header_bytes + entry["data_offsets"][1] for entry in header.values()]
+        found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
+                 for name, entry in header.items()}
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{path} has a damaged safetensors header (an entry without {error}); download it again."
+        ) from error
+    end = max(stops, default=8 + header_bytes)
+    if size_bytes != end:
+        raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
+    return found
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file states beside its tensors; raises UserError when it is truncated or damaged."""
+    stated = _read_json(path)[0].get("__metadata__")
+    return {str(key): str(value) for key, value in stated.items()} if isinstance(stated, dict) else {}
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and its length in bytes."""
     size_bytes = path.stat().st_size
     with path.open("rb") as opened:
         start = opened.read(len(_LFS_MAGIC))
@@ -61,19 +86,7 @@ def read_header(
             raise UserError(f"{path} has a damaged safetensors header ({error}); download it again.") from error
     if not isinstance(header, dict):
         raise UserError(f"{path} has a damaged safetensors header (not a table of tensors); download it again.")
-    header.pop("__metadata__", None)
-    try:
-        stops = [8 + header_bytes + entry["data_offsets"][1] for entry in header.values()]
-        found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
-                 for name, entry in header.items()}
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{path} has a damaged safetensors header (an entry without {error}); download it again."
-        ) from error
-    end = max(stops, default=8 + header_bytes)
-    if size_bytes != end:
-        raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
-    return found
+    return header, header_bytes
 
 
 def _stored(
@@ -98,10 +111,15 @@ Description = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape."""
 
 
-def safetensors_file(name: str, tensors: Iterable[Description]) -> TargetFile:
-    """A file to write: ``tensors`` one after the other, wider dtypes first, which keeps every tensor aligned."""
+def safetensors_file(
+    name: str, tensors: Iterable[Description], metadata: Mapping[str, str] | None = None
+) -> TargetFile:
+    """A file to write: ``tensors`` one after the other, wider dtypes first, which keeps every tensor aligned.
+
+    ``metadata`` is stated in the header.
+    """
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     ends = [0]
     for tensor_name, dtype, shape in ordered:
         ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.copy import check_copies_and_padding
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory, language_views
@@ -39,7 +40,7 @@ BLOCK_BYTES = 1 << 26
 """How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
 
 
-Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
+Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory | AdapterDirectory
 """Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
 
 
@@ -49,6 +50,7 @@ class Kind(Enum):
     HUGGING_FACE = "Hugging Face directory"
     MINDSPEED = "MindSpeed-MM's layout"
     TRAINING = "training checkpoint"
+    ADAPTER = "PEFT directory of adapters"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Source:
     """By that training; None where nothing says."""
     notes: tuple[str, ...] = ()
     """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
+    base_crc32: int | None = None
+    """Of adapters, where it is stated: which model they were trained beside (``checkpoint.adapters.model_crc32``)."""
 
     @property
     def is_vit_only(self) -> bool:
@@ -131,6 +135,8 @@ class Source:
                 problems = stored_problems(self.path, self.model, model)
             case Kind.TRAINING:
                 problems = stored_problems(self.path, self.model, model, but=FREE_ON_RESUME)
+            case Kind.ADAPTER:
+                problems = AdapterDirectory.open(self.path).problems(model)
         refuse(problems)
 
     def read(
@@ -158,6 +164,12 @@ class Source:
                         into[rows.start : rows.stop, indices.start - one.start :][:, : len(indices)] = block
                 filled += span.length
         return shard
+
+    def read_hf(self, weight: Weight, number: int) -> Tensor:
+        """The Hugging Face tensor ``number`` of ``weight`` as it is stored, without looking at checksums."""
+        key, shape, dim = weight.hf_names[number], weight.hf_shapes[number], cut_dim(weight)
+        with Files(self.path) as files:
+            return files.block(self.index, key, range(math.prod(shape[:dim])), range(shape[dim])).reshape(shape)
 
 
 # Opening
@@ -240,17 +252,41 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
-def open_training(directory: TrainingDirectory, lenient: bool = False) -> Source:
-    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
+def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
+
+    Raises UserError where there are adapters in place of a whole model, unless ``takes_adapters``.
+    """
     manifest = directory.manifest
+    if manifest.model.lora.is_on and not takes_adapters:
+        base = (manifest.base or {}).get("path")
+        raise UserError(
+            f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; train on with the "
+            f"--lora-* flags that it was trained with, or make a whole model of it with mm-convert merge_lora."
+        )
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
-                   iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes)
+                   iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
+                   base_crc32=(manifest.base or {}).get("crc32"))
+
+
+def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
+    """A PEFT directory as the adapters, and modules trained in whole, of ``model``.
+
+    Raises UserError for each way in which they are not.
+    """
+    refuse(directory.problems(model))
+    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32)
 
 
 def _open_mindspeed(
     directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder,
     lenient: bool,
 ) -> Source:
+    if directory.storage.adapters_only:
+        raise UserError(
+            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; make a PEFT directory of "
+            f"them with mm-convert lora_mm_to_hf, and give that."
+        )
     is_stated = directory.manifest is not None
     if not is_stated and model is None:
         model = recognize(directory)
@@ -294,7 +330,8 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
         return Kind.HUGGING_FACE
     names = sorted(entry.name for entry in path.iterdir())
     if any(name.startswith("adapter_") for name in names):
-        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model.")
+        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model, or "
+                        f"--lora-target-modules and what else it was trained with.")
     if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
         find_checkpoint(path)  # says what is wrong with it
     raise UserError(

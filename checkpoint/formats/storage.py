@@ -20,7 +20,7 @@ from checkpoint.formats.safetensors import safetensors_file
 from checkpoint.formats.torch_file_writer import Tensors, TorchFile
 from mm.config.model import ModelConfig
 from mm.weights.plan import TargetFile
-from mm.weights.table import Fusion, Weight, local_shape, stage_local_name, stage_weights
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_local_name, stage_weights
 from mm.weights.views import View, shard_view
 
 RELEASE = "release"
@@ -54,10 +54,12 @@ class Storage:
     whole_vision_qkv: bool = False
     """Whether the ViT's qkv stays [Q; K; V] and is cut as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0
     leave it by mistake."""
+    adapters_only: bool = False
+    """Whether it holds adapters, in the canonical structure, and not the model beside which they stand."""
 
     def __str__(self) -> str:
         return (f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
-                + ", the ViT's qkv as a whole" * self.whole_vision_qkv)
+                + ", the ViT's qkv as a whole" * self.whole_vision_qkv + ", adapters only" * self.adapters_only)
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,24 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                 spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
-                    prefix + stage_local_name(part, spec): part
+                    prefix + _file_name(stage_local_name(part, spec)): part
                     for weight in stage_weights(model, spec)
                     if not (storage.vit_only and weight.part == "language")
+                    and weight.is_adapter == storage.adapters_only
                     for part in _kept(weight, storage)
                 }
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
+
+
+def _file_name(name: str) -> str:
+    """MindSpeed-MM's name of a tensor: PEFT's for adapters, beside the layers of the canonical structure."""
+    if ".lora_" not in name:
+        return name
+    linear, word, matrix, kind = name.rsplit(".", 3)
+    layer = linear if word == SINGLE_ADAPTER else f"{linear.rpartition('.')[0]}.{word}"
+    return f"{layer}.{matrix}.default.{kind}"
 
 
 def _kept(weight: Weight, storage: Storage) -> tuple[Weight, ...]:

@@ -99,6 +99,8 @@ class Manifest:
     data: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
     """Which samples it was trained on; None where an older version saved it."""
     pieces: tuple[Piece, ...]
+    base: Mapping[str, Any] | None = None
+    """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -115,6 +117,7 @@ class Manifest:
     def text(self) -> str:
         """The file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
+        del content["pieces"]  # they come last, a line for each
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 

@@ -16,7 +16,8 @@ from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import read_header
 from checkpoint.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
 from mm.errors import UserError, collected, refuse
-from mm.weights.table import Weight, local_shape, model_weights, shard, stored_name, unshard
+from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
+from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
 
 
@@ -60,7 +61,7 @@ class TrainingDirectory:
     def views(self) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and what is missing; UserError names each tensor that is not as the manifest says."""
         views, misfits, problems = [], [], []
-        for weight in model_weights(self.manifest.model):
+        for weight in saved_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:

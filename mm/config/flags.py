@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
 from mm.config.foreign import FLAGS
+from mm.config.lora import LoraConfig, pattern_pairs, pattern_problems
 from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
 from mm.config.schema import NUMBERS, STRICT, Count, NotNegative, Number, Patterns, Positive
 
@@ -36,7 +37,10 @@ class Arguments:
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
     save: str | None = Field(None, description="directory of the training checkpoints")
-    export_hf: str | None = Field(None, description="directory of the Hugging Face export at the end")
+    export_hf: str | None = Field(
+        None, description="directory of the Hugging Face export at the end; of adapters, a PEFT directory")
+    export_merged_hf: str | None = Field(
+        None, description="directory of the Hugging Face export at the end, adapters added to the weights")
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
@@ -91,6 +95,17 @@ class Arguments:
         "words; a weight with one of them in its name is not trained, as if its part were frozen"))
     trainable_modules: Patterns = Field((), description=(
         "words; a weight with one of them in its name is trained, whatever freezes it"))
+    lora_target_modules: Patterns = Field((), description=(
+        "linear layers that get adapters (LoRA), by our names or Hugging Face's, such as q_proj v_proj, or all-linear; "
+        "the rest of the model is frozen"))
+    lora_r: Count = Field(8, description="rank of the adapters")
+    lora_alpha: Positive = Field(16.0, description="adapters are multiplied by this / rank")
+    lora_dropout: Fraction = Field(0.0, description="part of an adapter's input that is left out at random")
+    lora_use_rslora: bool = Field(False, description="multiply adapters by alpha / square root of the rank")
+    lora_rank_pattern: Patterns = Field((), description="other ranks of some of the adapters, such as q_proj=4")
+    lora_alpha_pattern: Patterns = Field((), description="other alphas of some of the adapters, such as q_proj=8")
+    load_base_model: str | None = Field(None, description=(
+        "the model that the adapters of --load stand beside; absent = model_name_or_path"))
 
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
@@ -187,6 +202,14 @@ class Arguments:
         return RecomputeConfig(
             self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
 
+    @property
+    def lora(self) -> LoraConfig:
+        """The flags of adapters as one setting."""
+        return LoraConfig(
+            tuple(word for one in self.lora_target_modules for word in one.split(",") if word), self.lora_r,
+            self.lora_alpha, self.lora_dropout, self.lora_use_rslora, pattern_pairs(self.lora_rank_pattern, whole=True),
+            pattern_pairs(self.lora_alpha_pattern, whole=False))
+
 
 TRAIN = CommandLine(
     "mm.train", "Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
@@ -212,6 +235,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
+    yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
+    yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:

@@ -80,9 +80,10 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
-    **_all(Fixed((), "LoRA is not supported by this version"),
-           "--lora-target-modules --lora-target-parameters --lora-apply-modules --lora-mixed-training "
-           "--lora-dropout --lora-r --lora-alpha --lora-register-forward-hook --load-base-model"),
+    **_all(Fixed((), "write it into the model JSON, as lora_apply_modules or lora_mixed_training, where MindSpeed-MM "
+                     "reads it too"), "--lora-apply-modules --lora-mixed-training"),
+    "--lora-target-parameters": Fixed((), "adapters stand beside linear layers only: write --lora-target-modules"),
+    "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **_all(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
     **_all(Fixed((), "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes"),
@@ -136,8 +137,6 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "": {
         "model_id": Fixed(("qwen2_5vl", "qwen2vl"), "this trainer is for Qwen2.5-VL"),
         **_all(_NULL, "text_encoder video_encoder audio_encoder"),
-        "lora_mixed_training": _OFF,
-        "lora_apply_modules": Fixed((None, []), _NOT_HERE),
     },
     "image_encoder": {},
     "patch": {

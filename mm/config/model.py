@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
+from mm.config.lora import LoraConfig
 from mm.config.schema import (
     STRICT,
     Count,
@@ -214,6 +215,13 @@ class ModelConfig:
     """Weights that are not trained besides the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are trained whatever freezes them; ``mm.weights.trained`` has the whole rule."""
+    lora: Annotated[LoraConfig, Key("lora_")] = LoraConfig()
+    """Adapters, which are weights of the model too; off by default."""
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The model without adapters: what the files of published and converted weights hold."""
+        return replace(self, lora=LoraConfig())
 
     @property
     def visual_token_ids(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.flags import TRAIN, Arguments, flag_problems
+from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
@@ -148,11 +149,12 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
     notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value), *_frozen_notes(args, model.value),
-             *model.notes, *data.notes)
+             *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
-            *_model_problems(run, model.document)))
+            *_model_problems(run, model.document), *lora_problems(model.value.lora, args.lora, args.mm_model),
+            *_adapter_problems(run)))
     return run
 
 
@@ -199,7 +201,8 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """Patterns of what is trained, recompute and learning rates of the flags, where the JSON has none of its own."""
+    """Patterns of what is trained, adapters, recompute and learning rates of the flags, where the JSON has none of its
+    own."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -210,12 +213,13 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
             rates = dataclasses.replace(parts[part].rates, lr=getattr(args, flag))
             parts[part] = dataclasses.replace(parts[part], rates=rates)
     parts |= {name: getattr(model, name) or getattr(args, name) for name in _PATTERNS}
+    parts["lora"] = merged(model.lora, args.lora)
     return dataclasses.replace(model, **parts)
 
 
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     data_path = words.last("--mm-data")
-    directories = {"--load": words.last("--load")}
+    directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
         directories[f"{data_path}: dataset_dir"] = data.dataset_dir
@@ -339,6 +343,14 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
                f"some parts alone, give --lr above 0 and set freeze to true in the others")
 
 
+def _adapter_problems(run: Run) -> Iterator[str]:
+    """Flags that only go with adapters."""
+    for name in ("load_base_model", "export_merged_hf"):
+        if not run.model.lora.is_on and (path := getattr(run.args, name)) is not None:
+            yield (f"{flag_name(name)} is {path!r}, but there are no adapters; name the linear layers that get them "
+                   f"with --lora-target-modules, or leave the flag out")
+
+
 def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
     """Which settings of wholly frozen parts say nothing; patterns are looked at beside the names of weights."""
     for part, key in _RATE_KEYS.items():
@@ -364,7 +376,7 @@ def _notes(args: Arguments) -> Iterator[str]:
                "recomputed alone, which keeps one hidden state per layer")
     if "core_attn" in args.recompute_modules:
         yield "command line: core_attn of --recompute-modules has no effect: attention scores are never kept"
-    if args.load is None:
+    if args.load is None and args.load_base_model is None:
         yield "command line: no --load, so training starts from random weights"
     if args.save is None:
         interval = f", and --save-interval {args.save_interval} has no effect" if args.save_interval else ""

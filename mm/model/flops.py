@@ -58,12 +58,13 @@ def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
 def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[SlotCost]]:
     """FLOPs of each batch in each slot of the placement.
 
-    A block with a trained matrix costs three forwards, another two where a gradient passes through it to something
-    trained before it, else one.
+    A block with a trained matrix costs three forwards, another two where it has adapters or a gradient passes through
+    it to something trained before it, else one.  The adapters' own products are not counted.
     """
     path, slots = GradientPath.of(model), model.placement().slots
-    trained = {(weight.place, weight.layer) for weight in model_weights(model)
-               if len(weight.shape) > 1 and not is_frozen(weight, model)}
+    matrices = [one for one in model_weights(model) if len(one.shape) > 1 and not is_frozen(one, model)]
+    trained = {(one.place, one.layer) for one in matrices if not one.is_adapter}
+    adapted = {(one.place, one.layer) for one in matrices if one.is_adapter}
     if model.language.tied and (Place.EMBEDDING, None) in trained:
         trained.add((Place.HEAD, None))
     costs = []
@@ -73,7 +74,8 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
             slot = next(number for number, spec in enumerate(slots) if owns(spec, block.place, block.layer))
             passes = path.needs_input_gradient(block.place, block.layer, totals.num_images > 0)
             forward[slot] += block.forward
-            backward[slot] += block.forward * (2 if (block.place, block.layer) in trained else 1 if passes else 0)
+            place = block.place, block.layer
+            backward[slot] += block.forward * (2 if place in trained else 1 if passes or place in adapted else 0)
         costs.append([SlotCost(*both) for both in zip(forward, backward, strict=True)])
     return costs
 

@@ -1,7 +1,7 @@
 """The LLM, as far as a stage owns it: word embedding with the visual scatter, layers, norm and output layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cut_rows import CutRows, gather_rows
+from mm.model.dropout import RowKeys
 from mm.model.exchange import Exchange, Ulysses
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.loss import LossInputs
@@ -28,11 +29,12 @@ from mm.placement import StageSpec
 
 def language_inputs(
     microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: Device,
-    cut_group: dist.ProcessGroup | None = None, share: Share | None = None,
+    cut_group: dist.ProcessGroup | None = None, share: Share | None = None, keys: Tensor | None = None,
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
 
-    ``share``: what context-parallel ranks hold of the row; ``cut_group``: the ranks that cut this rank's rows.
+    ``share``: what context-parallel ranks hold of the row; ``cut_group``: the ranks that cut this rank's rows;
+    ``keys``: of the whole row, for dropout.
     """
     positions, across = microbatch.positions, None
     if share is not None:
@@ -45,7 +47,11 @@ def language_inputs(
     cos, sin = mrope_cos_sin(device.copy(positions), config.kv_channels, config.rope_theta, config.mrope_section)
     segments = Segments.build(microbatch.segment_lengths, device.copy)
     cut = None if cut_group is None else CutRows(Pieces(positions.shape[1], cut_group))
-    return AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut, across)
+    inputs = AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut, across)
+    if keys is None:
+        return inputs
+    whole = device.copy(keys if share is None else keys[share.here])
+    return replace(inputs, keys=RowKeys(whole if cut is None else whole[cut.pieces.here], whole, whole))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cache import LayerCache
 from mm.model.cut_rows import CutRows
+from mm.model.dropout import NO_KEYS, RowKeys
 from mm.model.exchange import Ulysses
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.ring import Ring
@@ -94,19 +95,21 @@ LinearInput = Tensor | Callable[[], Tensor]
 tensor, which it calls again in the backward pass instead."""
 
 
-def apply_linear(linear: nn.Module, x: LinearInput, cut: CutRows | None = None) -> Tensor:
+def apply_linear(
+    linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
+) -> Tensor:
     """``linear`` of ``x``, keeping ``x`` or forgetting it as ``LinearInput`` says."""
     if isinstance(x, Tensor):
-        return linear(x, cut)
+        return linear(x, cut, keys)
     made = x()
-    shape = made.shape
+    address = made.data_ptr(), made.shape
 
-    def forget(kept: Tensor) -> Callable[[], Tensor]:
-        assert kept.shape == shape, "a linear layer keeps its input and nothing else"
-        return x
+    def forget(kept: Tensor) -> LinearInput:
+        """Adapters keep the few hidden numbers of each row besides."""
+        return x if (kept.data_ptr(), kept.shape) == address else kept
 
-    with torch.autograd.graph.saved_tensors_hooks(forget, lambda make: make()):
-        return linear(made, cut)
+    with torch.autograd.graph.saved_tensors_hooks(forget, lambda kept: kept if isinstance(kept, Tensor) else kept()):
+        return linear(made, cut, keys)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class AttentionInputs:
     tokens."""
     caches: Mapping[str, LayerCache] | None = None
     """What each layer keeps, by its global number, where answers are made."""
+    keys: RowKeys = NO_KEYS
+    """Of the rows, for the dropout of adapters."""
 
 
 class SelfAttention(nn.Module):
@@ -143,12 +148,12 @@ class SelfAttention(nn.Module):
         self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
     def forward(self, x: LinearInput, inputs: AttentionInputs) -> Tensor:
-        qkv = apply_linear(self.linear_qkv, x, inputs.cut)
+        qkv = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
         attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
         out = attention(q, k, v, inputs.segments, inputs.causal)
-        return self.linear_proj(out.reshape(len(out), -1), inputs.cut)
+        return self.linear_proj(out.reshape(len(out), -1), inputs.cut, inputs.keys.ordered)
 
 
 class GatedMLP(nn.Module):
@@ -162,9 +167,10 @@ class GatedMLP(nn.Module):
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
-    def forward(self, x: LinearInput, cut: CutRows | None) -> Tensor:
-        x = apply_linear(self.linear_fc1, x, cut)
-        return apply_linear(self.linear_fc2, partial(self.swiglu, x) if self.recomputes else self.swiglu(x), cut)
+    def forward(self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS) -> Tensor:
+        x = apply_linear(self.linear_fc1, x, cut, keys.piece)
+        hidden = partial(self.swiglu, x) if self.recomputes else self.swiglu(x)
+        return apply_linear(self.linear_fc2, hidden, cut, keys.whole)
 
 
 class TransformerLayer(nn.Module):
@@ -183,11 +189,11 @@ class TransformerLayer(nn.Module):
         x = x + self.self_attention(self._normed(self.input_layernorm, x), inputs)
         cut = None if inputs.cut is None else inputs.cut.unordered
         if self.recomputes_mlp:
-            return x + recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, x, cut)
-        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x), cut)
+            return x + recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, x, cut, inputs.keys)
+        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x), cut, inputs.keys)
 
-    def _mlp(self, x: Tensor, cut: CutRows | None) -> Tensor:
-        return self.mlp(self.pre_mlp_layernorm(x), cut)
+    def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> Tensor:
+        return self.mlp(self.pre_mlp_layernorm(x), cut, keys)
 
     def _normed(self, norm: RMSNorm, x: Tensor) -> LinearInput:
         return partial(norm, x) if self.recomputes_norms else norm(x)

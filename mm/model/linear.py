@@ -114,11 +114,16 @@ class ColumnLinear(ColumnParallelLinear):
         """``settings``: megatron's."""
         super().__init__(input_size, output_size, **settings)
         self.accumulate = accumulate
+        self.adapters: tuple[Any, ...] = ()
+        """``mm.model.lora.Adapter``, which stands above."""
 
-    def forward(self, x: Tensor, cut: CutRows | None = None) -> Tensor:
-        """[rows, input], or a piece of ``cut`` -> [rows, output / TP]."""
+    def forward(self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None) -> Tensor:
+        """[rows, input], or a piece of ``cut`` -> [rows, output / TP].  ``keys``: of rows, for adapters' dropout."""
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear(x, self.weight, self.bias, self.accumulate, group, cut)
+        y = linear(x, self.weight, self.bias, self.accumulate, group, cut)
+        for adapter in self.adapters:
+            y = adapter.add_to_outputs(y, x, cut, keys, self)
+        return y
 
 
 class RowLinear(RowParallelLinear):
@@ -131,9 +136,17 @@ class RowLinear(RowParallelLinear):
         """``settings``: megatron's."""
         super().__init__(input_size, output_size, **settings)
         self.accumulate = accumulate
+        self.adapters: tuple[Any, ...] = ()
+        """``mm.model.lora.Adapter``, which stands above."""
 
-    def forward(self, x: Tensor, cut: CutRows | None = None) -> Tensor:
-        """[rows, input / TP] -> [rows, output], or a piece of ``cut``."""
+    def forward(self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None) -> Tensor:
+        """[rows, input / TP] -> [rows, output], or a piece of ``cut``.  ``keys``: of rows, for adapters' dropout."""
+        y = self._product(x, cut)
+        for adapter in self.adapters:
+            y = adapter.add_to_sum(y, x, cut, keys, self)
+        return y
+
+    def _product(self, x: Tensor, cut: CutRows | None) -> Tensor:
         if self.tp_group.size() == 1:
             return linear(x, self.weight, self.bias, self.accumulate)
         x = linear(x, self.weight, None, self.accumulate)

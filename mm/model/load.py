@@ -4,6 +4,7 @@ Every rank calls these functions together; a mistake on one raises the same User
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,21 +18,26 @@ from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, shard, stored_name
 
 
-def initialize(stage: Stage, mesh: Mesh, seed: int, std: float) -> None:
-    """Random weights: norms 1, biases 0, everything else normal with standard deviation ``std``.
+def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:
+    """Random ``weights``: norms 1, biases 0, everything else normal with standard deviation ``std``.
 
-    Each whole tensor has a generator seeded by ``seed`` and its name, and is cut afterwards: every layout starts from
-    the same model.
+    Of adapters B is 0 and A uniform, as PEFT draws it (``kaiming_uniform_`` with a = sqrt(5)).  Each whole tensor has a
+    generator seeded by ``seed`` and its name, and is cut afterwards: every layout starts from the same model.
     """
-    for weight in stage.weights:
+    for weight in weights:
         if weight.name.endswith("norm.weight"):
             whole = torch.ones(weight.shape)
-        elif weight.name.endswith(".bias"):
+        elif weight.name.endswith((".bias", ".lora_B.weight")):
             whole = torch.zeros(weight.shape)
         else:
             digest = hashlib.sha256(f"{seed} {stored_name(weight)}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            whole = torch.empty(weight.shape).normal_(std=std, generator=generator)
+            whole = torch.empty(weight.shape)
+            if weight.is_adapter:
+                bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))
+                whole.uniform_(-bound, bound, generator=generator)
+            else:
+                whole.normal_(std=std, generator=generator)
         set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank), mesh)
 
 

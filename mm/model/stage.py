@@ -20,8 +20,10 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.device.side import SideQueue
 from mm.model.cut_rows import gather_rows
+from mm.model.dropout import patch_keys, token_keys
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
+from mm.model.lora import attach
 from mm.model.loss import LossInputs, loss_inputs
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, features_of, last_output, vision_inputs
 from mm.parallel.activity import Journal, Work
@@ -86,6 +88,7 @@ class Chunk(nn.Module):
         if spec.language_layers:
             self.text_decoder = LanguageModel(model.language, spec, context)
         self.weights = stage_weights(model, spec)
+        attach(self, self.weights, model.lora.dropout, context)
         parameters = dict(self.named_parameters())
         names = {weight.name for weight in self.weights}
         assert set(parameters) == names, sorted(set(parameters) ^ names)
@@ -98,10 +101,12 @@ class Chunk(nn.Module):
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
-    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None) -> ChunkInputs:
+    def prepare(
+        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None
+    ) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None where no loss is wanted.
+        ``totals`` may be None where no loss is wanted.  ``dropout_seed``: as ``StepPlan`` has it.
         """
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         share = self.context.share(microbatch) if self.context.size > 1 else None
@@ -111,13 +116,17 @@ class Chunk(nn.Module):
             pixels = self._pixels(microbatch) if spec.has_patch_embedding else None
             features = None if microbatch.features is None else (
                 device.copy(microbatch.features).view(self.config.params_dtype))
-            vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group)
+            keys = None if dropout_seed is None else patch_keys(
+                microbatch, self.context.images(microbatch), model.visual_token_ids, dropout_seed)
+            vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
             kept = self._kept(microbatch)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
         if spec.language_layers:
-            language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
+            keys = None if dropout_seed is None else token_keys(microbatch, dropout_seed)
+            language = language_inputs(
+                microbatch, model.language, self.config.params_dtype, device, cut_group, share, keys)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss, kept)

@@ -6,6 +6,7 @@ visual tokens back in reading order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cut_rows import CutRows
+from mm.model.dropout import NO_KEYS, RowKeys
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
 from mm.model.linear import linear
 from mm.model.positions import VisionPlan, plan_vision
@@ -41,17 +43,21 @@ class VisionInputs:
     """Full-attention layers: rows in image order."""
     token_cut: CutRows | None = None
     """Of the projector's rows, and in what order they lie; as ``AttentionInputs.cut``."""
+    patch_keys: Tensor | None = None
+    """Of the rows of the patch embedding, for dropout."""
+    token_keys: RowKeys = NO_KEYS
+    """Of the projector's."""
 
 
 def vision_inputs(
     grids: Sequence[Grid], pixels: Tensor | None, features: Tensor | None, config: VisionConfig, device: Device,
-    cut_group: dist.ProcessGroup | None = None,
+    cut_group: dist.ProcessGroup | None = None, keys: Tensor | None = None,
 ) -> VisionInputs:
     """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
 
     ``pixels``, as numbers, or ``features`` are there already.
 
-    ``cut_group``: the ranks that cut rows among them.
+    ``cut_group``: the ranks that cut rows among them.  ``keys``: of the patches in reading order, for dropout.
     """
     plan = plan_vision(grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     orders = {name: value.to_device(device.copy) for name, value in vars(plan).items() if isinstance(value, Order)}
@@ -65,7 +71,7 @@ def vision_inputs(
         window_cut = CutRows(Pieces(num_patches, cut_group, unit))
         image_cut = replace(window_cut, order=plan.image_order)
         token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
-    return VisionInputs(
+    inputs = VisionInputs(
         pixel_values=pixels,
         features=features,
         plan=plan,
@@ -73,6 +79,24 @@ def vision_inputs(
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, image_cut),
         token_cut=token_cut,
     )
+    return inputs if keys is None else _with_keys(inputs, device.copy(keys), config.spatial_merge_size**2)
+
+
+def _with_keys(inputs: VisionInputs, keys: Tensor, merged: int) -> VisionInputs:
+    """``inputs`` with keys of rows; ``keys`` are those of the patches in reading order."""
+    plan, cut, tokens = inputs.plan, inputs.window.cut, inputs.token_cut
+    window = keys.index_select(0, plan.patch_order.index)
+    image = window if plan.image_order is None else window.index_select(0, plan.image_order.index)
+    merged_rows = window[::merged]
+    if cut is None or tokens is None:
+        return replace(
+            inputs, window=replace(inputs.window, keys=RowKeys(window, window, window)), patch_keys=keys,
+            full=replace(inputs.full, keys=RowKeys(image, image, image)), token_keys=RowKeys(merged_rows, merged_rows))
+    piece = window[cut.pieces.here]
+    return replace(
+        inputs, window=replace(inputs.window, keys=RowKeys(piece, window, window)), patch_keys=piece,
+        full=replace(inputs.full, keys=RowKeys(piece, window, image)),
+        token_keys=RowKeys(merged_rows[tokens.pieces.here], merged_rows))
 
 
 class PatchProjection(nn.Module):
@@ -88,9 +112,15 @@ class PatchProjection(nn.Module):
         self.weight = context.empty(
             config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
         )
+        self.adapters: tuple[Any, ...] = ()
+        """As ``ColumnLinear`` has them."""
 
-    def forward(self, patches: Tensor) -> Tensor:
-        return linear(patches.to(self.weight.dtype), self.weight, None, self.accumulate)
+    def forward(self, patches: Tensor, keys: Tensor | None = None) -> Tensor:
+        patches = patches.to(self.weight.dtype)
+        y = linear(patches, self.weight, None, self.accumulate)
+        for adapter in self.adapters:
+            y = adapter.add_to(y, patches, keys)
+        return y
 
 
 class VisionEncoder(nn.Module):
@@ -111,9 +141,9 @@ class VisionEncoder(nn.Module):
         """
         plan, cut = inputs.plan, inputs.window.cut
         if self.has_patch_embedding and cut is not None:
-            x = self.patch_embed["proj"](x.index_select(0, plan.patch_order.index[cut.pieces.here]))
+            x = self.patch_embed["proj"](x.index_select(0, plan.patch_order.index[cut.pieces.here]), inputs.patch_keys)
         elif self.has_patch_embedding:
-            x = plan.patch_order(self.patch_embed["proj"](x))
+            x = plan.patch_order(self.patch_embed["proj"](x, inputs.patch_keys))
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 x = self.blocks.run(layer, x, inputs.window)
@@ -153,7 +183,7 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
-        x, cut = self.layernorm(x).view(-1, self.merged_size), inputs.token_cut
-        x = F.gelu(self.encoder["linear_fc1"](x, None if cut is None else cut.unordered))
-        x = self.encoder["linear_fc2"](x, cut)
+        x, cut, keys = self.layernorm(x).view(-1, self.merged_size), inputs.token_cut, inputs.token_keys
+        x = F.gelu(self.encoder["linear_fc1"](x, None if cut is None else cut.unordered, keys.piece))
+        x = self.encoder["linear_fc2"](x, cut, keys.whole)
         return inputs.plan.token_restore(x) if cut is None else x

@@ -108,7 +108,8 @@ class _Inputs:
             microbatch, chunk = turn = self._turns.popleft()
             one = self._chunks[chunk]
             with one.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
-                self._prepared.append((turn, one.prepare(self._plan.microbatches[microbatch], self._plan.totals)))
+                inputs = one.prepare(self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed)
+                self._prepared.append((turn, inputs))
 
     def end(self) -> None:
         assert not self._turns and not self._prepared, "the step ended with forward steps left"

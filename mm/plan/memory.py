@@ -5,7 +5,7 @@ counted: what the driver and the communication library take for themselves, and 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
 
@@ -43,6 +43,8 @@ class Keeps:
     attention: bool = False
     swiglu_input: bool = False
     swiglu_output: bool = False
+    adapter_numbers: int = 0
+    """Hidden numbers of adapters: the sum of their ranks."""
 
 
 NOTHING, INPUT = Keeps(), Keeps(input=True)
@@ -50,19 +52,30 @@ ALL = Keeps(False, 2, 2, True, True, True)
 """Everything that the gradients of a trained layer need."""
 
 
+def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
+    """Of ``weights``, in model order: for each that is no adapter's whether it, or an adapter beside it, is trained;
+    which of these are linear layers'; and the sum of the ranks of each of these."""
+    own = [weight for weight in weights if not weight.is_adapter]
+    ranks = dict.fromkeys((weight.name for weight in own), 0)
+    for one in (weight for weight in weights if weight.name.endswith(".lora_A.weight")):
+        ranks[f"{one.name.rsplit('.', 3)[0]}.weight"] += one.shape[0]
+    linear = [index for index, weight in enumerate(own) if len(weight.shape) > 1]
+    trained = [ranks[weight.name] > 0 or not is_frozen(weight, model) for weight in own]
+    return trained, linear, [ranks[own[index].name] for index in linear]
+
+
 def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, recompute: RecomputeConfig) -> Keeps:
     """``weights`` of one layer, in model order.  ``passes``: its input needs a gradient.
 
-    A linear layer keeps its input for the gradient of its weight.  Everything behind the first trained weight, or on a
-    gradient's way to the input, is kept for the gradient of what it works on.
+    A linear layer keeps its input for the gradient of its weight, or of an adapter's.  Everything behind the first
+    trained weight, or on a gradient's way to the input, is kept for the gradient of what it works on.
     """
-    trained = [not is_frozen(weight, model) for weight in weights]
-    qkv, _, fc1, fc2 = (index for index, weight in enumerate(weights) if len(weight.shape) > 1)
+    trained, (qkv, _, fc1, fc2), ranks = trained_layers(weights, model)
 
     def needs_gradient(stop: int) -> bool:
         return passes or any(trained[:stop])
 
-    if not needs_gradient(len(weights)):
+    if not needs_gradient(len(trained)):
         return NOTHING
     norms, mlp, mlp_act = map(recompute.recomputes, ("layernorm", "mlp", "mlp_act"))
     return Keeps(
@@ -71,6 +84,7 @@ def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, rec
         attention=needs_gradient(qkv + 1),
         swiglu_input=not mlp and (needs_gradient(fc2) or (mlp_act and trained[fc2])),
         swiglu_output=trained[fc2] and not (mlp or mlp_act),
+        adapter_numbers=sum(ranks[:2] if mlp else ranks),
     )
 
 
@@ -88,16 +102,19 @@ class LayerBytes:
     swiglu_output: int
     gathered: int
     """All rows of a linear layer's input, where each rank keeps a piece of them."""
+    adapter_number: int
+    """A hidden number of an adapter."""
 
     def kept(self, keeps: Keeps) -> int:
         norms = keeps.num_residuals * self.residuals + keeps.num_norm_outputs * self.norm_outputs
         swiglu = keeps.swiglu_input * self.swiglu_input + keeps.swiglu_output * self.swiglu_output
-        return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu
+        hidden = keeps.adapter_numbers * self.adapter_number
+        return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu + hidden
 
     def working(self, keeps: Keeps) -> int:
         """What lives beside the kept while the layer runs: the rest of its own, and in a backward pass the gradients
         of a row, of SwiGLU's output and input, and what SwiGLU's backward makes on the way."""
-        own = self.kept(ALL) - self.kept(keeps)
+        own = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
         gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
         return own + gradients + self.gathered
 
@@ -120,6 +137,7 @@ def layer_bytes(
         swiglu_input=2 * local_ffn * width,
         swiglu_output=local_ffn * width,
         gathered=whole if num_pieces > 1 else 0,
+        adapter_number=-(-width // num_pieces),
     )
 
 
@@ -225,12 +243,13 @@ class ChunkMemory:
     def _projector_per_patch(self) -> int:
         """The norm's input and output, what goes into GELU and comes out, and the index of the rows."""
         weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
-        trained = [not is_frozen(weight, self.model) for weight in weights]
-        first, second = (index for index, weight in enumerate(weights) if len(weight.shape) > 1)
+        trained, (first, second), ranks = trained_layers(weights, self.model)
         passes = self._path.needs_input_gradient(Place.PROJECTOR)
-        gelu = _held_shape(weights[first], self.tp_size)[0] * self.width
+        fc1 = next(weight for weight in weights if len(weight.shape) > 1)
+        gelu = _held_shape(fc1, self.tp_size)[0] * self.width
         kept = (passes or any(trained[:first])) * (hidden + FP32 // self.num_pieces) + trained[first] * hidden
         merged = ((passes or any(trained[:second])) + trained[second]) * gelu + (passes or any(trained)) * INT64
+        merged += sum(ranks) * self.width // self.num_pieces
         return kept + merged // self.model.vision.spatial_merge_size**2
 
     def _language_per_token(self) -> int:

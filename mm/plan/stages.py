@@ -15,6 +15,7 @@ from mm.device.device import MEMORY_BYTES
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.groups import Group, optimizer_groups
+from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.memory import memory_shape
 from mm.weights.table import Place, model_weights, stage_weights
 from mm.weights.trained import GradientPath, freeze_notes, is_frozen
@@ -75,8 +76,8 @@ def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
 
 
 def num_model_params(run: Run) -> int:
-    """Parameters of the whole model, each once: no padding, no second copy of a tied embedding."""
-    return sum(math.prod(weight.shape) for weight in model_weights(run.model))
+    """Parameters of the whole model, each once: no adapters, no padding, no second copy of a tied embedding."""
+    return sum(math.prod(weight.shape) for weight in model_weights(run.model.base))
 
 
 def stage_report(run: Run) -> str:
@@ -97,9 +98,13 @@ def stage_report(run: Run) -> str:
 
 
 def _run_lines(run: Run) -> list[str]:
-    args = run.args
+    args, lora = run.args, run.model.lora
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
+        *([f"Adapters  {len(model_adapters(run.model))} linear layers, {describe(lora)}: "
+           f"{num_adapter_params(run.model):,} parameters; the weights beside them are frozen, which costs their "
+           f"{WIDTHS[args.precision]} bytes each, and no gradients, optimizer state or fp32 copies"]
+          if lora.is_on else []),
         f"Ranks     {run.world_size} ranks = {_ranks(run)}",
         f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
         f"per sample",
@@ -152,10 +157,12 @@ def _name(spec: StageSpec, run: Run) -> str:
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
     """In words: neighbouring layers of which the same is frozen together, and how many weights where not all are."""
     frozen: dict[tuple[Place, int | None], list[bool]] = {}
+    adapted: set[tuple[Place, int | None]] = set()
     for weight in stage_weights(model, spec):
         frozen.setdefault((weight.place, weight.layer), []).append(is_frozen(weight, model))
-    words = {(place, layer): "" if not any(flags) else " (frozen)" if all(flags) else " (partly frozen)"
-             for (place, layer), flags in frozen.items()}
+        adapted |= {(weight.place, weight.layer)} if weight.is_adapter else set()
+    words = {at: "" if not any(flags) else " (frozen)" if all(flags) else (
+        " (adapters)" if at in adapted else " (partly frozen)") for at, flags in frozen.items()}
     parts: list[str] = []
     for (place, said), group in groupby(words.items(), key=lambda item: (item[0][0], item[1])):
         layers = [layer for (_, layer), _ in group if layer is not None]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.adapters import open_adapters
 from checkpoint.formats import training as files
 from checkpoint.formats.source import Source, open_training
 from checkpoint.formats.training import Manifest, Piece
@@ -33,6 +34,7 @@ from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_sta
 from mm.training.step import Parts
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import local_shape, stored_name
+from mm.weights.trained import saved_weights
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,14 @@ def save(
     save_optim: bool = True,
     save_rng: bool = True,
     keep_last: int | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint of ``progress.iteration`` and make it the newest; returns its directory.
 
     It appears complete or not at all, also when it replaces one of the same iteration; until then the older ones
     stay as they are.  ``run_facts`` is kept for people and must be JSON-ready.  With ``keep_last``, older
-    checkpoints beyond that many are deleted; failing to is only a warning.  Raises UserError on every rank when any
-    cannot write.
+    checkpoints beyond that many are deleted; failing to is only a warning.  ``base``: of adapters, as ``Manifest`` has
+    it.  Raises UserError on every rank when any cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     for model in parts.models:
@@ -97,6 +100,7 @@ def save(
             facts=run_facts,
             data=progress.data.to_json() if progress.data is not None else None,
             pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
+            base=base,
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -114,12 +118,13 @@ def save(
 def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Values]]:
     """What this rank writes, file by file; the tensors are the live ones, whose padding is cut as they are written.
 
-    Everything once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold.
+    Everything once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold; and
+    nothing of the frozen model beside which adapters are trained.
     """
-    mesh = parts.mesh
+    mesh, saved = parts.mesh, {weight.name for weight in saved_weights(parts.stage.model)}
     rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
     stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in parts.stage.weights
-              if stored_name(weight) == weight.name and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+              if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
     planned: list[tuple[Piece, Values]] = []
     if mesh.copy_rank == 0:
         file = f"weights_{rank}.safetensors"
@@ -174,13 +179,15 @@ def load(
     Under the same layout training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.
     Random states are restored under the same layout only.  Raises UserError on every rank when there is no checkpoint,
     something in it is missing or damaged, it is of another model, or it has no optimizer state for a parameter that is
-    now trained.
+    now trained.  Of adapters the frozen weights beside them must be there already.
     """
     mesh, stage = parts.mesh, parts.stage
     folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory))
 
     def find() -> tuple[TrainingDirectory, Source]:
         stored = TrainingDirectory.open(folder)
+        if stage.model.lora.is_on:
+            return stored, open_adapters(folder, stage.model)
         source = open_training(stored)
         source.check_model(stage.model)
         return stored, source
@@ -189,7 +196,8 @@ def load(
     # a run in fp32 goes on from the fp32 copies of one in bf16
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
-    fill(stage, [weight for weight in stage.weights if weight not in from_master], source, mesh)
+    held = {weight.name for weight in saved_weights(stored.manifest.model)}
+    fill(stage, [one for one in stage.weights if one not in from_master and stored_name(one) in held], source, mesh)
 
     def restore() -> tuple[str, ...]:
         for weight in from_master:

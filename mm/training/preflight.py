@@ -13,9 +13,9 @@ from pathlib import Path
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
-from checkpoint.formats.qkv_order import QkvOrder
-from checkpoint.formats.source import Kind, find_kind, open_to_train
+from checkpoint.formats.source import Kind, find_kind
 from checkpoint.formats.training import LATEST_FILE, Manifest, find_checkpoint
+from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
 from mm.data.contents import TrainedOn, changed
@@ -24,7 +24,9 @@ from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
 from mm.data.sample import Image
 from mm.errors import UserError, collected
+from mm.training.sources import open_start
 from mm.weights.groups import group_problems
+from mm.weights.lora import adapter_problems
 from mm.weights.trained import feature_cache_problems, freeze_problems
 
 _NUM_COMPARED = 100
@@ -35,29 +37,24 @@ def file_problems(run: Run) -> list[str]:
     """Problems of weights and patterns of their names, tokenizer, processor and output directories; reads headers
     only, so it takes seconds."""
     args, base, problems = run.args, run.data.model_name_or_path, []
-    for path in dict.fromkeys((base, args.load)):
+    for path in dict.fromkeys((base, args.load, args.load_base_model)):
         if path is not None:
             problems += hf_problems(run.model, path, args.mm_model)
     if not problems:  # nothing fits another model
         with collected(problems):
-            if args.load is not None and Path(args.load).is_dir():
-                open_to_train(args.load, run.model, args.loads_optimizer, qkv_order(run))
+            if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)):
+                open_start(run)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)
-        if args.export_hf is not None and Path(base).is_dir():
-            problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
+        for flag in ("export_hf", "export_merged_hf"):
+            if (target := getattr(args, flag)) is not None and Path(base).is_dir():
+                problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag))
     with collected(problems):
         problems.extend(_output_problems(run))
     if args.vision_feature_cache is not None:
         problems += feature_cache_problems(run.model)
-    return [*problems, *freeze_problems(run.model), *group_problems(args, run.model)]
-
-
-def qkv_order(run: Run) -> QkvOrder:
-    """How the order of the ViT's qkv in ``--load`` is found."""
-    base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
-    return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
+    return [*problems, *freeze_problems(run.model), *adapter_problems(run.model), *group_problems(args, run.model)]
 
 
 def sample_problems(run: Run, notes: list[str]) -> list[str]:
@@ -128,14 +125,17 @@ def _picture_notes(run: Run, dataset: Dataset) -> list[str]:
     return []
 
 
-def _export_problems(run: Run, base: Path, target: Path) -> list[str]:
-    """Problems of the base of the export, unless ``--load`` gives it too, and of the target."""
+def _export_problems(run: Run, base: Path, target: Path, flag: str) -> list[str]:
+    """Problems of the base of the export, unless ``--load`` gives it too, and of the target, which ``flag`` gives."""
     problems: list[str] = []
     resolved = base.resolve()
     if run.args.load is None or Path(run.args.load).resolve() != resolved:
         with collected(problems):
-            HFDirectory.open(base, weights_required=False).check(run.model)
-    with collected(problems, "--export-hf: "):
+            HFDirectory.open(base, weights_required=False).check(run.model.base)
+    if flag == "--export-merged-hf" and run.args.load is None and run.args.load_base_model is None:
+        problems.append(f"{flag} is {run.args.export_merged_hf!r}, but the weights beside the adapters are random, and "
+                        f"no directory holds them; give --load-base-model")
+    with collected(problems, f"{flag}: "):
         if resolved.is_relative_to(target):
             raise UserError(f"The target {target} is or contains the base directory {resolved}; give another target.")
         check_target(target, num_bytes=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import convert
-from checkpoint.formats.source import Kind, open_to_train
+from checkpoint.adapters import export_peft, merge, open_adapters, open_base
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
@@ -22,7 +22,8 @@ from mm.data.sampler import order_of
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
-from mm.model import flops, load
+from mm.model import flops
+from mm.model.dropout import seed_of
 from mm.model.fingerprint import vision_fingerprint
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
@@ -34,9 +35,10 @@ from mm.training import checkpoint as state
 from mm.training.keeper import FeatureKeeper
 from mm.training.metrics import MetricsWriter, StepMetrics
 from mm.training.optimizer import LearningRate
-from mm.training.preflight import qkv_order
 from mm.training.recorder import StepObserver
-from mm.training.step import Parts, step
+from mm.training.sources import qkv_order
+from mm.training.start import start
+from mm.training.step import step
 from mm.training.update import StepResult, clips_in_adam
 from mm.weights.groups import group_facts
 
@@ -49,15 +51,11 @@ class Trainer:
         self.mesh, self.watchdog = mesh, watchdog
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
-        self.progress = state.Progress(0, 0)
-        self.checkpoint: Path | None = None
-        """The training checkpoint that holds the weights as they are now."""
         stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
-        if args.load is None:
-            load.initialize(stage, self.mesh, args.seed, run.model.language.init_method_std)
-            self.parts = Parts.build(stage, self.mesh, args)
-        else:
-            self.parts = self._load(stage, args.load)
+        started = start(run, stage, self.mesh, self._say)
+        self.parts, self.progress, self.base = started.parts, started.progress, started.base
+        self.checkpoint = started.checkpoint
+        """The training checkpoint that holds the weights as they are now."""
         watchdog.follow(self.parts.stage.journal, self.parts.communicator)
         self.learning_rate = LearningRate(
             max_lr=args.lr,
@@ -169,6 +167,8 @@ class Trainer:
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None
+        if self.run.model.lora.dropout:
+            plan = replace(plan, dropout_seed=seed_of(self.run.args.seed, iteration))
         try:
             result = step(self.parts, plan, self.learning_rate.at(self.progress.consumed_samples))
         except AgreedError as error:
@@ -225,41 +225,6 @@ class Trainer:
 
     # Weights and training state in and out
 
-    def _load(self, stage: Stage, path: str) -> Parts:
-        """Start from ``--load``, or go on from it where it is a training checkpoint."""
-        args = self.run.args
-        order = qkv_order(self.run)
-        source = together(self.mesh, lambda: open_to_train(path, self.run.model, args.loads_optimizer, order))
-        for note in source.notes if source.kind is Kind.MINDSPEED else ():
-            self._say(f"note: {note}")
-        if source.kind is not Kind.TRAINING:
-            load.fill(stage, stage.weights, source, self.mesh)
-        parts = Parts.build(stage, self.mesh, args)
-        if source.kind is Kind.TRAINING:
-            self.checkpoint = source.path
-            self.progress = state.load(
-                path,
-                parts,
-                load_optim=not args.no_load_optim,
-                load_rng=not args.no_load_rng,
-                finetune=args.finetune,
-            )
-        elif source.iteration is not None and not args.finetune:
-            consumed = source.consumed_samples
-            self.progress = state.Progress(
-                source.iteration,
-                source.iteration * self.run.global_batch_size if consumed is None else consumed,
-                notes=("MindSpeed-MM trained it: optimizer state and random states begin anew",),
-            )
-        named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
-        self._say(f"loaded a {named[source.kind]} checkpoint from {path}, iteration {self.progress.iteration}")
-        for note in self.progress.notes:
-            self._say(f"note: {note}")
-        if source.kind is Kind.TRAINING and self.progress.data is None and not args.finetune:
-            self._say("note: the checkpoint, which an older version saved, does not say what data it was trained on; "
-                      "training goes on as if these were the same")
-        return parts
-
     def _save(self, directory: str, *, weights_only: bool = False) -> Path:
         args = self.run.args
         self.checkpoint = state.save(
@@ -270,28 +235,47 @@ class Trainer:
             save_optim=not (args.no_save_optim or weights_only),
             save_rng=not (args.no_save_rng or weights_only),
             keep_last=None if weights_only else args.keep_last_checkpoints,
+            base=self.base,
         )
         self._say(f"saved {self.checkpoint}")
         return self.checkpoint
 
     def export(self) -> None:
-        """Write the model in Hugging Face format when the run has come to its end and that is asked for."""
+        """Write the model in Hugging Face format when the run has come to its end and that is asked for; of adapters
+        a PEFT directory, the model with them added, or both."""
         args = self.run.args
-        if args.export_hf is None:
+        targets = {flag: path for flag, path in (("--export-hf", args.export_hf),
+                                                 ("--export-merged-hf", args.export_merged_hf)) if path is not None}
+        if not targets:
             return
         if self.progress.iteration < args.train_iters:
-            self._say(f"note: nothing was exported to {args.export_hf}: the run stands at iteration "
-                      f"{self.progress.iteration} of {args.train_iters}; resume it with the same --export-hf")
+            for flag, path in targets.items():
+                self._say(f"note: nothing was exported to {path}: the run stands at iteration "
+                          f"{self.progress.iteration} of {args.train_iters}; resume it with the same {flag}")
             return
-        target = Path(args.export_hf)
-        passing = f"{target}.checkpoint"
+        passing = f"{next(iter(targets.values()))}.checkpoint"
         is_saved = self.checkpoint is not None
         source = self.checkpoint or self._save(passing, weights_only=True)
-        self._say(f"exporting {source} to {target}")
 
         def write() -> None:
-            convert.mm_to_hf(source, self.run.data.model_name_or_path, target).run(convert.Options())
+            for flag, path in targets.items():
+                self._export(source, path, flag == "--export-merged-hf")
             if not is_saved:
                 remove(passing)
 
+        self._say(f"exporting {source} to {' and '.join(targets.values())}")
         on_first(self.mesh, write)
+
+    def _export(self, source: Path, target: str, is_merged: bool) -> None:
+        run = self.run
+        hf_dir = run.data.model_name_or_path
+        if not run.model.lora.is_on:
+            convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
+            return
+        adapters = open_adapters(source)
+        if not is_merged:
+            export_peft(adapters, target, hf_dir).run(convert.Options())
+            return
+        assert self.base is not None, "checked before the run: there is a base model to merge with"
+        base = open_base(self.base["path"], run.model, qkv_order(run))
+        merge(adapters, base, hf_dir, target).run(convert.Options())

@@ -12,7 +12,8 @@ from typing import Any
 
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
-from mm.weights.patterns import matches, nearest_names
+from mm.weights.names import matches
+from mm.weights.patterns import nearest_names
 from mm.weights.table import Weight, model_weights, stored_name
 from mm.weights.trained import is_frozen
 

@@ -1,18 +1,10 @@
-"""Patterns of names of weights, as flags and the model JSON have them: how they are read, and what they nearly were."""
+"""What patterns of names of weights nearly were, for messages."""
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 
 from mm.errors import nearest
+from mm.weights.names import matches
 from mm.weights.table import Weight
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` stands anywhere in ``name``: MindSpeed-MM's rule for its keywords, without regard to case.
-
-    Beyond it, ``*``, ``?`` and ``[0-9]`` mean what they mean in a shell.
-    """
-    return fnmatchcase(name.lower(), f"*{pattern.lower()}*")
 
 
 def nearest_names(pattern: str, weights: Collection[Weight]) -> str:

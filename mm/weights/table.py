@@ -8,15 +8,16 @@ local ones).  Hugging Face names are the published ones (``visual.*``, ``model.l
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig, layers_in
 from mm.errors import UserError
 from mm.placement import StageSpec
+from mm.weights.names import ALL_LINEAR, is_target, matches
 
 Names = tuple[str, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -79,10 +80,27 @@ class Weight(Cut):
     hf_shapes: Shapes
     shape: tuple[int, ...]
     """Shape of the whole fused tensor, without padding."""
+    scale: float | None = None
+    """Of a matrix A or B of an adapter, which stands beside a linear layer: what their product is multiplied by; None
+    for the model's own weights."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.scale is not None
 
 
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model once, in model order; a tied model has no output layer."""
+    """Every tensor of the model once, in model order, each linear weight followed by its adapters.
+
+    A tied model has no output layer.
+    """
+    weights = _own_weights(model)
+    if not model.lora.is_on:
+        return weights
+    return tuple(one for weight in weights for one in (weight, *adapters(weight, model)))
+
+
+def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
     weights = [*_patch_embedding(model.vision)]
     for layer in range(model.vision.num_layers):
         weights += _vision_layer(model.vision, layer)
@@ -204,6 +222,62 @@ def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
         padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_stacked_blocks(weight)
         parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
     return fuse(weight, parts)
+
+
+# Adapters
+
+SINGLE_ADAPTER = "adapter"
+"""What the adapter of a linear layer is called whose weight is one tensor of Hugging Face; others have its word."""
+
+
+def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
+    """How patterns may call the linear layer whose weight is the Hugging Face tensor ``hf_name`` of ``weight``: by its
+    published name, by that in transformers' live module, and by ours."""
+    published = hf_name.removesuffix(".weight")
+    live = published if published.startswith("lm_head") else f"model.{published}" if (
+        published.startswith("visual.")) else f"model.language_{published}"
+    return published, live, weight.name.removesuffix(".weight")
+
+
+def is_linear(weight: Weight) -> bool:
+    """Whether it is the weight of a layer that may have adapters."""
+    return (not weight.is_adapter and weight.name.endswith(".weight") and len(weight.shape) > 1
+            and weight.place not in (Place.EMBEDDING, Place.HEAD))
+
+
+def adapters(weight: Weight, model: ModelConfig) -> Iterator[Weight]:
+    """A and B of each Hugging Face tensor of ``weight`` that the settings of adapters name, unless it is frozen.
+
+    A or B is cut as the weight is: B where its outputs are, A where its inputs are.
+    """
+    lora = model.lora
+    if not is_linear(weight) or weight.part not in lora.parts or is_held(weight, model):
+        return
+    for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+        names = layer_names(hf_name, weight)
+        patterns = [one for one in lora.target_modules if one != ALL_LINEAR or len(shape) == 2]  # not a convolution
+        if not any(is_target(pattern, names) for pattern in patterns):
+            continue
+        rank = next((rank for pattern, rank in lora.rank_pattern if is_target(pattern, names)), lora.r)
+        alpha = next((one for pattern, one in lora.alpha_pattern if is_target(pattern, names)), lora.alpha)
+        word = SINGLE_ADAPTER if len(weight.hf_names) == 1 else hf_name.split(".")[-2]
+        section = _Section(weight.part, weight.place, weight.layer)
+        cut, whole = Cut(weight.tp_dim, weight.num_units, pads=weight.pads, head_dim=weight.head_dim), Cut()
+        if weight.fusion is Fusion.PER_HEAD_QKV:
+            cut = replace(cut, fusion=weight.fusion)
+        b_shape = (shape[0], rank, *(1 for _ in shape[2:]))
+        for letter, matrix, one in (("A", (rank, *shape[1:]), cut if weight.tp_dim == 1 else whole),
+                                    ("B", b_shape, cut if weight.tp_dim == 0 else whole)):
+            name = f"{weight.name.removesuffix('weight')}{word}.lora_{letter}.weight"
+            hf = f"{hf_name.removesuffix('weight')}lora_{letter}.weight"
+            yield replace(section.weight(name, (hf,), (matrix,), one), scale=lora.scale(rank, alpha))
+
+
+def is_held(weight: Weight, model: ModelConfig) -> bool:
+    """Whether ``freeze``, ``freeze_layers`` or ``freeze_modules`` name a weight."""
+    part = getattr(model, weight.part)
+    by_place = part.freeze or (weight.layer is not None and weight.layer in layers_in(part.freeze_layers))
+    return by_place or any(matches(pattern, stored_name(weight)) for pattern in model.freeze_modules)
 
 
 # The table

@@ -6,27 +6,34 @@ that are foretold, and the text of a dry run.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mm.config.model import ModelConfig, layers_in
+from mm.config.model import ModelConfig
 from mm.placement import Message, StageSpec
-from mm.weights.patterns import matches, nearest_names
-from mm.weights.table import Place, Weight, model_weights, stored_name
+from mm.weights.names import matches
+from mm.weights.patterns import nearest_names
+from mm.weights.table import Place, Weight, is_held, model_weights, stored_name
 
 
 def is_frozen(weight: Weight, model: ModelConfig) -> bool:
-    """Whether a weight is not trained: by its part, its layer or a pattern, unless ``trainable_modules`` name it.
+    """Whether a weight is not trained: by its part, its layer, a pattern, or because adapters are trained in its place;
+    unless ``trainable_modules`` name it.
 
-    Both copies of a tied embedding are judged by its own name.
+    Both copies of a tied embedding are judged by its own name.  Where the settings of adapters name a frozen weight,
+    it has none.
     """
-    if _matches_any(model.trainable_modules, weight):
+    if weight.is_adapter or _matches_any(model.trainable_modules, weight):
         return False
-    return _is_frozen_by_place(weight, model) or _matches_any(model.freeze_modules, weight)
+    return is_held(weight, model) or model.lora.freezes(weight.part)
 
 
-def _is_frozen_by_place(weight: Weight, model: ModelConfig) -> bool:
-    part = getattr(model, weight.part)
-    return part.freeze or (weight.layer is not None and weight.layer in layers_in(part.freeze_layers))
+def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """What a training checkpoint holds: all weights, or beside adapters those that are trained.
+
+    The others are those of the base model, which stays where it is.
+    """
+    weights = model_weights(model)
+    return tuple(one for one in weights if not is_frozen(one, model)) if model.lora.is_on else weights
 
 
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
@@ -36,9 +43,10 @@ def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
 def freeze_problems(model: ModelConfig) -> Iterator[str]:
     """Patterns that freeze or train nothing that would be otherwise without them, and a model without trained
     weights."""
-    weights = model_weights(model)
-    by_place = {weight.name: _is_frozen_by_place(weight, model) for weight in weights}
-    by_pattern = {weight.name: _matches_any(model.freeze_modules, weight) for weight in weights}
+    weights = model_weights(model.base)
+    placed, untold = replace(model, freeze_modules=()), replace(model, trainable_modules=())
+    by_place = {weight.name: is_held(weight, placed) for weight in weights}
+    frozen = {weight.name: is_frozen(weight, untold) for weight in weights}
     for flag, patterns in {"--freeze-modules": model.freeze_modules,
                            "--trainable-modules": model.trainable_modules}.items():
         for pattern in patterns:
@@ -48,10 +56,10 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
             elif flag == "--freeze-modules" and all(by_place[name] for name in found):
                 yield (f"{flag} has {pattern!r}, which is in names of weights only that are frozen already by freeze "
                        f"or freeze_layers of the model JSON, such as {found[0]}; leave it out")
-            elif flag == "--trainable-modules" and not any(by_place[name] or by_pattern[name] for name in found):
+            elif flag == "--trainable-modules" and not any(frozen[name] for name in found):
                 yield (f"{flag} has {pattern!r}, which is in names of weights only that nothing freezes, such as "
                        f"{found[0]}; leave it out, or freeze what is not to be trained")
-    if all(is_frozen(weight, model) for weight in weights):
+    if all(is_frozen(weight, model) for weight in model_weights(model)):
         yield ("every weight is frozen, so nothing would be trained; set freeze to false in a part of the model JSON, "
                "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
 

@@ -272,8 +272,6 @@ def test_a_repeated_command_says_that_it_is_done(hf, tmp_path, capsys, save_form
 
 
 @pytest.mark.parametrize(("words", "what"), [
-    (["Qwen2_5_VLConverter", "lora_hf_to_mm"], "lora_hf_to_mm is not available here: adapters are not"),
-    (["Qwen2_5_VLConverter", "lora_mm_to_hf", "--cfg.mm_dir", "x"], "MindSpeed-MM's own lora_mm_to_hf"),
     (["Qwen2_5_VLConverter", "hf_to_mm_dcp"], "--load reads the Hugging Face directory itself"),
     (["Qwen2_5_VLConverter", "hf_to_mm_ldt"], "hf_to_mm places the layers freely"),
     (["InternVLConverter", "hf_to_mm"], "InternVLConverter is for another model"),

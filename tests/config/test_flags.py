@@ -87,7 +87,9 @@ def test_forms_of_values():
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; it is on when given, else off"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; it is on when given, else off"),
     (["--device", "gpu"], "--device is 'gpu'; expected one of auto, npu, cuda, cpu"),
-    (["--lora-r", "8"], "--lora-r is not available here: LoRA is not supported by this version"),
+    (["--lora-r", "0"], "--lora-r is 0; expected an integer of at least 1"),
+    (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: adapters stand beside linear "
+     "layers only: write --lora-target-modules"),
     (["--optimizer", "muon"], "--optimizer is 'muon'; expected one of adam"),
 ])
 def test_each_mistake_is_one_sentence(argv, what):
@@ -185,4 +187,4 @@ def test_help_lists_every_flag_and_its_default(capsys):
     for name in FIELDS:
         assert flag_name(name) in text
     assert "(default 0.999)" in text
-    assert "--lora" not in text
+    assert "--lora-apply-modules" not in text

@@ -35,7 +35,7 @@ def test_selective_recompute_keeps_less_and_changes_no_bit(tp: int, tmp_path: Pa
 class OurLinear(torch.nn.Linear):
     """With our own arithmetic, which keeps the input and nothing else."""
 
-    def forward(self, x: torch.Tensor, cut: None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cut: None = None, keys: None = None) -> torch.Tensor:
         from mm.model.linear import linear  # imports megatron, which wants a device
 
         return linear(x, self.weight, self.bias, cpu_accumulate)

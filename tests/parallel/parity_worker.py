@@ -163,9 +163,12 @@ def config_of(case: Case) -> ModelConfig:
     return replace(config, vision=vision, language=language)
 
 
-def build(case: Case, before: dict[str, Tensor]) -> Engine:
-    """Mesh, stage with the weights ``before``, DDP, optimizer and this replica's part of the batch."""
-    config = config_of(case)
+def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = None) -> Engine:
+    """Mesh, stage with the weights ``before``, DDP, optimizer and this replica's part of the batch.
+
+    ``config``: a model beyond what the case says, with adapters.
+    """
+    config = config_of(case) if config is None else config
     placement = config.placement()
     args = arguments.parse(
         ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(case.clip_grad), "--train-iters", "1"]
@@ -184,7 +187,10 @@ def build(case: Case, before: dict[str, Tensor]) -> Engine:
     weights = {weight.name: weight for weight in stage.weights}
     for weight in stage.weights:
         set_weight(stage, weight, shard(weight, whole(weight, before), case.tp, mesh.tp_rank), mesh)
-    batches = [[microbatch(pair) for pair in rank] for rank in batch_of(case)]
+    batches, numbers = [], itertools.count()
+    for rank in batch_of(case):
+        batches.append([replace(microbatch(pair), samples=tuple(itertools.islice(numbers, len(pair))))
+                        for pair in rank])
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
     mine = (deal_images(one, config.vision, case.cp) for one in batches[mesh.dp_rank])
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)

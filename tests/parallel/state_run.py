@@ -79,7 +79,7 @@ class Run:
         self.layout, self.config = layout, model or layout.model
         self.mesh = CURRENT.of(layout)
         stage = Stage(self.config, self.mesh, layout.precision, DEVICE)
-        initialize(stage, self.mesh, seed, std=0.15)
+        initialize(stage, stage.weights, self.mesh, seed, std=0.15)
         args = arguments.parse(
             ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]

@@ -38,7 +38,9 @@ def test_a_layer_of_the_llm() -> None:
     assert layer.norm_outputs == 2 * 2048 * 2
     assert layer.attention == (2048 + 256 + 256) * 2 + 2048 * 2 + 16 * 4
     assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
-    assert layer.kept(ALL) == sum(vars(layer).values()) - layer.input and layer.gathered == 0
+    others = layer.input + layer.adapter_number
+    assert layer.kept(ALL) == sum(vars(layer).values()) - others and layer.gathered == 0
+    assert layer.kept(dataclasses.replace(ALL, adapter_numbers=24)) == layer.kept(ALL) + 24 * 2
     assert layer.kept(ALL) - layer.kept(NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
     assert (layer.kept(INPUT), layer.kept(NOTHING)) == (2048 * 2, 0)
 

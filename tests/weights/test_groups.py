@@ -8,7 +8,7 @@ import pytest
 from mm.config.flags import parse
 from mm.config.model import ModelConfig, Rates
 from mm.weights.groups import Group, group_facts, group_of, group_problems, optimizer_groups
-from mm.weights.patterns import matches
+from mm.weights.names import matches
 from mm.weights.table import OUTPUT_LAYER_NAME, model_weights, stage_weights
 from tests.tiny import our_config
 

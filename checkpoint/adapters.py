@@ -1,0 +1,201 @@
+"""Adapters and the models that they stand beside: opened together, exported for PEFT, and added to the weights."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.convert import Conversion, Options, check_target
+from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text
+from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output
+from checkpoint.formats.files import Files
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.qkv_order import QkvOrder
+from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
+from checkpoint.formats.training_reader import TrainingDirectory
+from mm.config.model import ModelConfig
+from mm.errors import UserError, refuse
+from mm.weights.lora import Adapter, model_adapters
+from mm.weights.plan import make_plan
+from mm.weights.table import Place, Weight, model_weights
+from mm.weights.trained import saved_weights
+
+
+def is_peft_directory(path: str | Path) -> bool:
+    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
+    return any(Path(path).glob("adapter_*")) and not (Path(path) / "config.json").is_file()
+
+
+def holds_adapters(path: str | Path) -> bool:
+    """Whether a directory holds adapters without the model that they stand beside."""
+    if not Path(path).is_dir() or is_peft_directory(path):
+        return Path(path).is_dir()
+    return find_kind(path) is Kind.TRAINING and TrainingDirectory.open(path).manifest.model.lora.is_on
+
+
+def open_adapters(path: str | Path, model: ModelConfig | None = None) -> Source:
+    """What ``holds_adapters``; a PEFT directory as the adapters of ``model``.
+
+    Raises UserError when they are not those of ``model``; without it those of a training checkpoint are what they are.
+    """
+    if is_peft_directory(path):
+        assert model is not None, "a PEFT directory does not say which model its adapters are of"
+        return open_adapter(AdapterDirectory.open(path), model)
+    source = open_training(TrainingDirectory.open(path), takes_adapters=True)
+    if model is not None:
+        source.check_model(model)
+        refuse(_difference(source, model))
+    return source
+
+
+def _difference(source: Source, model: ModelConfig) -> list[str]:
+    """How what a training checkpoint of adapters holds differs from what ``model`` trains."""
+    theirs, ours = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
+    flags = "give the --lora-* flags, lora_mixed_training and --trainable-modules of that run"
+    only = [("holds {}, which this run does not train", sorted(theirs.keys() - ours.keys())),
+            ("has no {}, which this run trains", sorted(ours.keys() - theirs.keys()))]
+    found = [f"{source.path} {text.format(names[0])}{f' ({len(names) - 1} more likewise)' if len(names) > 1 else ''}; "
+             f"{flags}." for text, names in only if names]
+    changed = [name for name in ours if name in theirs
+               and (ours[name].shape, ours[name].scale) != (theirs[name].shape, theirs[name].scale)]
+    if changed:
+        one, other = theirs[changed[0]], ours[changed[0]]
+        found.append(f"{source.path} has {changed[0]} of shape {list(one.shape)} and scale {one.scale}, but this run "
+                     f"{list(other.shape)} and {other.scale}; {flags}.")
+    return found
+
+
+def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
+    """The whole model at ``path``, which the adapters of ``model`` stand beside.
+
+    Raises UserError when it is no whole model, or another one.
+    """
+    return open_to_train(path, model.base, needs_optimizer=False, qkv=qkv)
+
+
+def model_crc32(base: Source) -> int:
+    """A checksum by which adapters know their model: of qkv in the first and the last LLM layer, rounded to bfloat16.
+
+    It is the same for every kind of directory and layout, and for a copy in another precision; training changes it.
+    """
+    last, crc32 = base.model.language.num_layers - 1, 0
+    for weight in model_weights(base.model.base):
+        if weight.place is Place.LANGUAGE_LAYER and weight.layer in (0, last) and "linear_qkv" in weight.name:
+            for number in range(len(weight.hf_names)):
+                rounded = base.read_hf(weight, number).to(torch.bfloat16).contiguous()
+                crc32 = zlib.crc32(rounded.view(torch.uint8).numpy().data, crc32)
+    return crc32
+
+
+def check_base(adapters: Source, base: Source, found: int) -> None:
+    """Raise UserError when ``adapters`` state that they were trained beside another model than ``base``, whose
+    checksum is ``found``."""
+    if adapters.base_crc32 not in (None, found):
+        raise UserError(
+            f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
+            f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside, with "
+            f"--load-base-model."
+        )
+
+
+# Export
+
+
+def export_peft(adapters: Source, target: str | Path, base: str) -> Conversion:
+    """A PEFT directory of ``adapters``, and of what was trained beside them; ``base`` is what it names as its model."""
+    views, file = adapter_targets(adapters.model, adapters.dtypes, adapters.base_crc32)
+
+    def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
+        (folder / CONFIG_FILE).write_text(config_text(adapters.model, base), encoding="utf-8")
+
+    return Conversion(
+        adapters, Path(target), views, make_plan(adapters.index, views, [file]), write_others,
+        lambda path: (path / CONFIG_FILE).is_file(), PLAIN_MODES,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Writes a Hugging Face directory like ``like``: the weights of ``base`` with ``adapters`` added to them."""
+
+    adapters: Source
+    base: Source
+    like: HFDirectory
+    target: Path
+
+    def run(self, options: Options) -> None:
+        """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
+        model, target = self.adapters.model, self.target.resolve()
+        check_base(self.adapters, self.base, model_crc32(self.base))
+        for note in self.base.notes:
+            print(f"note: {note}")
+        views, files = hf_targets(self.like, model.base, self.base.dtypes)
+        num_bytes = sum(file.num_bytes for file in files)
+        if options.dry_run:
+            print(f"{self.base.path} + {self.adapters.path} -> {target}: {len(files)} files, {num_bytes:,} bytes. "
+                  f"Nothing was written.")
+            return
+        for source in (self.base, self.adapters):
+            if source.path.resolve().is_relative_to(target) or target.is_relative_to(source.path.resolve()):
+                raise UserError(f"The target {target} is, contains or lies in {source.path}; give another target.")
+        check_target(target, num_bytes, None if options.overwrite and (target / "config.json").is_file() else "")
+        self.base.check()
+        output = Output.begin(target, f"merge {self.adapters.fingerprint} {self.base.fingerprint}", PLAIN_MODES)
+        try:
+            values = self._values()
+            for file in (one for one in files if one.name not in output.finished):
+                output.create(file)
+                with Files(output.folder, os.O_WRONLY) as opened:
+                    crc32s = {}
+                    for view in (one for one in views if one.stored.file == file.name):
+                        (span,) = view.spans
+                        assert span.key is not None, view
+                        data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
+                        opened.write(view.stored, 0, memoryview(data))
+                        crc32s[view.stored.name] = zlib.crc32(data)
+                output.finish(file, crc32s)
+            output.commit(lambda folder, _: write_other_files(self.like, folder, files))
+        except OSError as error:
+            raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and "
+                            f"give the same command again.") from error
+        finally:
+            output.close()
+        print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
+
+    def _values(self) -> Callable[[Weight, str], Tensor]:
+        """A Hugging Face tensor of the merged model, in the dtype of the base."""
+        found = {f"{one.layer}.weight": one for one in model_adapters(self.adapters.model)}
+        trained = {one.name for one in saved_weights(self.adapters.model) if not one.is_adapter}
+
+        def values(weight: Weight, key: str) -> Tensor:
+            number = weight.hf_names.index(key)
+            own = self.base.read_hf(weight, number)
+            if weight.name in trained:
+                return self.adapters.read_hf(weight, number).to(own.dtype)
+            return own if key not in found else (own.float() + self._product(found[key]).view(own.shape)).to(own.dtype)
+
+        return values
+
+    def _product(self, adapter: Adapter) -> Tensor:
+        """scale x B A, in fp32."""
+        a, b = (self.adapters.read_hf(one, 0).float().flatten(1) for one in (adapter.a, adapter.b))
+        return (b @ a) * adapter.scale
+
+
+def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Merge:
+    """``hf_dir`` is what the target is to be like; ``base`` may be of any kind."""
+    like = HFDirectory.open(hf_dir, weights_required=False)
+    like.check(adapters.model.base)
+    return Merge(adapters, base, like, Path(target))
+
+
+def beside(adapters: Source, base: Source) -> Source:
+    """``adapters``, found to be of ``base``, with its checksum stated."""
+    found = model_crc32(base)
+    check_base(adapters, base, found)
+    return replace(adapters, base_crc32=found)

@@ -1,0 +1,124 @@
+"""The commands of mm-convert for adapters: PEFT's directory to MindSpeed-MM's layout, back, and merged with a model.
+
+MindSpeed-MM keeps adapters as its canonical structure does: one beside each of q, k, v and gate, up.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoint.adapters import Merge, export_peft, holds_adapters, is_peft_directory, merge, open_adapters
+from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
+from checkpoint.formats.adapter import AdapterDirectory
+from checkpoint.formats.hf import HFDirectory
+from checkpoint.formats.layout import Layout, check_layout
+from checkpoint.formats.mindspeed import MindSpeedDirectory
+from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_hf
+from checkpoint.formats.storage import Format, Storage, Structure
+from mm.config.lora import LoraConfig
+from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.weights.lora import model_adapters
+from mm.weights.names import ALL_LINEAR
+from mm.weights.table import SINGLE_ADAPTER
+
+BASE = "--cfg.base_dir"
+
+
+def lora_hf_to_mm(
+    lora_dir: str | Path, mm_dir: str | Path, layout: Layout, format: Format, base_dir: str | None = None
+) -> Conversion:
+    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the adapters' model, by default what they name.
+
+    Raises UserError when that is not there, the adapters are not of it, or the layout is not legal.
+    """
+    directory = AdapterDirectory.open(lora_dir)
+    model = directory.model(_base_model(directory, base_dir))
+    if model.trainable_modules:
+        raise UserError(
+            f"{directory.path} holds {model.trainable_modules[0]}, which was trained in whole beside the adapters; "
+            f"MindSpeed-MM keeps adapters only: make a whole model with merge_lora, and convert that."
+        )
+    source = open_adapter(directory, model)
+    check_layout(layout, model, LAYOUT)
+    return to_mindspeed(source, Path(mm_dir), layout, Storage(format, Structure.CANONICAL, adapters_only=True))
+
+
+def lora_mm_to_hf(
+    mm_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Conversion:
+    """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory.
+
+    Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
+    """
+    if find_kind(mm_dir) is Kind.TRAINING:
+        source = open_adapters(mm_dir)
+        return export_peft(source, save_hf_dir, base_dir or "")
+    return export_peft(open_mindspeed_adapters(mm_dir, layout, base_dir, alpha), save_hf_dir, base_dir or "")
+
+
+def open_mindspeed_adapters(
+    mm_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Source:
+    """Adapters in MindSpeed-MM's layout; as ``lora_mm_to_hf``."""
+    directory = MindSpeedDirectory.open(mm_dir)
+    if not directory.storage.adapters_only:
+        raise UserError(f"{directory.path} holds no adapters, or more than adapters; for a whole model use mm_to_hf.")
+    model = None
+    if directory.manifest is None:
+        missing = [flag for flag, value in (("--cfg.hf_config.hf_dir", base_dir), (LAYOUT, layout),
+                                            ("--cfg.lora_alpha", alpha)) if value is None]
+        if missing or base_dir is None or alpha is None:
+            raise UserError(f"{directory.path} has no manifest that says what its adapters are; give "
+                            f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
+        model = _found_model(directory, HFDirectory.open(base_dir, weights_required=False).model_config(), alpha)
+    placed, tp_size = directory.placed_model(layout, LAYOUT, model)
+    views, misfits = directory.views(placed, tp_size)
+    if misfits:
+        raise UserError(dict.fromkeys(misfit.text for misfit in misfits))
+    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage)
+
+
+def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Merge:
+    """Adapters, of PEFT or of a training checkpoint, and the Hugging Face directory of their model -> a whole model."""
+    base = open_hf(HFDirectory.open(hf_dir))
+    if not holds_adapters(lora_dir):
+        raise UserError(f"{lora_dir} holds no adapters of PEFT and is no training checkpoint of adapters; those in "
+                        f"MindSpeed-MM's layout become a PEFT directory with lora_mm_to_hf.")
+    model = None
+    if is_peft_directory(lora_dir):
+        model = AdapterDirectory.open(lora_dir).model(base.model)
+    return merge(open_adapters(lora_dir, model), base, hf_dir, save_hf_dir)
+
+
+def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
+    path = base_dir or directory.config.get("base_model_name_or_path")
+    if not path or not (Path(path) / "config.json").is_file():
+        raise UserError(f"{directory.path} names {path!r} as its base model, which is no directory with a config.json "
+                        f"here; give the base model with {BASE}.")
+    return HFDirectory.open(path, weights_required=False).model_config()
+
+
+def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
+    """``base`` with the adapters that tensors of the same name as theirs show; one rank for all, or one a layer."""
+    ranks: dict[str, int] = {}
+    for contents in directory.contents.values():
+        for name, stored in contents.items():
+            layer, found, _ = name.partition(".lora_A.")
+            if found:
+                ranks[layer.rpartition(".")[2]] = stored.shape[0]
+    parts = {part: replace(getattr(base, part), freeze=False) for part in ("vision", "projector", "language")}
+    whole = replace(base, **parts, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
+    layers = {one.layer: ranks[word] for one in model_adapters(whole) if (word := _word(one.a.name)) in ranks
+              and _has(directory, one.base.part)}
+    return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))
+
+
+def _word(name: str) -> str:
+    """The last word of the layer in MindSpeed-MM's name of an adapter's A."""
+    linear, word, *_ = name.rsplit(".", 3)
+    return linear.rpartition(".")[2] if word == SINGLE_ADAPTER else word
+
+
+def _has(directory: MindSpeedDirectory, part: str) -> bool:
+    start = {"vision": "image_encoder.encoder.", "projector": "image_encoder.projector.", "language": "text_decoder."}
+    return any(start[part] in name for contents in directory.contents.values() for name in contents)

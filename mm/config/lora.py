@@ -1,0 +1,161 @@
+"""The settings of adapters (LoRA, arXiv:2106.09685), by the words of PEFT and MindSpeed-MM.
+
+Which weights of the model they mean is ``mm.weights.targets``.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
+
+from annotated_types import Ge, Lt
+from pydantic import BeforeValidator, Field, Strict
+from pydantic.dataclasses import dataclass
+
+from mm.config.schema import STRICT, Count, Number, OrDefault, Patterns, Positive, fields_of
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "all": ("vision", "projector", "language"),
+    "image_encoder": ("vision", "projector"),
+    "vision_encoder": ("vision",),
+    "vision_projector": ("projector",),
+    "text_decoder": ("language",),
+}
+"""Word of ``lora_apply_modules`` -> the parts of the model that it names."""
+PartWord = Literal["all", "image_encoder", "vision_encoder", "vision_projector", "text_decoder"]
+
+
+def _pairs(value: Any) -> Any:
+    """PEFT's object, or lists as our own files keep it, as tuples."""
+    if isinstance(value, dict):
+        return tuple(cast("dict[object, object]", value).items())
+    if isinstance(value, list | tuple):
+        pairs = cast("Sequence[object]", value)
+        return tuple(tuple(cast("list[object]", pair)) if isinstance(pair, list) else pair for pair in pairs)
+    return value
+
+
+Ranks = Annotated[
+    tuple[tuple[str, Count], ...], Strict(False), BeforeValidator(_pairs),
+    Field(title='an object of ranks by name, such as {"q_proj": 4}'),
+]
+Alphas = Annotated[
+    tuple[tuple[str, Positive], ...], Strict(False), BeforeValidator(_pairs),
+    Field(title='an object of alphas by name, such as {"q_proj": 8}'),
+]
+PartWords = Annotated[
+    tuple[PartWord, ...], Strict(False), Field(title=f"a list of {', '.join(PARTS)}")]
+Dropout = Annotated[Number, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank].
+
+    Every linear layer of the Hugging Face model has its own A and B, also where its weight is part of a fused one of
+    ours.  Without ``target_modules`` there are none.
+    """
+
+    target_modules: Annotated[Patterns, OrDefault] = ()
+    """Patterns of linear layers: ``mm.weights.targets.is_target``."""
+    r: Count = 8
+    """The rank of every adapter that ``rank_pattern`` does not name."""
+    alpha: Positive = 16.0
+    dropout: Dropout = 0.0
+    """Probability with which a number of the adapter's input is left out in training."""
+    use_rslora: bool = False
+    """Divide alpha by the square root of the rank (rsLoRA, arXiv:2312.03732), not by the rank."""
+    rank_pattern: Annotated[Ranks, OrDefault] = ()
+    """Pattern -> another rank; the first that fits counts."""
+    alpha_pattern: Annotated[Alphas, OrDefault] = ()
+    """The same for alpha."""
+    apply_modules: Annotated[PartWords, OrDefault] = ()
+    """With ``mixed_training``, the parts that have adapters; empty: all."""
+    mixed_training: Annotated[bool, OrDefault] = False
+    """Whether parts that ``apply_modules`` does not name are trained in whole."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are adapters."""
+        return bool(self.target_modules)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The parts of the model that may have adapters."""
+        words = self.apply_modules if self.mixed_training and self.apply_modules else ("all",)
+        return frozenset(part for word in words for part in PARTS[word])
+
+    def freezes(self, part: str) -> bool:
+        """Whether the model's own weights of ``part`` are not trained because of adapters."""
+        return self.is_on and not (self.mixed_training and part not in self.parts)
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What an adapter's product is multiplied by."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
+    """What is wrong with the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
+    for word in words:
+        name, _, number = word.rpartition("=")
+        if not name or not _is_positive(number, whole):
+            kind = "a whole number of at least 1" if whole else "a number above 0"
+            yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
+
+
+def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
+    """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` complains about."""
+    split = (word.rpartition("=") for word in words if not list(pattern_problems("", (word,), whole)))
+    return tuple((name, int(number) if whole else float(number)) for name, _, number in split)
+
+
+def _is_positive(text: str, whole: bool) -> bool:
+    if whole:
+        return text.isdecimal() and int(text) >= 1
+    try:
+        return math.isfinite(float(text)) and float(text) > 0.0
+    except ValueError:
+        return False
+
+
+def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
+    """What the model JSON says, and where it says nothing what the flags say."""
+    return replace(flags, **{name: getattr(stated, name) for name in _stated(stated)})
+
+
+def _stated(lora: LoraConfig) -> list[str]:
+    default = LoraConfig()
+    return [name for name in fields_of(LoraConfig) if getattr(lora, name) != getattr(default, name)]
+
+
+def flag_of(name: str) -> str:
+    """``target_modules`` -> ``--lora-target-modules``; only of fields that have a flag."""
+    return f"--lora-{name.replace('_', '-')}"
+
+
+def lora_problems(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
+    """Where the model JSON at ``path`` contradicts the flags."""
+    for name in _stated(stated):
+        one, other = getattr(stated, name), getattr(flags, name)
+        if name in _stated(flags) and one != other:
+            yield (f"{flag_of(name)} is {_shown(other)}, but {path}: lora_{name} is {_shown(one)}; both say the same "
+                   f"thing, so keep one")
+
+
+def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
+    """What is said of adapters and has no effect."""
+    lora = merged(stated, flags)
+    if not lora.is_on:
+        for names in ([flag_of(name) for name in _stated(flags)], [f"lora_{name}" for name in _stated(stated)]):
+            if names:
+                yield f"without --lora-target-modules there are no adapters; no effect: {', '.join(names)}"
+    elif lora.apply_modules and not lora.mixed_training:
+        yield (f"{path}: lora_apply_modules has no effect without lora_mixed_training, as in MindSpeed-MM; to keep "
+               f"adapters out of a part, set freeze to true there")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        words = cast("tuple[tuple[object, ...] | str, ...]", value)
+        return " ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in words)
+    return f"{value:g}" if isinstance(value, float) else str(value)

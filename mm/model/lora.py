@@ -1,0 +1,128 @@
+"""Adapters beside linear layers: y += scale x B(A(dropout(x))), each cut as its layer is.
+
+Where a layer's outputs are cut, B's are, and A, whole on every rank, makes the few hidden numbers of the rows here;
+where its inputs are cut, A's are, and the hidden numbers are summed before B, whole on every rank, sees them.  So ranks
+exchange ``rank`` numbers a row, and gradients need what those of the model's own weights need.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from mm.device.accumulate import Accumulate
+from mm.model.cut_rows import CutRows, reduce_rows
+from mm.model.dropout import Dropout, seed_of
+from mm.model.layers import LayerContext
+from mm.model.linear import ColumnLinear, RowLinear, gradient_buffer, gradient_from, linear
+from mm.weights.memory import memory_shape
+from mm.weights.table import Fusion, Weight, local_shape
+
+
+class _DroppedLinear(torch.autograd.Function):
+    """dropout(x) W^T, which keeps x alone and drops again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, accumulate: Accumulate, dropout: Dropout) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.accumulate, ctx.dropout = weight, accumulate, dropout
+        return torch.nn.functional.linear(dropout(x), weight.flatten(1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x_gradient = ctx.dropout(gradient @ ctx.weight.flatten(1)) if ctx.needs_input_grad[0] else None
+        buffer = gradient_buffer(ctx.weight)
+        ctx.accumulate(buffer.flatten(1), gradient, ctx.dropout(x))
+        return x_gradient, gradient_from(buffer, ctx.weight), None, None
+
+
+class Matrix(nn.Module):
+    """A or B, as this rank holds it.
+
+    It computes its product itself: megatron's overlapped gathering waits for a weight when its module is called.
+    """
+
+    def __init__(self, weight: Weight, context: LayerContext) -> None:
+        super().__init__()
+        self.weight = context.empty(*memory_shape(weight, context.tp_size))
+        self.accumulate = context.device.kernels.accumulate
+
+    def forward(
+        self, x: Tensor, group: dist.ProcessGroup | None = None, cut: CutRows | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        """dropout(x) W^T; ``group`` and ``cut`` as ``linear`` has them."""
+        if dropout is None:
+            return linear(x, self.weight, None, self.accumulate, group, cut)
+        assert group is None and cut is None, "dropout is before A, which sees the rows as they come"
+        return _DroppedLinear.apply(x, self.weight, self.accumulate, dropout)
+
+
+class Adapter(nn.Module):
+    """The two matrices beside one linear layer of Hugging Face's model."""
+
+    def __init__(self, a: Weight, b: Weight, base: Weight, probability: float, context: LayerContext) -> None:
+        super().__init__()
+        assert a.scale is not None, "an adapter's matrix"
+        self.lora_A, self.lora_B = Matrix(a, context), Matrix(b, context)
+        self.scale, self.probability, self.salt = a.scale, probability, seed_of(a.hf_names[0])
+        self.first_column = 0 if a.tp_dim is None else local_shape(a, context.tp_size)[1] * context.tp_group.rank()
+        self.place = _place(b.hf_names[0], base, context.tp_size)
+
+    def _hidden(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """[rows, inputs] -> [rows, rank]"""
+        dropout = None
+        if keys is not None and self.probability > 0.0:
+            dropout = Dropout(self.probability, keys, self.salt, self.first_column)
+        return self.lora_A(x, dropout=dropout) * self.scale
+
+    def add_to(self, y: Tensor, x: Tensor, keys: Tensor | None) -> Tensor:
+        """``y``, what the layer makes of ``x``, with the adapter's part added; the layer is whole on every rank."""
+        return y + self.lora_B(self._hidden(x, keys))
+
+    def add_to_outputs(
+        self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: ColumnLinear
+    ) -> Tensor:
+        """The same where the outputs are cut: ``y`` has those of this rank, for all rows, and is changed in place."""
+        group = layer.tp_group if layer.tp_group.size() > 1 else None
+        added = self.lora_B(self._hidden(x, keys), group, cut)
+        shape, part = self.place
+        y.view(len(y), *shape)[:, :, part].add_(added.view(len(y), shape[0], part.stop - part.start, shape[2]))
+        return y
+
+    def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: RowLinear) -> Tensor:
+        """The same where the inputs are cut: ``y`` is whole, or a piece of ``cut``."""
+        hidden = self._hidden(x, keys)
+        if layer.tp_group.size() > 1:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, layer.tp_group) if cut is None else (
+                reduce_rows(hidden, cut))
+        return y + self.lora_B(hidden)
+
+
+def _place(hf_name: str, base: Weight, tp_size: int) -> tuple[tuple[int, int, int], slice]:
+    """Where the outputs of one tensor of a fused weight lie on a rank: [blocks, parts, width] and which parts."""
+    size = memory_shape(base, tp_size)[0]
+    number = base.hf_names.index(hf_name.replace(".lora_B", ""))
+    if base.fusion is Fusion.GATE_UP:
+        return (1, 2, size // 2), slice(number, number + 1)
+    if base.fusion is Fusion.GROUPED_QKV:
+        num_heads = [shape[0] // (base.num_units * base.head_dim) for shape in base.hf_shapes]
+        first = sum(num_heads[:number])
+        return (base.num_units // tp_size, sum(num_heads), base.head_dim), slice(first, first + num_heads[number])
+    return (1, 1, size), slice(0, 1)
+
+
+def attach(chunk: nn.Module, weights: Sequence[Weight], probability: float, context: LayerContext) -> None:
+    """Give the linear layers of ``chunk`` the adapters among ``weights``, under the names of the table."""
+    bases = {one.name.removesuffix("weight"): one for one in weights if not one.is_adapter}
+    matrices = [one for one in weights if one.is_adapter]
+    for a, b in zip(matrices[::2], matrices[1::2], strict=True):
+        path, _, word = a.name.removesuffix(".lora_A.weight").rpartition(".")
+        layer: Any = chunk.get_submodule(path)
+        adapter = Adapter(a, b, bases[f"{path}."], probability, context)
+        layer.add_module(word, adapter)
+        layer.adapters = (*layer.adapters, adapter)

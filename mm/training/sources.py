@@ -1,0 +1,53 @@
+"""What ``--load`` and ``--load-base-model`` give.  Only headers are read, and neither megatron nor a device is needed:
+the check before a run asks here too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.adapters import holds_adapters, open_adapters, open_base
+from checkpoint.formats.qkv_order import QkvOrder
+from checkpoint.formats.source import Source, open_to_train
+from mm.config.run import Run
+from mm.errors import UserError, collected, refuse
+
+
+def qkv_order(run: Run) -> QkvOrder:
+    """How the order of the ViT's qkv in ``--load`` is found."""
+    base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
+    return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run starts from; both None: from random weights."""
+
+    model: Source | None
+    """A whole model: ``--load``, or beside adapters their base."""
+    adapters: Source | None = None
+    """``--load``, where it holds adapters."""
+
+
+def open_start(run: Run) -> Sources:
+    """What ``--load`` and ``--load-base-model`` give; raises UserError with all that is wrong with them."""
+    args, model, order = run.args, run.model, qkv_order(run)
+    if not model.lora.is_on:
+        return Sources(None if args.load is None else open_to_train(args.load, model, args.loads_optimizer, order))
+    problems: list[str] = []
+    adapters = base = None
+    base_path = args.load_base_model
+    with collected(problems):
+        if args.load is not None and holds_adapters(args.load):
+            base_path = base_path or run.data.model_name_or_path
+            adapters = open_adapters(args.load, model)
+        elif args.load is not None and base_path is not None:
+            raise UserError(
+                f"--load {args.load} is a whole model, and --load-base-model names another, {base_path}; leave one of "
+                f"them out, or give adapters as --load.")
+        else:
+            base_path = args.load or base_path
+    with collected(problems):
+        if base_path is not None:
+            base = open_base(base_path, model, order)
+    refuse(problems)
+    return Sources(base, adapters)

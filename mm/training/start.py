@@ -1,0 +1,99 @@
+"""Where a run starts: from random weights, from a directory of any kind, or from adapters beside a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.adapters import check_base, model_crc32
+from checkpoint.formats.source import Kind
+from mm.config.run import Run
+from mm.model import load
+from mm.model.stage import Stage
+from mm.parallel.agreement import on_first, together
+from mm.parallel.mesh import Mesh
+from mm.training import checkpoint as state
+from mm.training.sources import Sources, open_start
+from mm.training.step import Parts
+from mm.weights.trained import saved_weights
+
+_NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training",
+          Kind.ADAPTER: "PEFT"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """A rank's parts with the weights that training starts from."""
+
+    parts: Parts
+    progress: state.Progress
+    checkpoint: Path | None = None
+    """The training checkpoint that holds them."""
+    base: Mapping[str, Any] | None = None
+    """Of adapters: path and checksum of the model that they stand beside; None where that is random."""
+
+
+def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Start:
+    """Fill ``stage`` and build what is around it, and go on from a training checkpoint; ``say`` reports to the user.
+
+    Every rank calls it together; a mistake on one raises the same UserError on all.
+    """
+    args = run.args
+    sources = together(mesh, lambda: open_start(run))
+    trained = {weight.name for weight in saved_weights(run.model)} if run.model.lora.is_on else set[str]()
+    adapters = [weight for weight in stage.weights if weight.is_adapter]
+    own = [weight for weight in stage.weights if not weight.is_adapter]
+    base = None
+    if sources.model is None:
+        load.initialize(stage, own, mesh, args.seed, run.model.language.init_method_std)
+    elif sources.model.kind is not Kind.TRAINING or run.model.lora.is_on:
+        load.fill(stage, own, sources.model, mesh)
+    if run.model.lora.is_on and sources.model is not None:
+        base = {"path": str(sources.model.path), "crc32": on_first(mesh, lambda: _checked(sources))}
+    if sources.adapters is None:
+        load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
+    elif sources.adapters.kind is Kind.ADAPTER:
+        load.fill(stage, [one for one in stage.weights if one.name in trained], sources.adapters, mesh)
+    parts = Parts.build(stage, mesh, args)
+    started = _progress(run, parts, sources)
+    loaded = sources.adapters or sources.model
+    for note in loaded.notes if loaded is not None and loaded.kind is Kind.MINDSPEED else ():
+        say(f"note: {note}")
+    if loaded is not None:
+        beside = f" beside {sources.model.path}" if sources.adapters is not None and sources.model is not None else ""
+        say(f"loaded a {_NAMES[loaded.kind]} checkpoint from {args.load or loaded.path}{beside}, iteration "
+            f"{started.progress.iteration}")
+    for note in started.progress.notes:
+        say(f"note: {note}")
+    if started.checkpoint is not None and started.progress.data is None and not args.finetune:
+        say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
+            "goes on as if these were the same")
+    return replace(started, base=base)
+
+
+def _checked(sources: Sources) -> int:
+    """The checksum of the base model, which adapters must not contradict."""
+    assert sources.model is not None, "called with one"
+    found = model_crc32(sources.model)
+    if sources.adapters is not None:
+        check_base(sources.adapters, sources.model, found)
+    return found
+
+
+def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
+    """Goes on from a training checkpoint, with its optimizer and random states where that is asked for."""
+    args, resumed = run.args, sources.adapters if run.model.lora.is_on else sources.model
+    if resumed is None or args.load is None:
+        return Start(parts, state.Progress(0, 0))
+    if resumed.kind is Kind.TRAINING:
+        progress = state.load(args.load, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
+                              finetune=args.finetune)
+        return Start(parts, progress, resumed.path)
+    if resumed.iteration is None or args.finetune:
+        return Start(parts, state.Progress(0, 0))
+    consumed = resumed.consumed_samples
+    return Start(parts, state.Progress(
+        resumed.iteration,
+        resumed.iteration * run.global_batch_size if consumed is None else consumed,
+        notes=("MindSpeed-MM trained it: optimizer state and random states begin anew",),
+    ))

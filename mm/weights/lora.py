@@ -1,0 +1,117 @@
+"""Adapters of the whole model: which linear layers have them, and what is wrong with the patterns that name these.
+
+The matrices themselves are weights of ``mm.weights.table``.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mm.config.lora import LoraConfig
+from mm.config.model import ModelConfig
+from mm.errors import nearest
+from mm.weights.names import is_target
+from mm.weights.table import Weight, adapters, is_linear, layer_names, model_weights
+from mm.weights.trained import is_frozen
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One linear layer of Hugging Face's model and the two matrices beside it."""
+
+    layer: str
+    """Published name: ``model.layers.0.self_attn.q_proj``."""
+    base: Weight
+    """The weight of ours that the layer's is a part of."""
+    a: Weight
+    b: Weight
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        assert self.a.scale is not None, "an adapter's matrix"
+        return self.a.scale
+
+
+def model_adapters(model: ModelConfig) -> tuple[Adapter, ...]:
+    """Every adapter of the model, in model order."""
+    found: list[Adapter] = []
+    for base in model_weights(model.base):
+        matrices = list(adapters(base, model))
+        for a, b in zip(matrices[::2], matrices[1::2], strict=True):
+            assert a.scale is not None, "an adapter's matrix"
+            rank = a.shape[0]
+            alpha = a.scale * (math.sqrt(rank) if model.lora.use_rslora else rank)
+            found.append(Adapter(a.hf_names[0].removesuffix(".lora_A.weight"), base, a, b, alpha))
+    return tuple(found)
+
+
+def num_adapter_params(model: ModelConfig) -> int:
+    """Numbers in all matrices of adapters, without padding and copies."""
+    return sum(math.prod(one.shape) for adapter in model_adapters(model) for one in (adapter.a, adapter.b))
+
+
+def adapter_problems(model: ModelConfig) -> Iterator[str]:
+    """Patterns that name no layer, or only such as can have no adapter, and weights that are trained beside one."""
+    lora = model.lora
+    if not lora.is_on:
+        return
+    found = model_adapters(model)
+    for pattern in lora.target_modules:
+        yield from _target_problems(model, pattern)
+    for flag, pairs in (("--lora-rank-pattern", lora.rank_pattern), ("--lora-alpha-pattern", lora.alpha_pattern)):
+        for pattern, _ in pairs:
+            if not any(is_target(pattern, layer_names(f"{one.layer}.weight", one.base)) for one in found):
+                yield (f"{flag} has {pattern!r}, which names no layer that has an adapter"
+                       f"{_nearest_layers(pattern, [one.base for one in found])}")
+    layers = {one.base.name.removesuffix(".weight") for one in found}
+    trained = [one.name for one in model_weights(model) if not one.is_adapter and not is_frozen(one, model)
+               and one.name.rpartition(".")[0] in layers]
+    if trained:
+        yield (f"--trainable-modules {' '.join(model.trainable_modules)} trains {trained[0]}, whose layer has an "
+               f"adapter, which would not be a LoRA of PEFT any more; leave that layer out of --lora-target-modules, "
+               f"or narrow --trainable-modules")
+
+
+def _target_problems(model: ModelConfig, pattern: str) -> Iterator[str]:
+    """Why ``pattern`` alone gives no adapter."""
+    flag, only = "--lora-target-modules", replace(model, lora=replace(model.lora, target_modules=(pattern,)))
+    if model_adapters(only):
+        return
+    named = [weight for weight in model_weights(model.base)
+             if weight.name.endswith(".weight") and len(weight.shape) > 1 and
+             any(is_target(pattern, layer_names(name, weight)) for name in weight.hf_names)]
+    if not named:
+        linear = [weight for weight in model_weights(model.base) if is_linear(weight)]
+        yield f"{flag} has {pattern!r}, which names no linear layer{_nearest_layers(pattern, linear)}"
+    elif not any(map(is_linear, named)):
+        yield (f"{flag} has {pattern!r}, which names {named[0].name}; adapters stand beside the linear layers of the "
+               f"ViT, the projector and the LLM, not beside word embedding and output layer")
+    elif all(weight.part not in model.lora.parts for weight in named):
+        words = ", ".join(model.lora.apply_modules)
+        yield (f"{flag} has {pattern!r}, which names layers only of parts that lora_apply_modules ({words}) leaves "
+               f"out, such as {named[0].name}, and lora_mixed_training trains in whole; add the part, or leave the "
+               f"pattern out")
+    else:
+        yield (f"{flag} has {pattern!r}, which names frozen layers only, such as {named[0].name}: a frozen part has no "
+               f"adapters, as in MindSpeed-MM; set freeze to false there (the layers themselves stay frozen beside "
+               f"adapters), shorten freeze_layers or --freeze-modules, or leave the pattern out")
+
+
+def _nearest_layers(pattern: str, weights: list[Weight]) -> str:
+    """For a message: the nearest name of a layer; words of one to a word, whole names to a longer pattern."""
+    names = {name for weight in weights for hf_name in weight.hf_names for name in layer_names(hf_name, weight)}
+    words = {name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()}
+    hint = nearest(pattern, sorted(names if "." in pattern else words))
+    return hint or f"; last words of their names are {', '.join(sorted(words))}"
+
+
+def describe(lora: LoraConfig) -> str:
+    """For reports: ``rank 8, alpha 16``."""
+    rs = ", rsLoRA" if lora.use_rslora else ""
+    others = ", other ranks or alphas for some" if lora.rank_pattern or lora.alpha_pattern else ""
+    return f"rank {lora.r}, alpha {lora.alpha:g}{rs}{others}"

@@ -1,0 +1,38 @@
+"""Patterns of names, as flags and the model JSON have them: how they are read.  Only text is known here."""
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase, translate
+from functools import cache
+
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer of a model but the output layer."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` stands anywhere in ``name``: MindSpeed-MM's rule for its keywords, without regard to case.
+
+    Beyond it, ``*``, ``?`` and ``[0-9]`` mean what they mean in a shell.
+    """
+    return fnmatchcase(name.lower(), f"*{pattern.lower()}*")
+
+
+def is_target(pattern: str, names: Iterable[str]) -> bool:
+    """Whether ``pattern`` names the layer that has these ``names``: PEFT's rule for a list of target modules.
+
+    It is a whole name, or the words at its end: ``q_proj``, ``layers.3.mlp.up_proj``.  Beyond PEFT, ``*``, ``?`` and
+    ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` is any number of that span.
+    """
+    return pattern == ALL_LINEAR or any(_expression(pattern).fullmatch(name) for name in names)
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    words: list[str] = []
+    for word in pattern.split("."):
+        span = re.fullmatch(r"(\d+)-(\d+)", word)
+        if span is None:
+            words.append(translate(word).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z"))
+        else:
+            words.append(f"(?:{'|'.join(map(str, range(int(span[1]), int(span[2]) + 1)))})")
+    return re.compile(rf"(?:.*\.)?{re.escape('.').join(words)}", re.DOTALL)

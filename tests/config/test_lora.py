@@ -1,0 +1,77 @@
+"""Settings of adapters: flags and the model JSON together, and what is wrong with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
+from mm.config.model import read_model
+from mm.errors import UserError
+from tests.config.test_flags import parse, problems
+from tests.launch import ROOT
+
+MODEL = ROOT / "examples" / "qwen2.5vl" / "model_7b.json"
+REQUIRED = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "1",
+            "--lr", "1e-4")
+
+
+def written(tmp_path: Path, **keys: object) -> Path:
+    (tmp_path / "model.json").write_text(json.dumps(json.loads(MODEL.read_text()) | keys))
+    return tmp_path / "model.json"
+
+
+def test_flags_are_one_setting() -> None:
+    args = parse([*REQUIRED, "--lora-target-modules", "q_proj,v_proj", "mlp.0", "--lora-r", "4", "--lora-alpha", "32",
+                  "--lora-dropout", "0.05", "--lora-use-rslora", "--lora-rank-pattern", "q_proj=2",
+                  "--lora-alpha-pattern", "v_proj=7.5"])
+    assert args.lora == LoraConfig(("q_proj", "v_proj", "mlp.0"), 4, 32.0, 0.05, True, (("q_proj", 2),),
+                                   (("v_proj", 7.5),))
+    assert not parse(list(REQUIRED)).lora.is_on
+
+
+@pytest.mark.parametrize(("argv", "what"), [
+    (["--lora-r", "-1"], "--lora-r is -1; expected an integer of at least 1"),
+    (["--lora-alpha", "0"], "--lora-alpha is 0; expected a number above 0"),
+    (["--lora-dropout", "1"], "--lora-dropout is 1; expected a number of at least 0 and less than 1"),
+])
+def test_numbers_have_bounds(argv: list[str], what: str) -> None:
+    assert problems(*argv) == [what]
+
+
+def test_keys_of_the_model_json(tmp_path: Path) -> None:
+    keys = {"lora_target_modules": ["q_proj"], "lora_r": 4, "lora_rank_pattern": {"k_proj": 2},
+            "lora_apply_modules": ["text_decoder"], "lora_mixed_training": True}
+    lora = read_model(written(tmp_path, **keys)).value.lora
+    assert lora == LoraConfig(("q_proj",), 4, rank_pattern=(("k_proj", 2),), apply_modules=("text_decoder",),
+                              mixed_training=True)
+    assert lora.parts == {"language"}
+    assert [lora.freezes(part) for part in ("vision", "projector", "language")] == [False, False, True]
+
+
+def test_wrong_keys_are_all_told_at_once(tmp_path: Path) -> None:
+    keys = {"lora_r": 0, "lora_dropout": 1.5, "lora_apply_modules": ["decoder"], "lora_rank_pattern": {"q_proj": 0}}
+    with pytest.raises(UserError) as caught:
+        read_model(written(tmp_path, **keys))
+    assert len(caught.value.problems) == 4
+    assert all(key in " ".join(caught.value.problems) for key in keys)
+
+
+def test_the_json_wins_where_the_flags_are_silent_and_contradictions_are_told() -> None:
+    stated, flags = LoraConfig(mixed_training=True, r=4), LoraConfig(("q_proj",), dropout=0.1)
+    assert merged(stated, flags) == LoraConfig(("q_proj",), 4, dropout=0.1, mixed_training=True)
+    assert list(lora_problems(stated, flags, "m.json")) == []
+    (problem,) = lora_problems(stated, LoraConfig(("q_proj",), 16), "m.json")
+    assert problem.startswith("--lora-r is 16, but m.json: lora_r is 4")
+
+
+def test_what_has_no_effect_is_told() -> None:
+    (note,) = lora_notes(LoraConfig(), LoraConfig(r=4, dropout=0.5), "m.json")
+    assert note == "without --lora-target-modules there are no adapters; no effect: --lora-r, --lora-dropout"
+    (note,) = lora_notes(LoraConfig(apply_modules=("text_decoder",)), LoraConfig(("q_proj",)), "m.json")
+    assert note.startswith("m.json: lora_apply_modules has no effect without lora_mixed_training")
+
+
+def test_scales_are_pefts() -> None:
+    assert LoraConfig().scale(8, 16.0) == 2.0
+    assert LoraConfig(use_rslora=True).scale(16, 8.0) == 2.0

@@ -1,0 +1,86 @@
+"""Layouts and adapters whose loss, gradients and first three updates must equal PEFT's on transformers' model."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mm.config.lora import LoraConfig
+from tests.parallel.cases import Case
+
+EVERY = LoraConfig(("all-linear", "patch_embed.proj"), r=3, alpha=5.0)
+LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "model.language_model.layers.*_proj")
+VISION = ("qkv", "proj", "visual.blocks.*_proj")
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """One layout of the small model with adapters; what is not of adapters is as in ``tests.parallel.cases``."""
+
+    layout: Case
+    lora: LoraConfig = EVERY
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def without_layout(self) -> "LoraCase":
+        return LoraCase(self.layout.without_layout, replace(self.lora, dropout=0.0))
+
+
+def _case(name: str, vision: Any = (4,), language: Any = (4,), lora: LoraConfig = EVERY, **others: Any) -> LoraCase:
+    return LoraCase(Case(name, vision, language, **others), lora)
+
+
+DROPPED = replace(EVERY, dropout=0.3)
+VPP = {"vision": ((2, 1), (1, 0)), "language": ((0, 0), (1, 3))}
+CASES = (
+    _case("tp1"),
+    _case("tp1-language", lora=replace(EVERY, target_modules=LANGUAGE)),
+    _case("tp1-vision", lora=replace(EVERY, target_modules=VISION)),
+    _case("tp1-frozen-vision", freeze=("vision", "projector")),
+    _case("tp1-mixed", lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))),
+    _case("tp1-patterns-rslora", lora=replace(
+        EVERY, target_modules=("layers.1-2.self_attention.linear_qkv", "blocks.0-1.mlp.up_proj", "model.*.gate_proj"),
+        use_rslora=True, rank_pattern=(("k_proj", 2), ("up_proj", 5)), alpha_pattern=(("gate_proj", 9.0),))),
+    _case("tp1-tied", tied=True),
+    _case("tp1-norms-trained", trainable_modules=("norm",)),
+    _case("tp1-recompute", recompute="uniform"),
+    _case("tp1-selective-recompute", recompute="selective"),
+    _case("tp1-recompute-mlp", recompute="selective mlp layernorm"),
+    _case("tp1-text-only", batch="text"),
+    _case("tp2", tp=2),
+    _case("tp2-mixed", tp=2, lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder",))),
+    _case("tp2-sp", tp=2, sequence_parallel=True),
+    _case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=1),
+    _case("cp2", cp=2),
+    _case("ring2-one-sample", cp=2, ring=True, micro_batch_size=1),
+    _case("pp2-vit-on-both", (3, 1), (0, 4)),
+    _case("pp2-vit-on-both-vision", (3, 1), (0, 4), replace(EVERY, target_modules=("blocks.2-3.attn.qkv",))),
+    _case("pp2-language-on-last", (4, 0), (2, 2), replace(EVERY, target_modules=("model.layers.2-3.*",))),
+    _case("pp2-vpp2", **VPP),
+    _case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
+    _case("dp2-distributed-optimizer-overlap", dp=2, distributed_optimizer=True, overlap=True,
+          batch="images on one rank"),
+    _case("dp2-overlap", dp=2, overlap=True),
+    _case("tp2-pp2", (3, 1), (0, 4), tp=2),
+    _case("tp2-pp2-sp-mixed", (3, 1), (0, 4), tp=2, sequence_parallel=True,
+          lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder",))),
+    _case("cp2-pp2-frozen-vision", (3, 1), (0, 4), cp=2, freeze=("vision", "projector")),
+)
+"""Compared with PEFT."""
+
+DROPOUT_CASES = (
+    _case("dropout-tp1", lora=DROPPED),
+    _case("dropout-tp1-one-sample", lora=DROPPED, micro_batch_size=1),
+    _case("dropout-tp1-recompute", lora=DROPPED, recompute="uniform"),
+    _case("dropout-tp1-selective-recompute", lora=DROPPED, recompute="selective"),
+    _case("dropout-tp2", lora=DROPPED, tp=2),
+    _case("dropout-tp2-sp", lora=DROPPED, tp=2, sequence_parallel=True),
+    _case("dropout-cp2", lora=DROPPED, cp=2),
+    _case("dropout-ring2", lora=DROPPED, cp=2, ring=True),
+    _case("dropout-pp2", (3, 1), (0, 4), DROPPED),
+    _case("dropout-pp2-vpp2", lora=DROPPED, **VPP),
+    _case("dropout-dp2", lora=DROPPED, dp=2),
+    _case("dropout-tp2-cp2-sp", lora=DROPPED, tp=2, cp=2, sequence_parallel=True),
+)
+"""Compared with each other."""

@@ -1,0 +1,43 @@
+"""PEFT's model of the same adapters as ours, on transformers' model."""
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from checkpoint.formats.hf import published_name
+from mm.config.model import ModelConfig
+from mm.weights.lora import model_adapters
+from mm.weights.table import layer_names
+
+
+def peft_config(model: ModelConfig) -> LoraConfig:
+    """The same adapters by PEFT's settings: every layer by its whole name, with ranks and alphas of its own."""
+    lora = model.lora
+    live = {layer_names(f"{one.layer}.weight", one.base)[1]: one for one in model_adapters(model)}
+    alphas = {name: one.alpha for name, one in live.items()}
+    return LoraConfig(
+        target_modules=list(live), r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, use_rslora=lora.use_rslora,
+        rank_pattern={name: one.rank for name, one in live.items()}, alpha_pattern=alphas)
+
+
+def peft_model(hf: PreTrainedModel, model: ModelConfig, seed: int = 1) -> PeftModel:
+    """With a random B too: PEFT begins with zeros, beside which the gradient of A is zero."""
+    peft = get_peft_model(hf, peft_config(model))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return peft
+
+
+def table_name(name: str) -> str:
+    """The name in our table of weights of a parameter of PEFT's model."""
+    return published_name(name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", ""))
+
+
+def peft_tensors(peft: PeftModel, gradients: bool = False) -> dict[str, Tensor]:
+    """Weights, or gradients where there are any, under the names of our table."""
+    values = {table_name(name): one.grad if gradients else one.detach() for name, one in peft.named_parameters()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,116 @@
+"""Adapters through the program itself: a run that stops and goes on, its exports, and what it says to mistakes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from checkpoint.formats.training_reader import TrainingDirectory
+from mm import train
+from tests.test_train import metrics, run
+from tests.tiny_inputs import write_inputs
+
+LORA = ("--lora-target-modules", "q_proj", "v_proj", "linear_fc1", "mlp.0", "--lora-r", "4", "--lora-alpha", "8",
+        "--lora-dropout", "0.1")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Path) -> Path:
+    """Six steps from the checkpoint, with both exports."""
+    out = inputs / "whole"
+    run(inputs, "whole", 1, "--load", str(inputs / "hf"), *LORA, "--export-hf", str(out / "adapter"),
+        "--export-merged-hf", str(out / "merged"))
+    return out
+
+
+def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path, trained: Path) -> None:
+    first = run(inputs, "halves", 1, "--load", str(inputs / "hf"), *LORA, "--exit-interval", "3")
+    assert "loaded a Hugging Face checkpoint" in first
+    second = run(inputs, "halves", 1, "--load", str(inputs / "halves" / "save"), "--load-base-model",
+                 str(inputs / "hf"), *LORA, "--export-hf", str(inputs / "halves" / "adapter"))
+    assert f"loaded a training checkpoint from {inputs / 'halves' / 'save'} beside {inputs / 'hf'}" in second
+    whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")
+    for key in ("loss", "lr", "grad_norm", "consumed_samples"):
+        assert [row[key] for row in whole] == [row[key] for row in halves], key
+    exports = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in (trained, inputs / "halves")]
+    assert exports[0] == exports[1]
+
+
+def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> None:
+    """A few adapters beside the model: the checkpoint and the directory of PEFT are small."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(inputs / "hf", dtype=torch.float32)
+    peft = PeftModel.from_pretrained(model, trained / "adapter")
+    active = [one for name, one in peft.named_parameters() if ".lora_B." in name]
+    assert active and all(one.abs().sum() > 0 for one in active)
+    merged = peft.merge_and_unload().state_dict()
+    ours = Qwen2_5_VLForConditionalGeneration.from_pretrained(trained / "merged", dtype=torch.float32).state_dict()
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(inputs / "hf", dtype=torch.float32).state_dict()
+    assert any(not torch.equal(ours[name], base[name]) for name in ours)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
+    size = sum(one.numel() for one in load_file(trained / "adapter" / "adapter_model.safetensors").values())
+    saved = [piece for piece in TrainingDirectory.open(trained / "save").manifest.pieces if piece.part == "weight"]
+    assert sum(piece.stored.num_bytes for piece in saved) == 4 * size < sum(one.numel() for one in base.values())
+
+
+def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
+    """What the check of a run says of ``flags``, without a traceback and with exit status 2."""
+    status = train.main([
+        "--device", "cpu", "--check", "--mm-model", str(inputs / "model_1.json"), "--mm-data",
+        str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--train-iters", "6", "--lr",
+        "1e-3", "--log-dir", str(inputs / "logs"), *flags])  # fmt: skip
+    assert status == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = ["--lora-target-modules", "q_prj", "v_proj", "--lora-rank-pattern", "k_proj=2"]
+    found = refused(inputs, capsys, "--load", str(inputs / "hf"), *flags)
+    assert len(found) == 2 and "(did you mean 'q_proj'?)" in found[0] and "'k_proj'" in found[1]
+    (found,) = refused(inputs, capsys, "--lora-target-modules", "q_proj", "--lora-r", "0")
+    assert found == "error: --lora-r is 0; expected an integer of at least 1"
+    found = refused(inputs, capsys, "--load-base-model", str(inputs / "hf"), "--export-merged-hf", "x")
+    assert len(found) == 2 and all("there are no adapters" in one for one in found)
+    base = ["--load-base-model", str(inputs / "hf")]
+    (found,) = refused(inputs, capsys, "--load", str(trained / "adapter"), *base, *LORA[:-4], "--lora-r", "4")
+    assert "give the same --lora-alpha" in found
+    (found,) = refused(inputs, capsys, "--load", str(trained / "save"), *base, *LORA, "--lora-r", "8")
+    assert "but this run [8, " in found and "give the --lora-* flags" in found
+    (found,) = refused(inputs, capsys, "--load", str(trained / "save"))
+    assert "holds adapters (LoRA) of the model in" in found
+    (found,) = refused(inputs, capsys, "--load", str(inputs / "hf"), *base, *LORA)
+    assert "is a whole model, and --load-base-model names another" in found
+
+
+def test_adapters_of_another_base_are_refused_when_the_run_starts(inputs: Path, trained: Path) -> None:
+    """The merged model is another one than the adapters were trained beside."""
+    with pytest.raises(AssertionError, match="adapters of another base model"):
+        run(inputs, "other", 1, "--load", str(trained / "adapter"), "--load-base-model", str(trained / "merged"), *LORA)
+
+
+def test_a_dry_run_says_what_adapters_cost(inputs: Path, capsys: pytest.CaptureFixture) -> None:
+    model = json.loads((inputs / "model_1.json").read_text())
+    assert not model["text_decoder"].get("freeze")
+    assert train.main([
+        "--device", "cpu", "--dry-run", "--mm-model", str(inputs / "model_1.json"), "--mm-data",
+        str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--train-iters", "6", "--lr",
+        "1e-3", "--lora-target-modules", "model.layers.*.q_proj"]) == 0  # fmt: skip
+    text = capsys.readouterr().out
+    assert "4 linear layers, rank 8, alpha 16" in text and "no gradients, optimizer state or fp32 copies" in text
+    assert "LLM 0-3 (adapters)" in text
+
+
+def test_the_program_needs_no_peft() -> None:
+    found = subprocess.run(["grep", "-rlE", r"^\s*(import|from) peft", "mm", "checkpoint"], capture_output=True,
+                           text=True, check=False, cwd=Path(__file__).parents[1])
+    assert found.stdout == ""
