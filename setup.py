@@ -39,7 +39,7 @@ setup(
         "demo": ["scikit-learn", "matplotlib"],
         "test": [
             "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib",
-            "tensorboard", "pyarrow", "peft>=0.21", "decord>=0.6; platform_machine == 'x86_64'",
+            "tensorboard", "pyarrow", "peft>=0.21", "openpyxl", "decord>=0.6; platform_machine == 'x86_64'",
         ],
     },
 )

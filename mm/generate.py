@@ -39,7 +39,7 @@ def answer(asking: Asking, found: "Found") -> int:
     device = Device.pick(args.device)
     # megatron looks at the device while it is imported, so everything built on it comes after the line above
     from mm.generation.batches import FileOfPrompts
-    from mm.generation.prompts import prompt_of
+    from mm.generation.prompts import prompt_of, read_prompts
     from mm.generation.session import Session
     from mm.generation.terminal import Chat, ask_once
     from mm.parallel import mesh as parallel
@@ -49,7 +49,8 @@ def answer(asking: Asking, found: "Found") -> int:
     with Watchdog(mesh, None):
         session = Session(asking, found, device, mesh)
         if args.prompts is not None and args.output is not None:
-            FileOfPrompts(session, args.prompts, args.output, args.media_roots, args.batch_size).answer()
+            path, roots = args.prompts, args.media_roots
+            FileOfPrompts(session, lambda: read_prompts(path, roots), args.output, args.batch_size).answer()
         elif args.chat:
             Chat(args.system, list(args.image), list(args.video)).run(session)
         else:

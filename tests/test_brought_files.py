@@ -16,6 +16,7 @@ from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
 from tests.launch import ROOT, free_port
+from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 
 SCRIPT = """\
@@ -265,12 +266,30 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     assert done.stdout == alone.stdout
 
 
-def test_a_program_that_is_not_here_says_what_to_do() -> None:
-    done = run([sys.executable, "evaluate_vlm.py", "--mm-model", "m.json"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "mm-convert Qwen2_5_VLConverter mm_to_hf" in done.stderr
-    assert "VLMEvalKit" in done.stderr
-    assert run([sys.executable, "evaluate_vlm.py"], LOCAL_RANK="1").stderr == ""
+EVALUATE = INFERENCE.replace("inference.json", "evaluate.json").replace("inference_vlm.py", "evaluate_vlm.py").replace(
+    "--variable-seq-lengths", "--vocab-size 1 --variable-seq-lengths --distributed-timeout-minutes 1000")
+
+
+def test_a_brought_script_scores_the_peers_checkpoint(tmp_path: Path) -> None:
+    """On two stages with the ViT on both; the files are those of one process from the Hugging Face directory."""
+    trained_by_the_peer(write_inputs(tmp_path))
+    write_table(tmp_path / "AI2D_TEST.tsv", [
+        {"index": str(number), "image": encoded(number), "question": "Which?", "A": "sun", "B": "moon", "answer": "B"}
+        for number in range(3)])
+    evaluate = peer_json(str(tmp_path / "AI2D_TEST.tsv"), str(tmp_path / "results"), str(tmp_path / "hf"))
+    evaluate["generation_config"]["max_new_tokens"] = 6
+    (tmp_path / "evaluate.json").write_text(json.dumps(evaluate))
+    script = tmp_path / "evaluate.sh"
+    script.write_text(EVALUATE.format(inputs=tmp_path, port=free_port()))
+    done = run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = run([sys.executable, "-m", "mm.evaluate", "--load", str(tmp_path / "hf"), "--device", "cpu", "--mm-model",
+                 str(tmp_path / "evaluate.json"), "--output", str(tmp_path / "alone")])
+    assert alone.returncode == 0, alone.stderr
+    names = [f"qwen2_vl_7b_ai2d_test{end}" for end in (".xlsx", "_acc.xlsx", "_acc.csv", "_PREV.json")]
+    for name in (*names, "predictions.jsonl", "scores.json"):
+        assert (tmp_path / "results" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
+    assert not done.stdout.startswith("error") and done.stdout == alone.stdout
 
 
 LLAVA = [

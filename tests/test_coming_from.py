@@ -10,10 +10,11 @@ import pytest
 
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
+from mm.config.evaluate import EVALUATE, EvaluationConfig
 from mm.config.flags import Arguments
 from mm.config.foreign import DATA_KEYS, FLAGS, MODEL_KEYS, Fixed, FlagRow, SameAs
 from mm.config.generate import GENERATE
-from mm.config.inference import INFERENCE_KEYS, InferenceConfig
+from mm.config.inference import INFERENCE_KEYS
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of
 from tests.launch import ROOT
@@ -51,8 +52,8 @@ def keys_table() -> str:
 
 
 def inference_table() -> str:
-    """What an ``inference_*.json`` has beside the model."""
-    words = {path: f"taken: {expected(field)}" for name, (path, *_), field in settings_of(InferenceConfig)
+    """What an ``inference_*.json`` or ``evaluate_*.json`` has beside the model."""
+    words = {path: f"taken: {expected(field)}" for name, (path, *_), field in settings_of(EvaluationConfig)
              if not name.startswith("model.")}
     for where, rows in INFERENCE_KEYS.items():
         words |= {f"{where}.{key}".lstrip("."): said(row) for key, row in rows.items()
@@ -87,8 +88,9 @@ def test_the_tables_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_word_of_ours_exists(page) -> None:
     """In the right columns of the tables: flags, and keys of the JSON files."""
-    known = {flag_name(name) for name in fields_of(Arguments)} | FLAGS.keys() | GENERATE.fields.keys()
-    keys = {part for _, paths, _ in (*settings_of(InferenceConfig), *settings_of(DataConfig))
+    known = {flag_name(name) for name in fields_of(Arguments)} | FLAGS.keys()
+    known |= GENERATE.fields.keys() | EVALUATE.fields.keys()
+    keys = {part for _, paths, _ in (*settings_of(EvaluationConfig), *settings_of(DataConfig))
             for path in paths for part in path.split(".")}
     keys |= {part for tables in (INFERENCE_KEYS, DATA_KEYS) for path in tables for part in path.split(".")}
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import read_data
+from mm.config.evaluate import read_evaluation
 from mm.config.flags import parse
 from mm.config.generate import load_asking
 from mm.config.model import read_model
@@ -340,3 +341,22 @@ def test_every_model_json_loads(path):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("data_*.json")), ids=lambda path: path.name)
 def test_every_data_json_loads(path):
     assert read_data(path).value.dataset
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_scripts_that_evaluate(tmp_path, size):
+    """As many devices as MindSpeed-MM's, where it has the script; the JSON is the model of the training."""
+    python, record = tmp_path / "python", tmp_path / "argv"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    subprocess.run(["bash", str(EXAMPLES / f"evaluate_qwen2_5_vl_{size}.sh"), "--benchmark", "mmmu"], check=True,
+                   env=os.environ | {"PYTHON": str(python), "RECORD": str(record)}, cwd=tmp_path, timeout=60)
+    argv = record.read_text().split("\0")[:-1]
+    json_file = argv[argv.index("--mm-model") + 1]
+    assert "evaluate_vlm.py" in argv and json_file == f"./examples/qwen2.5vl/evaluate_qwen2_5_vl_{size}.json"
+    num_stages = int(argv[argv.index("--pipeline-model-parallel-size") + 1])
+    assert num_stages == {"3b": 1, "7b": 1, "32b": num_stages, "72b": 4}[size] and argv[-2:] == ["--benchmark", "mmmu"]
+    found, trained = read_evaluation(ROOT / json_file).value, read_model(EXAMPLES / f"model_{size}.json").value
+    assert found.evaluation_dataset == "ai2d_test" and found.model.num_stages == num_stages
+    assert (found.model.language.hidden_size, found.model.vision.num_layers, found.model.language.num_layers) == (
+        trained.language.hidden_size, trained.vision.num_layers, trained.language.num_layers)

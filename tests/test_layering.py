@@ -39,9 +39,9 @@ FLOORS = {
     "mm.parallel": 3, "checkpoint": 3,
     "mm.model": 4,
     "mm.data": 5,
-    "mm.plan": 6, "mm.generation": 6,
+    "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
     "mm.training": 7,
-    "mm.train": 8, "mm.generate": 8,
+    "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8,
     "demo": 9,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are

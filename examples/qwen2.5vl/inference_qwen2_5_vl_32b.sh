@@ -13,4 +13,4 @@ LOAD_PATH=${LOAD_PATH:-ckpt/mm_path/Qwen2.5-VL-32B-Instruct}
 TP=${TP:-1}
 PP=${PP:-2}
 
-ask --bf16 "$@"
+ask inference_vlm.py --bf16 "$@"

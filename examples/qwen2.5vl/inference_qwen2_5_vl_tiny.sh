@@ -12,4 +12,4 @@ LOAD_PATH=${LOAD_PATH:-runs/demo/checkpoint}
 TP=${TP:-1}
 PP=${PP:-2}
 
-ask --device "${DEVICE:-cpu}" "$@"
+ask inference_vlm.py --device "${DEVICE:-cpu}" "$@"

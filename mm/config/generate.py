@@ -1,11 +1,14 @@
-"""What ``python -m mm.generate`` is asked: its flags, the JSON files that they name, and how tokens are chosen."""
+"""What ``python -m mm.generate`` is asked: its flags, the JSON files that they name, and how tokens are chosen.
+
+``ModelArguments`` and ``Asking`` are also of ``mm.config.evaluate``, which asks the questions of a benchmark.
+"""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -15,13 +18,13 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, DeviceName, NaturalNumber, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.schema import STRICT, Count, NotNegative, Patterns, Positive, fields_of
+from mm.config.schema import STRICT, Count, NotNegative, Patterns, Positive, Read, fields_of
 from mm.errors import UserError, collected, refuse
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GenerateArguments:
-    """Everything that the command line says."""
+class ModelArguments:
+    """Which model answers, where, and how."""
 
     # The model
     load: str = Field(description="weights: a Hugging Face directory, converted weights, or training checkpoints")
@@ -43,18 +46,10 @@ class GenerateArguments:
     bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
     fp16: bool = Field(False, description="compute in float16")
 
-    # What is asked
-    prompt: str | None = Field(None, description="one question; <image> and <video> in it say where these stand")
-    image: Patterns = Field((), description="pictures of the question, in their order")
-    video: Patterns = Field((), description="videos of the question, in their order")
-    system: str | None = Field(None, description="system message; absent = the chat template's own")
-    chat: bool = Field(False, description="ask in the terminal, one question after another")
-    prompts: str | None = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
-    output: str | None = Field(
-        None, description="JSONL file of answers; prompts that are answered there are not asked again")
-    media_roots: Patterns = Field(
-        (), description="more folders below which pictures and videos of --prompts may lie, beside the file's own")
-    batch_size: Count = Field(8, description="prompts of --prompts that are answered at a time")
+    # Files of questions
+    media_roots: Patterns = Field((), description=(
+        "more folders below which pictures and videos of a file of questions may lie, beside the file's own"))
+    batch_size: Count = Field(8, description="questions of a file that are answered at a time")
 
     # Pictures and videos
     image_min_pixels: NaturalNumber | None = Field(None, description="least pixels of a picture")
@@ -81,18 +76,40 @@ class GenerateArguments:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerateArguments(ModelArguments):
+    """Everything that the command line says."""
+
+    prompt: str | None = Field(None, description="one question; <image> and <video> in it say where these stand")
+    image: Patterns = Field((), description="pictures of the question, in their order")
+    video: Patterns = Field((), description="videos of the question, in their order")
+    system: str | None = Field(None, description="system message; absent = the chat template's own")
+    chat: bool = Field(False, description="ask in the terminal, one question after another")
+    prompts: str | None = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
+    output: str | None = Field(
+        None, description="JSONL file of answers; prompts that are answered there are not asked again")
+
+
 _TRAINING = Inert("it concerns training")
 _OTHER_FLAGS: Mapping[str, FlagRow] = {
     **{flag_name(name): _TRAINING for name in fields_of(Arguments)},
     **FLAGS,
     "--context-parallel-size": Fixed(("1",), "expected 1: the tokens of a prompt are not shared out over ranks"),
 }
+
+
+def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
+    """The flags of other programs that are no fields of ``cls``."""
+    own = {flag_name(name) for name in fields_of(cls)}
+    return {flag: row for flag, row in _OTHER_FLAGS.items() if flag not in own}
+
+
 GENERATE = CommandLine(
     "mm.generate", "Ask Qwen2.5-VL, by the trainer's own forward pass, on any layout.",
     "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
-    {flag: row for flag, row in _OTHER_FLAGS.items() if flag.removeprefix("--").replace("-", "_")
-     not in fields_of(GenerateArguments)})
+    other_flags(GenerateArguments))
 
+Said = TypeVar("Said", bound=ModelArguments)
 
 _NO_BOUND = 1 << 40
 """Pixels; the checkpoint's own bound is below it."""
@@ -119,16 +136,18 @@ DEFAULT = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "r
 
 
 @plain_dataclass(frozen=True)
-class Asking:
+class Asking(Generic[Said]):
     """The settings of one call of ``mm.generate``.  Every rule between them holds."""
 
-    args: GenerateArguments
+    args: Said
     inference: InferenceConfig | None
     """Of ``--mm-model``."""
     data: DataConfig | None
     """Of ``--mm-data``."""
     world_size: int
     notes: tuple[str, ...] = ()
+    defaults: GenerationSettings | None = None
+    """Come before the checkpoint's."""
 
     @property
     def directory(self) -> str | None:
@@ -160,7 +179,8 @@ class Asking:
 
         ``stop_token_ids`` are the files'; what ``--stop-tokens`` names, the tokenizer knows.
         """
-        args, files = self.args, (*((self.inference.generation,) if self.inference else ()), checkpoint)
+        args, files = self.args, (
+            *((self.inference.generation,) if self.inference else ()), self.defaults, checkpoint)
 
         def said(name: str) -> Any:
             given = (getattr(one, name, None) for one in (args, *files))
@@ -175,17 +195,28 @@ class Asking:
             stop_token_ids=tuple(said("eos_token_id")), seed=args.seed)
 
 
-def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking:
+def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking[GenerateArguments]:
     """Read and check flags and JSON files; raises UserError with all problems."""
-    words = GENERATE.split(argv)
+    asking, problems = read_asking(GENERATE, argv, read_inference, environment)
+    refuse((*problems, *_file_problems(asking.args), *_question_problems(asking)))
+    return replace(asking, notes=(*asking.notes, *_peer_notes(asking)))
+
+
+def read_asking(
+    line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], Read[Any]],
+    environment: Mapping[str, str],
+) -> tuple[Asking[Said], list[str]]:
+    """The flags of ``line`` and the JSON files that they name, and what is wrong with them and with the rules between
+    model and decoding.  Raises UserError when flags are not readable."""
+    words = line.split(argv)
     problems: list[str] = []
     inference = data = None
-    found: list[GenerateArguments] = []
+    found: list[Said] = []
     with collected(problems):
-        found.append(GENERATE.read(words))
+        found.append(line.read(words))
     if path := words.last("--mm-model"):
         with collected(problems):
-            inference = read_inference(path)
+            inference = read_model_json(path)
     if path := words.last("--mm-data"):
         with collected(problems):
             data = read_data(path)
@@ -193,16 +224,13 @@ def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ
         raise UserError(problems)
     (args,) = found
     launched = environment.get("WORLD_SIZE", "1")
+    notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
     asking = Asking(args, inference and inference.value, data and data.value,
-                    int(launched) if launched.isdecimal() else 1)
-    notes = (*GENERATE.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()),
-             *_peer_notes(asking))
-    asking = replace(asking, notes=notes)
-    refuse((*problems, *_problems(args), *_question_problems(asking)))
-    return asking
+                    int(launched) if launched.isdecimal() else 1, notes)
+    return asking, [*problems, *_problems(args)]
 
 
-def _problems(args: GenerateArguments) -> Iterator[str]:
+def _problems(args: ModelArguments) -> Iterator[str]:
     """Rules between flags."""
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 are both given; keep one"
@@ -215,6 +243,9 @@ def _problems(args: GenerateArguments) -> Iterator[str]:
         yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
     if not Path(args.load).is_dir():
         yield f"--load is {args.load!r}, which is not a directory"
+
+
+def _file_problems(args: GenerateArguments) -> Iterator[str]:
     if args.prompts is not None and not Path(args.prompts).is_file():
         yield f"--prompts is {args.prompts!r}, which is no file; expected a JSON or JSONL file of prompts"
     if args.prompts is not None and args.output is None:
@@ -225,7 +256,7 @@ def _problems(args: GenerateArguments) -> Iterator[str]:
         yield f"--output is {args.output!r}, which is a directory; give a file"
 
 
-def _question_problems(asking: Asking) -> Iterator[str]:
+def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
     """Whether it is known what is asked, and once."""
     args, inference = asking.args, asking.inference
     given = [flag for flag, value in (("--prompt", args.prompt), ("--chat", args.chat), ("--prompts", args.prompts))
@@ -238,7 +269,7 @@ def _question_problems(asking: Asking) -> Iterator[str]:
         yield "nothing is asked: give --prompt TEXT, --chat, or --prompts FILE and --output FILE"
 
 
-def _peer_notes(asking: Asking) -> Iterator[str]:
+def _peer_notes(asking: Asking[GenerateArguments]) -> Iterator[str]:
     """What is otherwise than in MindSpeed-MM."""
     inference, args = asking.inference, asking.args
     if inference is None or asking.data is not None or (inference.min_pixels, inference.max_pixels) == (None, None):

@@ -5,7 +5,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict
@@ -59,6 +59,8 @@ class InferenceConfig:
     max_pixels: Count | None = None
 
 
+Config = TypeVar("Config", bound=InferenceConfig)
+
 _OUTPUT = Inert("an answer is its tokens; nothing else is kept")
 _SPEED = Inert("it changes speed only; keys and values are always kept")
 _BEAMS = Inert("it concerns beam search")
@@ -102,6 +104,7 @@ INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
     **MODEL_KEYS,
     "": {
         **MODEL_KEYS[""],
+        "model_id": Fixed(("qwen2_5vl", "qwen2vl", "Qwen2VlPipeline"), "this program is for Qwen2.5-VL"),
         "pipeline_class": Fixed(("Qwen2VlPipeline",), "the pipeline of Qwen2.5-VL"),
         "dtype": Fixed(_PRECISION, "it repeats --bf16 or --fp16, which decide"),
         "device": Inert("--device decides"),
@@ -110,6 +113,7 @@ INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
         **MODEL_KEYS["text_decoder"],
         "tokenizer_type": Inert("tokenizer.from_pretrained decides"),
         "is_encoder_decoder": Fixed((False,)),
+        **_rows(Inert("the command line flags decide"), "tensor_model_parallel_size pipeline_model_parallel_size"),
         "use_infer_fa": Inert("the device chooses its kernels"),
     },
     "tokenizer": {
@@ -124,9 +128,14 @@ _OPTIONAL = ("tokenizer", "generation_config")
 
 def read_inference(path: str | Path) -> Read[InferenceConfig]:
     """Read a model JSON or MindSpeed-MM's ``inference_*.json``; raises UserError with every problem in the file."""
+    return read_model_and_more(path, InferenceConfig)
+
+
+def read_model_and_more(path: str | Path, cls: type[Config]) -> Read[Config]:
+    """The same with the fields of ``cls``."""
     document = read_json(path)
     tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
-    read = read_settings(path, InferenceConfig, tables, _inference_problems)
+    read = read_settings(path, cls, tables, _inference_problems)
     model, notes = with_picture_token(read.value.model, path)
     return replace(read, value=replace(read.value, model=model), notes=(*read.notes, *notes))
 

@@ -77,15 +77,18 @@ class Report:
 
     def html(self) -> str:
         """One page that needs nothing beside it: no script, no font, no network."""
+        rows = tuple((problem.where, problem.what) for problem in self.problems)
+        heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
+        problems = _html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>"
+        return page(self.title, f"{self.body()}\n{problems}")
+
+    def body(self) -> str:
+        """All but the problems, as a part of a page."""
         facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
         parts = [f'<table class="facts">{facts}</table>', *map(_html_table, self.tables)]
         if self.histograms:
             parts.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
-        parts += [f"<p>{escape(note)}</p>" for note in self.notes]
-        rows = tuple((problem.where, problem.what) for problem in self.problems)
-        heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
-        parts.append(_html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>")
-        return page(self.title, "\n".join(parts))
+        return "\n".join([*parts, *(f"<p>{escape(note)}</p>" for note in self.notes)])
 
 
 def page(title: str, body: str) -> str:

@@ -5,15 +5,18 @@ the company in which it would have been made.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mm.errors import AgreedError, UserError
 from mm.generation.answers import AnswerFile
-from mm.generation.prompts import Prompt, read_prompts
+from mm.generation.prompts import Prompt
 from mm.generation.session import Session, Told
 from mm.parallel.agreement import gather, on_first
+
+Read = Callable[[], tuple[list[Prompt], list[str]]]
+"""Prompts, and what is wrong with others."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,11 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 class FileOfPrompts:
-    """The prompts of one file, and the file of their answers, which rank 0 alone opens."""
+    """Prompts that are known beforehand, and the file of their answers, which rank 0 alone opens."""
 
-    def __init__(self, session: Session, path: str, output: str, media_roots: Sequence[str], batch_size: int) -> None:
-        self._session, self._path, self._output = session, path, output
-        self._media_roots, self._batch_size = media_roots, batch_size
+    def __init__(self, session: Session, read: Read, output: str, batch_size: int) -> None:
+        """``read`` is called on rank 0."""
+        self._session, self._read, self._output, self._batch_size = session, read, output, batch_size
         self._answers: AnswerFile | None = None
 
     def answer(self) -> None:
@@ -57,7 +60,7 @@ class FileOfPrompts:
             raise AgreedError(found)
 
     def _plan(self) -> Plan:
-        prompts, problems = read_prompts(self._path, self._media_roots)
+        prompts, problems = self._read()
         lengths: list[int] = []
         ready: list[Prompt] = []
         for prompt in prompts:

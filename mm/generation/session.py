@@ -44,12 +44,12 @@ class Session:
     def __init__(self, asking: Asking, found: Found, device: Device, mesh: Mesh) -> None:
         """Build this rank's part and read its weights.  Raises UserError, the same on every rank."""
         self.mesh, self._found, self._precision = mesh, found, asking.args.precision
-        self._media = asking.media_config(found.directory)
+        self.media = asking.media_config(found.directory)
         model = found.model
 
         def read() -> SampleEncoder | None:
             most = model.language.max_position_embeddings
-            return SampleEncoder.from_config(self._media, model, most) if mesh.owns_data else None
+            return SampleEncoder.from_config(self.media, model, most) if mesh.owns_data else None
 
         self._encoder = together(mesh, read)
         words = asking.args.stop_tokens
@@ -83,7 +83,7 @@ class Session:
 
     def key(self, prompt: Prompt) -> str:
         """Another one where the prompt, the weights or the settings are other ones."""
-        facts = [prompt.digest, self._found.source.fingerprint, asdict(self.decoding), asdict(self._media),
+        facts = [prompt.digest, self._found.source.fingerprint, asdict(self.decoding), asdict(self.media),
                  self._precision]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 

@@ -1,11 +1,13 @@
-"""Runs ``mm.generate`` several times in forks of one process that has imported what all need.
+"""Runs ``mm.generate`` or ``mm.evaluate`` several times in forks of one process that has imported what all need.
 
     python -m tests.generation.commands COMMANDS.json
 
-The file has a list of commands: ``argv``, perhaps ``input`` for the standard input, and perhaps ``kill_after``, a
-number of lines in ``--output`` after which the process is killed.  What comes of each goes to ``COMMANDS.found.json``.
+The file has a list of commands: ``argv``, perhaps ``program`` (absent: mm.generate), perhaps ``input`` for the standard
+input, and perhaps ``kill_after``, a number of lines in ``--output`` (or in ``answers``) after which the process is
+killed.  What comes of each goes to ``COMMANDS.found.json``.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -35,10 +37,10 @@ def _run(directory: Path, command: dict[str, Any]) -> dict[str, Any]:
     typed.write_text(command.get("input", ""))
     child = os.fork()
     if not child:
-        _become(command["argv"], typed, out, err)
+        _become(command.get("program", "mm.generate"), command["argv"], typed, out, err)
     output, most = None, command.get("kill_after")
     if most is not None:
-        output = Path(command["argv"][command["argv"].index("--output") + 1])
+        output = Path(command.get("answers") or command["argv"][command["argv"].index("--output") + 1])
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -50,16 +52,14 @@ def _run(directory: Path, command: dict[str, Any]) -> dict[str, Any]:
     return {"status": os.waitstatus_to_exitcode(status), "out": out.read_text(), "err": err.read_text()}
 
 
-def _become(argv: list[str], typed: Path, out: Path, err: Path) -> None:
+def _become(program: str, argv: list[str], typed: Path, out: Path, err: Path) -> None:
     """In the fork: the program, with files for its standard streams."""
     status = 1
     for number, path, mode in ((0, typed, os.O_RDONLY), (1, out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
                                (2, err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
         os.dup2(os.open(path, mode, 0o600), number)
     try:
-        from mm.generate import main
-
-        status = main(argv)
+        status = importlib.import_module(program).main(argv)
     except BaseException as error:
         import traceback
 
@@ -75,6 +75,7 @@ def main(asked: Path) -> None:
     from mm.device.device import Device
 
     Device.pick("cpu")
+    import mm.evaluate
     import mm.generate
     import mm.generation.batches
     import mm.generation.source

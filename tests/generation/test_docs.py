@@ -11,19 +11,23 @@ from mm.config.generate import GENERATE
 from tests.launch import ROOT
 
 TEXT = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_commands_run(tmp_path: Path):
-    """All of them, one after another in one shell."""
+def run_commands_of(text: str, tmp_path: Path) -> str:
+    """All commands of a page, one after another in one shell; returns what they print."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text(f"#!/bin/bash\nexec '{sys.executable}' \"$@\"\n")
     python.chmod(0o755)
-    done = subprocess.run(["bash", "-e"], input="".join(BLOCKS), cwd=tmp_path, text=True, capture_output=True,
+    done = subprocess.run(["bash", "-e"], input="".join(blocks), cwd=tmp_path, text=True, capture_output=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
+    return done.stdout
+
+
+def test_the_commands_run(tmp_path: Path):
+    assert run_commands_of(TEXT, tmp_path).strip()
     (answer,) = (tmp_path / "runs/tiny/answers.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(answer)["question"] == "What is to be seen?"
 

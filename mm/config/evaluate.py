@@ -1,0 +1,161 @@
+"""What ``python -m mm.evaluate`` is asked: its flags, and MindSpeed-MM's ``evaluate_*.json``."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mm.config.command_line import CommandLine
+from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
+from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
+from mm.config.schema import STRICT, Count, Read
+from mm.errors import nearest, refuse
+
+BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
+Rule = Literal["choice", "exact", "anls", "relaxed"]
+"""How an answer is scored; ``mm.scoring.rules`` says what each is."""
+
+PEER_NAMES: Mapping[str, BenchmarkName] = {
+    "ai2d_test": "ai2d", "chartqa_test": "chartqa", "docvqa_val": "docvqa", "mmmu_dev_val": "mmmu"}
+"""MindSpeed-MM's ``evaluation_dataset``, which are also the names of OpenCompass's files in small letters."""
+
+_BENCHMARK_PIXELS = (1280 * 28 * 28, 16384 * 28 * 28)
+"""Least and most of a picture: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
+_LIKELIEST = GenerationSettings(do_sample=False, repetition_penalty=1.0)
+"""What the checkpoint says of temperature and penalties is for conversations: a score should not depend on chance."""
+_BENCHMARK_TOKENS = 2048
+"""Most of an answer: VLMEvalKit's (vlmeval/vlm/qwen2_vl/model.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluateArguments(ModelArguments):
+    """Everything that the command line says."""
+
+    questions: str | None = Field(None, description=(
+        "OpenCompass's TSV file of --benchmark, or with --rule your own JSON, JSONL or Parquet file"))
+    benchmark: BenchmarkName | None = Field(None, description="whose questions these are")
+    rule: Rule | None = Field(None, description="how answers to your own questions are scored")
+    output: str | None = Field(None, description=(
+        "directory of predictions, scores and the page; an evaluation that was ended there goes on"))
+    max_questions: Count | None = Field(None, description="ask so many from the beginning of the file; absent = all")
+    use_custom_prompt: bool = Field(False, description=(
+        "VLMEvalKit's words for Qwen2-VL, as MindSpeed-MM has them, instead of its own, with which Qwen2.5-VL is "
+        "measured"))
+    evaluation_model: str | None = Field(None, description=(
+        "a name; with it MindSpeed-MM's result files are written too: NAME_DATASET.xlsx and so on"))
+
+
+EVALUATE = CommandLine(
+    "mm.evaluate", "Score Qwen2.5-VL on a benchmark or on your own questions.",
+    "--load DIR --questions FILE --benchmark NAME | --rule NAME  --output DIR  [flags]", EvaluateArguments,
+    other_flags(EvaluateArguments))
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationConfig(InferenceConfig):
+    """A model JSON, with what MindSpeed-MM's ``evaluate_*.json`` has beside the model."""
+
+    dataset_path: str | None = None
+    evaluation_dataset: str | None = None
+    evaluation_model: str | None = None
+    """Only a name there, too: of the result files."""
+    result_output_path: str | None = None
+    use_custom_prompt: bool = True
+
+
+@plain_dataclass(frozen=True)
+class Evaluating:
+    """The settings of one call.  Every rule between them holds."""
+
+    asking: Asking[EvaluateArguments]
+    questions: str
+    benchmark: BenchmarkName | None
+    rule: Rule | None
+    """Without a benchmark."""
+    output: str
+    custom_prompt: bool
+    peer_model: str | None
+    """The name at the start of MindSpeed-MM's result files; None: they are not written."""
+
+    @property
+    def peer_dataset(self) -> str:
+        """What follows in that name."""
+        names = (peer for peer, ours in PEER_NAMES.items() if ours == self.benchmark)
+        return next(names, Path(self.questions).stem)
+
+
+def read_evaluation(path: str | Path) -> Read[EvaluationConfig]:
+    """Read a model JSON or MindSpeed-MM's ``evaluate_*.json``; raises UserError with every problem in the file."""
+    return read_model_and_more(path, EvaluationConfig)
+
+
+def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Evaluating:
+    """Read and check flags and JSON files; raises UserError with all problems.  Flags count before the JSON."""
+    asking, problems = read_asking(EVALUATE, argv, read_evaluation, environment)
+    args, file = asking.args, cast(EvaluationConfig | None, asking.inference)
+    named = file.evaluation_dataset if file and not args.benchmark and not args.rule else None
+    benchmark = args.benchmark or (_benchmark(named) if named else None)
+    questions = args.questions or (file and file.dataset_path)
+    output = args.output or (file and file.result_output_path)
+    if named and not benchmark:
+        known = (*PEER_NAMES, *PEER_NAMES.values())
+        problems.append(f"{args.mm_model}: evaluation_dataset is {named!r}{nearest(named, known)}; expected one of "
+                        f"{', '.join(PEER_NAMES)}")
+    problems += _problems(args, benchmark, bool(named), questions, output)
+    refuse(problems)
+    assert questions is not None and output is not None
+    asking = replace(asking, notes=(*asking.notes, *(_peer_notes(benchmark) if named else ())))
+    return Evaluating(
+        _with_defaults(asking, benchmark), questions, benchmark, args.rule, output,
+        custom_prompt=args.use_custom_prompt or (file is not None and file.evaluation_dataset is not None and
+                                                 file.use_custom_prompt),
+        peer_model=args.evaluation_model or (file and file.evaluation_model))
+
+
+def _benchmark(name: str) -> BenchmarkName | None:
+    """A benchmark by any of its names."""
+    small = name.lower()
+    return PEER_NAMES.get(small) or next((one for one in PEER_NAMES.values() if one == small), None)
+
+
+def _problems(
+    args: EvaluateArguments, benchmark: str | None, is_named: bool, questions: str | None, output: str | None,
+) -> Iterator[str]:
+    if args.benchmark and args.rule:
+        yield "--benchmark and --rule are both given; a benchmark has its own rule, so keep one"
+    elif not benchmark and not args.rule and not is_named:
+        yield ("--benchmark or --rule is missing: say whose questions these are, or how answers to your own are scored")
+    if questions is None:
+        yield "--questions is missing: the TSV file of the benchmark, or your own JSON file"
+    elif not Path(questions).is_file():
+        yield f"--questions is {questions!r}, which is no file"
+    if output is None:
+        yield "--output is missing: the directory of predictions and scores"
+    elif Path(output).exists() and not Path(output).is_dir():
+        yield f"--output is {output!r}, which is a file; give a directory"
+
+
+def _peer_notes(benchmark: str | None) -> Iterator[str]:
+    """What is otherwise than in MindSpeed-MM."""
+    if benchmark == "chartqa":
+        yield "numbers count within 5 % of the right answer, as published; MindSpeed-MM takes 5 % of the model's answer"
+    if benchmark in ("ai2d", "mmmu"):
+        yield ("an option letter counts among the last four words of an answer, as in VLMEvalKit today; MindSpeed-MM "
+               "takes it wherever it stands")
+
+
+def _with_defaults(asking: Asking[EvaluateArguments], benchmark: str | None) -> Asking[EvaluateArguments]:
+    """The likeliest tokens, and for a benchmark its published sizes, where nobody has said otherwise."""
+    args, file = asking.args, asking.inference
+    has_sizes = asking.data is not None or (args.image_min_pixels, args.image_max_pixels) != (None, None) or (
+        file is not None and (file.min_pixels, file.max_pixels) != (None, None))
+    if benchmark and not has_sizes:
+        least, most = _BENCHMARK_PIXELS
+        args = replace(args, image_min_pixels=least, image_max_pixels=most)
+    defaults = replace(_LIKELIEST, max_new_tokens=_BENCHMARK_TOKENS) if benchmark else _LIKELIEST
+    return replace(asking, args=args, defaults=defaults)

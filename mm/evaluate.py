@@ -1,0 +1,142 @@
+"""Scoring, top to bottom: flags and JSON -> questions -> weights -> answers -> scores, page and the peer's files.
+
+Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m mm.evaluate FLAGS`` on any layout.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm.config.evaluate import Evaluating, load_evaluating
+from mm.ending import refused, status_of
+from mm.errors import UserError
+
+if TYPE_CHECKING:
+    from mm.generation.prompts import Prompt
+    from mm.generation.session import Session
+    from mm.generation.source import Found
+    from mm.scoring.benchmarks import Items
+
+_PICTURES = "pictures"
+"""In ``--output`` while questions are asked: the picture files out of a TSV file."""
+PAGE = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    try:
+        evaluating = load_evaluating(sys.argv[1:] if argv is None else argv)
+        items = read_items(evaluating) if _is_first() else None  # the other ranks have no use for them
+        from mm.generation.source import find
+
+        found = find(evaluating.asking)
+    except UserError as error:
+        return refused(error)
+    if items is not None:
+        notes = (*evaluating.asking.notes, *items.notes, *found.notes)
+        sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+    return status_of(lambda: evaluate(evaluating, items, found))
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def read_items(evaluating: Evaluating) -> "Items":
+    """The questions; raises UserError with everything in their file that cannot be asked or scored."""
+    from mm.scoring.benchmarks import BENCHMARKS, read_benchmark
+    from mm.scoring.own import read_own
+
+    path, args = evaluating.questions, evaluating.asking.args
+    if evaluating.benchmark is None:
+        assert evaluating.rule is not None, "one of the two is given"
+        items = read_own(path, evaluating.rule, args.media_roots)
+    else:
+        items = read_benchmark(path, BENCHMARKS[evaluating.benchmark], evaluating.custom_prompt, args.media_roots)
+    return replace(items, items=items.items[: args.max_questions])
+
+
+def evaluate(evaluating: Evaluating, items: "Items | None", found: "Found") -> int:
+    """Ask and score on this process's device, as one rank of the launcher's world; returns the status, 0.
+
+    ``items`` are on rank 0.
+    """
+    from mm.device.device import Device
+
+    args = evaluating.asking.args
+    device = Device.pick(args.device)
+    # megatron looks at the device while it is imported, so everything built on it comes after the line above
+    from mm.generation.batches import FileOfPrompts
+    from mm.generation.session import Session
+    from mm.parallel import mesh as parallel
+    from mm.parallel.agreement import on_first
+    from mm.parallel.watchdog import Watchdog
+    from mm.scoring.results import ANSWERS
+
+    mesh = parallel.start(device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes)
+    with Watchdog(mesh, None):
+        session = Session(evaluating.asking, found, device, mesh)
+        settings = _settings(evaluating, session, found)
+        on_first(mesh, lambda: _begin(evaluating, settings))
+        answers = str(Path(evaluating.output) / ANSWERS)
+        FileOfPrompts(session, lambda: (_prompts(evaluating, items), []), answers, args.batch_size).answer()
+        on_first(mesh, lambda: _finish(evaluating, items, settings))
+    parallel.stop()
+    return 0
+
+
+def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dict[str, Any]:
+    """What the scores depend on, beside the questions themselves."""
+    args = evaluating.asking.args
+    media = asdict(session.media)
+    return {
+        "benchmark": evaluating.benchmark, "rule": evaluating.rule, "questions": evaluating.questions,
+        "max_questions": args.max_questions, "use_custom_prompt": evaluating.custom_prompt,
+        "load": args.load, "weights": found.source.fingerprint, "precision": args.precision,
+        "decoding": asdict(session.decoding),
+        "media": {name: value for name, value in media.items() if name.startswith(("image_", "video_"))},
+    }
+
+
+def _begin(evaluating: Evaluating, settings: dict[str, Any]) -> None:
+    from mm.scoring.results import check_settings
+
+    check_settings(Path(evaluating.output), settings)
+
+
+def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
+    """The questions as prompts, with their pictures as files that every rank can read."""
+    from mm.generation.prompts import Prompt
+
+    assert items is not None, "rank 0 has read them"
+    folder = Path(evaluating.output) / _PICTURES
+    folder.mkdir(exist_ok=True)
+    samples = (item.as_prompt(folder) for item in items.items)
+    return [Prompt(number, sample, items.items[number].index, digest)
+            for number, (sample, digest) in enumerate(samples)]
+
+
+def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, Any]) -> None:
+    """Write scores, page and files, and tell the scores."""
+    from mm.scoring.benchmarks import BENCHMARKS
+    from mm.scoring.page import report, results_page
+    from mm.scoring.peer_files import write_peer_files
+    from mm.scoring.results import write_results, write_text
+
+    assert items is not None, "rank 0 has read them"
+    folder = Path(evaluating.output)
+    title = BENCHMARKS[evaluating.benchmark].title if evaluating.benchmark else Path(evaluating.questions).name
+    found, scores = write_results(folder, items, title)
+    write_text(folder / PAGE, results_page(scores, settings, found))
+    if evaluating.peer_model is not None:
+        write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
+    shutil.rmtree(folder / _PICTURES)
+    print(report(scores).text(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

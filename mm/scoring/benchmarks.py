@@ -1,0 +1,159 @@
+"""The benchmarks that are known by name, and their TSV files as items.
+
+What is asked of a model, and where results go, is not known here.
+"""
+
+import hashlib
+import json
+import os
+import string
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm.config.evaluate import BenchmarkName, Rule
+from mm.data.media import MediaRoots
+from mm.data.sample import Image, Inline, Media, Sample, Turn
+from mm.errors import UserError, collected, refuse
+from mm.scoring.prompts import Form, max_mark, prompt
+from mm.scoring.rules import right_answers
+from mm.scoring.tsv import IMAGE, Cell, Row, Table, read_table
+
+GROUPS = ("split", "l2-category", "category")
+"""Columns by which scores are given apart, as VLMEvalKit does."""
+_PATHS = "image_path"
+"""The column with paths of pictures, in a file without the other one."""
+ROOT_SETTINGS = ("the path, which begins beside the file of questions", "--media-roots")
+"""What says where pictures are, for messages."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A published benchmark.  ``mm.scoring.rules`` and ``mm.scoring.prompts`` say how it is asked and scored."""
+
+    name: BenchmarkName
+    title: str
+    rule: Rule
+    form: Form
+    headline_split: str | None = None
+    """The split that is reported elsewhere; None: all of the file."""
+
+
+BENCHMARKS: Mapping[BenchmarkName, Benchmark] = {one.name: one for one in (
+    Benchmark("ai2d", "AI2D", "choice", "options"),
+    Benchmark("chartqa", "ChartQA", "relaxed", "few words"),
+    Benchmark("docvqa", "DocVQA", "anls", "few words"),
+    Benchmark("mmmu", "MMMU", "choice", "marked options", "validation"),
+)}  # fmt: skip
+
+@dataclass(frozen=True)
+class Item:
+    """One question of a file, ready to be asked, and what its answer is measured by."""
+
+    index: str
+    """Unique in its file."""
+    where: str
+    """``file:line``."""
+    question: str
+    """As the file has it, for people."""
+    parts: tuple[str | Media | Cell, ...]
+    """What is asked last."""
+    right: tuple[str, ...]
+    """Any of these answers counts; letters where there are options."""
+    options: Mapping[str, str]
+    groups: Mapping[str, str]
+    """Of ``GROUPS``, those that it is in."""
+    earlier: tuple[Turn, ...] = ()
+    """What was said before."""
+
+    def as_prompt(self, folder: Path) -> tuple[Sample, str]:
+        """What is asked, with pictures out of the file as files in ``folder``, and a digest of it, whatever that
+        folder is."""
+        parts = tuple(Image(part.write(folder)) if isinstance(part, Cell) else part for part in self.parts)
+        told = [_content(old, new) for old, new in zip(self.parts, parts, strict=True)]
+        digest = hashlib.sha256(json.dumps([str(self.earlier), told]).encode()).hexdigest()
+        return Sample((*self.earlier, Turn("user", parts)), self.where), digest
+
+
+def _content(old: str | Media | Cell, new: str | Media) -> str:
+    """What tells one part of a prompt from another, wherever the files are."""
+    if isinstance(old, Cell) and not isinstance(new, str):
+        return os.path.basename(str(new.path))
+    if isinstance(new, Image) and isinstance(new.path, Inline):
+        return f"{zlib.crc32(new.path.content):08x}"
+    return str(new)
+
+
+@dataclass(frozen=True)
+class Items:
+    """All questions of a file."""
+
+    path: str
+    rule: Rule
+    items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+    headline_split: str | None = None
+
+
+def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_roots: tuple[str, ...] = ()) -> Items:
+    """Read the TSV file of a benchmark.  Raises UserError with everything in it that cannot be asked or scored."""
+    needed = ("index", "question", "answer", *(("A", "B") if benchmark.rule == "choice" else ()))
+    table = read_table(path, needed)
+    if IMAGE not in table.columns and _PATHS not in table.columns:
+        raise UserError(f"{path}:1: has neither a column {IMAGE!r} (pictures as base64) nor {_PATHS!r} (their paths); "
+                        f"{benchmark.title} asks about pictures.")
+    problems: list[str] = []
+    items: list[Item] = []
+    num_without = 0
+    for row in table.rows:
+        with collected(problems, f"{path}:{row.line}: "):
+            pictures = _pictures(table, row, media_roots)
+            num_without += not pictures
+            if pictures:
+                items.append(_item(path, row, pictures, benchmark, custom_prompt))
+    refuse(problems)
+    if not items:
+        raise UserError(f"{path}: has no row with a picture; there is nothing to ask.")
+    notes = [f"{path}: {num_without} rows without a picture are left out, as VLMEvalKit leaves them out"]
+    return Items(path, benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
+
+
+def _pictures(table: Table, row: Row, media_roots: tuple[str, ...]) -> tuple[Image | Cell, ...]:
+    if IMAGE in table.columns or _PATHS not in row.texts:
+        return row.pictures
+    roots = MediaRoots(os.path.dirname(table.path) or ".", media_roots, ROOT_SETTINGS)
+    return tuple(Image(roots.find(one, "image")) for one in right_answers(row.texts[_PATHS]))
+
+
+def _item(path: str, row: Row, pictures: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
+    options = {letter: row.texts[letter] for letter in string.ascii_uppercase if letter in row.texts}
+    question, is_open = row.texts.get("question", ""), benchmark.form == "marked options" and "A" not in options
+    refuse(_problems(row, question, options, is_open, benchmark, len(pictures)))
+    right = right_answers(row.texts["answer"])
+    asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(pictures))
+    return Item(
+        row.texts["index"], f"{path}:{row.line}", question,
+        tuple(part if isinstance(part, str) else pictures[part] for part in asked), right,
+        {} if is_open or benchmark.rule != "choice" else options,
+        {name: row.texts[name] for name in GROUPS if name in row.texts})
+
+
+def _problems(
+    row: Row, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_pictures: int,
+) -> Iterator[str]:
+    answer = row.texts.get("answer")
+    if not question:
+        yield "column 'question' is empty; expected what is asked."
+    if answer is None:
+        yield ("column 'answer' is empty, so nothing can be scored; take a split whose answers are published "
+               "(of DocVQA and MMMU the validation split).")
+    elif benchmark.rule == "choice" and not is_open:
+        if len(options) < 2:
+            yield f"has {len(options)} options; expected texts in the columns A, B and so on."
+        elif answer not in options:
+            yield f"column 'answer' is {answer!r}; expected the letter of an option: {', '.join(options)}."
+    most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
+    if most > num_pictures:
+        yield f"names <image {most}>, but has {num_pictures} pictures; add the missing one to column {IMAGE!r}."
+

@@ -1,0 +1,145 @@
+"""The user's own questions, as JSON, JSONL or Parquet: ``question`` and ``answer``, or samples as they are trained on.
+
+    {"question": "How many cats are there?", "image": "cats.jpg", "answer": ["2", "two"], "category": "counting"}
+    {"question": "Which is it?", "images": ["a.jpg"], "options": {"A": "cat", "B": "dog"}, "answer": "A"}
+
+Of a sample in one of the trainer's forms, the last answer is the right one, and what comes before is asked.  Nothing
+but the options is added to a user's words.
+"""
+
+import string
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mm.config.data import Attributes
+from mm.config.evaluate import Rule
+from mm.data.formats import read_sample
+from mm.data.media import KnownMedia, MediaRoots
+from mm.data.parts import shown
+from mm.data.picture import image_size
+from mm.data.records import Raw, RecordFile
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image
+from mm.errors import UserError, collected, refuse
+from mm.scoring.benchmarks import GROUPS, ROOT_SETTINGS, Item, Items
+from mm.scoring.prompts import prompt
+
+_MAX_PROBLEMS = 20
+
+
+def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
+    """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: is no file; expected JSON, JSONL or Parquet with questions and answers.")
+    media = KnownMedia(MediaRoots(str(Path(path).parent), media_roots, ROOT_SETTINGS))
+    problems: list[str] = []
+    items: dict[str, Item] = {}
+    for raw in _records(path, problems):
+        where = f"{path}:{raw.line}" if raw.line else f"{path}: row {raw.index}"
+        with collected(problems, f"{where}: "):
+            item = _item(raw, where, rule, media)
+            if item.index in items:
+                raise UserError(f"has the index {item.index!r} of {items[item.index].where}; expected indices that "
+                                f"differ.")
+            items[item.index] = item
+            for part in item.parts:
+                if isinstance(part, Image):
+                    image_size(part.path)
+        if len(problems) >= _MAX_PROBLEMS:
+            raise UserError([*problems, f"{path}: reading stopped here; more may be wrong below."])
+    refuse(problems)
+    if not items:
+        raise UserError(f"{path}: has no records; there is nothing to ask.")
+    return Items(path, rule, tuple(items.values()))
+
+
+def _records(path: str, problems: list[str]) -> Iterator[Raw]:
+    """All records; one that is no JSON goes into ``problems``."""
+    file = RecordFile.open(path)
+    for block in file.blocks(problems):
+        for raw in file.read_block(block):
+            if raw.problem is None:
+                yield raw
+            else:
+                problems.append(path + raw.problem)
+
+
+def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+    record = raw.value
+    if not isinstance(record, dict):
+        raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
+    if "question" in record:
+        return _question(record, raw, where, rule, media)
+    sample = read_sample(record, Attributes(), media, where)
+    if rule == "choice":
+        raise UserError("has no 'question' and 'options', which the rule choice needs; write them, or take the rule "
+                        "exact.")
+    *earlier, asked, last = sample.turns
+    return Item(_index(record, raw), where, asked.text, asked.parts, (last.text,), {}, _groups(record), tuple(earlier))
+
+
+def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+    question = record["question"]
+    if not isinstance(question, str) or not question.strip():
+        raise UserError(f"'question' is {shown(question)}; expected a text.")
+    options = _options(record.get("options"))
+    if (rule == "choice") != bool(options):
+        raise UserError("has no 'options', which the rule choice needs; give an object of letters and texts, or a list."
+                        if rule == "choice" else f"has 'options', which the rule {rule} does not read; remove them, or "
+                        f"take the rule choice.")
+    right = _right(record, options)
+    text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
+    for kind, placeholder in (("video", VIDEO_PLACEHOLDER), ("image", IMAGE_PLACEHOLDER)):
+        text = text if placeholder in text else placeholder * _num_media(record, kind) + text
+    as_sample = {
+        "messages": [{"role": "user", "content": text}],
+        **{name: record[name] for name in ("image", "images", "video", "videos") if name in record}}
+    (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
+    return Item(_index(record, raw), where, question, asked.parts, right, options, _groups(record))
+
+
+def _num_media(record: Mapping[str, Any], kind: str) -> int:
+    given = record.get(f"{kind}s") or record.get(kind) or []
+    return len(given) if isinstance(given, list) else 1
+
+
+def _options(given: Any) -> dict[str, str]:
+    if not given:
+        return {}
+    if isinstance(given, list):
+        given = dict(zip(string.ascii_uppercase, given, strict=False)) if len(given) <= 26 else None
+    if not isinstance(given, dict) or len(given) < 2 or not all(
+            letter in string.ascii_uppercase and isinstance(text, str) for letter, text in given.items()):
+        raise UserError(f"'options' is {shown(given)}; expected at least two texts, as a list or as an object with "
+                        f'letters like {{"A": "cat", "B": "dog"}}.')
+    return given
+
+
+def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, ...]:
+    """The right answers; of options their letters, where the record may give their texts."""
+    given = [record[name] for name in ("answer", "answers") if record.get(name) is not None]
+    if len(given) != 1:
+        raise UserError(f"has {'no' if not given else 'both'} 'answer' {'nor' if not given else 'and'} 'answers'; "
+                        f"expected one of them: a text, a number, or a list of these, any of which counts.")
+    several = given[0] if isinstance(given[0], list) else given
+    if not several or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in several):
+        raise UserError(f"'answer' is {shown(given[0])}; expected a text, a number, or a list of these.")
+    right = tuple(map(str, several))
+    if not options:
+        return right
+    letters = {text: letter for letter, text in options.items()}
+    wrong = next((one for one in right if one not in options and one not in letters), None)
+    if wrong is not None:
+        raise UserError(f"'answer' is {wrong!r}; expected the letter or the text of an option: {', '.join(options)}.")
+    return tuple(one if one in options else letters[one] for one in right)
+
+
+def _index(record: Mapping[str, Any], raw: Raw) -> str:
+    given = next((record[name] for name in ("index", "id") if name in record), raw.index)
+    if not isinstance(given, str | int):
+        raise UserError(f"'index' is {shown(given)}; expected a text or a whole number.")
+    return str(given)
+
+
+def _groups(record: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(record[name]) for name in GROUPS if record.get(name) is not None}

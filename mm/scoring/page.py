@@ -1,0 +1,91 @@
+"""The page of an evaluation: scores, and the worst answers beside their pictures, in one HTML file.
+
+It needs nothing beside it: pictures are inside, made smaller.
+"""
+
+import base64
+import html
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as Pillow
+
+from mm.data.picture import load_image
+from mm.data.report import Report, Table, page
+from mm.data.sample import Image, Media
+from mm.scoring.results import Scored
+from mm.scoring.tsv import Cell
+
+_NUM_WORST = 50
+_MOST_PIXELS = 480
+"""Of a side of a picture on the page."""
+_NUM_TOGETHER = 4
+"""Pictures of one question that are shown at most."""
+
+
+def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[Scored]) -> str:
+    """The whole page."""
+    worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]  # else as in file
+    heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
+    with tempfile.TemporaryDirectory() as folder:
+        shown = "\n".join(_answer(one, Path(folder)) for one in worst)
+    body = report(scores, settings).body()
+    return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
+                f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>Every answer is right</h2>"))
+
+
+def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Report:
+    """The scores as facts and tables, for the terminal too; ``settings`` go below them."""
+    headline, overall = scores["headline"], scores["overall"]
+    facts = [("score", _percent(headline) + (f" of split {headline['split']}" if headline["split"] else "")),
+             ("questions", f"{overall['num_questions']:,}"), ("rule", f"{scores['rule']}: {scores['source']}"),
+             ("cut answers", f"{scores['num_cut_answers']:,}"), ("empty answers", f"{scores['num_empty_answers']:,}")]
+    if scores["rule"] == "choice":
+        facts.append(("answers that name no option", f"{scores['num_without_option']:,}"))
+    if headline["split"]:
+        facts.insert(1, ("all splits", _percent(overall)))
+    tables = [Table(f"By {name.removeprefix('by_').replace('_', '-')}", ("group", "score", "questions"), tuple(
+        (group, _percent(value), f"{value['num_questions']:,}") for group, value in groups.items()))
+        for name, groups in scores.items() if name.startswith("by_")]
+    if settings is not None:
+        tables.append(Table("Settings", ("setting", "value"), tuple(_rows(settings))))
+    return Report(str(scores["benchmark"]), tuple(facts), tuple(tables))
+
+
+def _rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", told) for inner, told in _rows(value))
+        else:
+            yield name, str(value)
+
+
+def _percent(value: Mapping[str, Any]) -> str:
+    return f"{value['score_percent']:.2f} %"
+
+
+def _answer(one: Scored, folder: Path) -> str:
+    pictures = [part for part in one.item.parts if not isinstance(part, str)]
+    more = len(pictures) - _NUM_TOGETHER
+    shown = "".join(_picture(part, folder) for part in pictures[:_NUM_TOGETHER])
+    options = "".join(f"\n{letter}. {text}" for letter, text in one.item.options.items())
+    rows = (("question", one.item.question + options), ("answered", one.answer.text or "(nothing)"),
+            ("right", " | ".join(one.item.right)), ("score", f"{100 * one.score:.1f} %"),
+            ("where", f"{one.item.where}, index {one.item.index}"))
+    cells = "".join(f'<tr><th>{name}</th><td style="white-space: pre-wrap">{html.escape(text)}</td></tr>'
+                    for name, text in rows)
+    return (f"<div>{shown}{f'<p>and {more} more pictures</p>' if more > 0 else ''}</div>"
+            f"<table>{cells}</table><p></p>")
+
+
+def _picture(part: Media | Cell, folder: Path) -> str:
+    if not isinstance(part, Image | Cell):
+        return f"<p>[video {html.escape(Path(part.path).name)}]</p>"
+    image = load_image(part.path if isinstance(part, Image) else part.write(folder))
+    image.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Pillow.Resampling.LANCZOS)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=85)
+    return f'<img alt="picture" src="data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}">'

@@ -1,0 +1,63 @@
+"""How a question of a benchmark is put to the model: functions of its words, options and number of pictures.
+
+The words are VLMEvalKit's at commit e8e78f0 of August 2026, because figures can only be compared for the same words.
+It has two sets: its own, with which Qwen2.5-VL is measured there (pull request 786), and one that was written for
+Qwen2-VL, which MindSpeed-MM uses as ``use_custom_prompt``.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+Form = Literal["options", "marked options", "few words"]
+"""A question with options, one with options and ``<image 1>`` in its text, and one that is answered in few words."""
+
+_SELECT = "Please select the correct answer from the options above."
+_SELECT_CHINESE = "请直接回答选项字母。"
+_CHINESE = re.compile("[\u4e00-\u9fff]")
+_SINGLE_WORD = "\nAnswer the question using a single word or phrase."
+_SHORT_WORDS = "\nPlease try to answer the question with short words or phrases if possible."
+_MARK = re.compile("<image ([1-9])>")
+
+Prompt = tuple[str | int, ...]
+"""Texts, and the numbers of pictures between them, from 0."""
+
+
+def prompt(form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_pictures: int) -> Prompt:
+    """The prompt of a question; with ``custom`` in the words for Qwen2-VL."""
+    pictures = tuple(range(num_pictures))
+    match form, custom:
+        case "few words", _:
+            return *pictures, question + (_SHORT_WORDS if custom else _SINGLE_WORD)
+        case _, False:
+            text = _listed(question, hint, options) + (f"{_SELECT} \n" if options else "")
+            return placed(text, num_pictures) if form == "marked options" else (*pictures, text)
+        case "options", True:
+            text = _listed(question, hint, options)
+            ending = _SELECT_CHINESE if _CHINESE.search(text) else _SELECT
+            return *pictures, (text + (ending if options else "")).rstrip()
+        case _:
+            return *pictures, (_listed(question, hint, options) + (_SELECT if options else "")).rstrip()
+
+
+def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
+    lines = [f"Hint: {hint}"] * bool(hint) + [f"Question: {question}"] + ["Options:"] * bool(options)
+    return "".join(f"{line}\n" for line in (*lines, *(f"{letter}. {text}" for letter, text in options.items())))
+
+
+def placed(text: str, num_pictures: int) -> Prompt:
+    """``text`` with the pictures where ``<image 1>`` and so on stand; without such a mark all pictures come first.
+
+    A picture stands as often as it is named; one that is not named is left out.
+    """
+    assert max_mark(text) <= num_pictures, "whoever reads the file has seen to it"
+    pieces = _MARK.split(text)
+    if len(pieces) == 1:
+        return *range(num_pictures), text
+    parts = [int(piece) - 1 if number % 2 else piece for number, piece in enumerate(pieces)]
+    return tuple(part for part in parts if part != "")
+
+
+def max_mark(text: str) -> int:
+    """The highest number of a picture that ``text`` names, from 1; 0 where it names none."""
+    return max(map(int, _MARK.findall(text)), default=0)

@@ -1,0 +1,148 @@
+"""The files of one evaluation: what was asked, and at the end predictions and scores.
+
+    settings.json        what is asked, of which weights, and how; another evaluation does not go on here
+    answers.jsonl        the answers as they come (mm.generation.answers); a run that was ended goes on with the others
+    predictions.jsonl    every question with its answer and score, in the order of its file
+    scores.json          in percent: all, and by split and category
+
+Who answers is not known here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mm.data.store import replace_file
+from mm.errors import UserError, refuse
+from mm.scoring.benchmarks import GROUPS, Item, Items
+from mm.scoring.rules import SOURCES, chosen_option, score
+
+SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to one question."""
+
+    text: str
+    is_cut: bool = False
+    """It ended because it became too long."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A question with its answer and what that is worth, from 0 to 1."""
+
+    item: Item
+    answer: Answer
+    score: float
+
+    @property
+    def chosen(self) -> str | None:
+        """The option that the answer names, if it has any."""
+        return chosen_option(self.answer.text, self.item.options)
+
+    def line(self) -> dict[str, Any]:
+        """As ``predictions.jsonl`` has it."""
+        item = self.item
+        options = {"options": dict(item.options), "chosen": self.chosen} if item.options else {}
+        return {"index": item.index, **item.groups, "question": item.question, **options, "right": list(item.right),
+                "prediction": self.answer.text, "is_cut": self.answer.is_cut, "score": self.score}
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Begin an evaluation in ``folder``, or go on with one.
+
+    Raises UserError when the folder holds another one; its files stay as they are.
+    """
+    path = folder / SETTINGS
+    if path.exists():
+        refuse(_differences(path, settings))
+    elif any((folder / name).exists() for name in (ANSWERS, PREDICTIONS)):
+        raise UserError(f"{folder}: holds answers of an evaluation, but not {SETTINGS}, which says of which; give "
+                        f"another --output, or move these files away.")
+    else:
+        write_json(path, settings)
+
+
+def write_results(folder: Path, items: Items, title: str) -> tuple[list[Scored], dict[str, Any]]:
+    """Score the answers in ``folder``, which has one to every item; write predictions and scores, and return both."""
+    found = scored(items, read_answers(folder / ANSWERS))
+    scores = summary(items, title, found)
+    write_text(folder / PREDICTIONS, "".join(_line(one.line()) for one in found))
+    write_json(folder / SCORES, scores)
+    return found, scores
+
+
+def read_answers(path: Path) -> dict[int, Answer]:
+    """What ``mm.generation.answers`` has written, by the number of the question."""
+    lines = map(json.loads, path.read_bytes().splitlines())
+    return {line["number"]: Answer(line["answer"], line["ended"] == "length") for line in lines}
+
+
+def scored(items: Items, answers: Mapping[int, Answer]) -> list[Scored]:
+    """Every item with its answer, by its number, of which there must be one."""
+    return [Scored(item, answers[number], score(items.rule, answers[number].text, item.right, item.options))
+            for number, item in enumerate(items.items)]
+
+
+def summary(items: Items, title: str, found: Sequence[Scored]) -> dict[str, Any]:
+    """What ``scores.json`` holds."""
+    headline = [one for one in found if one.item.groups.get("split") == items.headline_split]
+    named = items.headline_split if items.headline_split and headline else None
+    return {"benchmark": title, "rule": items.rule, "source": SOURCES[items.rule],
+            "headline": {"split": named, **_mean(headline if named else found)},
+            "overall": _mean(found), **_by(found, GROUPS),
+            "num_cut_answers": sum(one.answer.is_cut for one in found),
+            "num_empty_answers": sum(not one.answer.text.strip() for one in found),
+            "num_without_option": sum(bool(one.item.options) and one.chosen is None for one in found)}
+
+
+def _by(found: Sequence[Scored], names: Sequence[str]) -> dict[str, Any]:
+    """``by_NAME`` -> group -> its score, and within a split that of its categories."""
+    groups: dict[str, Any] = {}
+    for name in names:
+        parts: dict[str, list[Scored]] = {}
+        for one in found:
+            if name in one.item.groups:
+                parts.setdefault(one.item.groups[name], []).append(one)
+        if parts:
+            groups[f"by_{name.replace('-', '_')}"] = {
+                part: {**_mean(parts[part]), **(_by(parts[part], names[1:]) if name == "split" else {})}
+                for part in sorted(parts)}
+    return groups
+
+
+def _mean(found: Sequence[Scored]) -> dict[str, Any]:
+    return {"num_questions": len(found), "score_percent": round(100 * fmean(one.score for one in found), 4)}
+
+
+def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+    """How ``settings`` differ from those of the earlier run."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is no JSON ({error}); give another --output, or remove this folder.") from error
+    now = json.loads(json.dumps(settings))
+    for key in dict.fromkeys((*now, *earlier)):
+        if now.get(key) != earlier.get(key):
+            yield (f"{path}: {key} was {json.dumps(earlier.get(key), ensure_ascii=False)} and is now "
+                   f"{json.dumps(now.get(key), ensure_ascii=False)}; give another --output, or remove this folder to "
+                   f"begin anew.")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As people read it."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """At once: whoever reads ``path`` sees the old text or the new one."""
+    replace_file(path, lambda stream: stream.write(text.encode()))
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"

@@ -1,0 +1,144 @@
+"""How an answer is scored: functions of texts alone, each after a published rule that it names.
+
+VLMEvalKit is open-compass/VLMEvalKit at commit e8e78f0 of August 2026, without a judge model (its ``exact_matching``).
+Which benchmark uses which rule is not known here.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from mm.config.evaluate import Rule
+
+SOURCES: Mapping[Rule, str] = {
+    "choice": "the option that the answer names, as VLMEvalKit's can_infer finds it (vlmeval/utils/matching_util.py)",
+    "exact": "equal but for case and outer spaces, VLMEvalKit's 'accuracy' (vlmeval/dataset/utils/vqa_eval.py)",
+    "anls": "average normalised Levenshtein similarity, 0 below 0.5 (arXiv:1905.13648; computed as VLMEvalKit does)",
+    "relaxed": "numbers within 5 %, other texts equal but for case (arXiv:2203.10244, section 5.1; as in pix2struct)",
+}
+"""Rule -> what it is, and where it is published."""
+
+_ANLS_THRESHOLD = 0.5
+_RELATIVE_CHANGE = 0.05
+_LAST_WORDS = 4
+"""A letter counts as the chosen option only among so many words at the end: elsewhere it may be the article "a"."""
+_MARKS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
+_REFUSALS = (
+    "Sorry, I can't help with images of people yet.", "I can't process this file.",
+    "I'm sorry, but without the image provided", "Cannot determine the answer",
+)  # fmt: skip
+"""Sentences of the models that VLMEvalKit was written for; each means that no option was chosen."""
+_ANSWER_IS = re.compile(r"answer\s+is\s+\**([ABCD])", re.IGNORECASE)
+OTHER_ANSWERS = "Other Answers"
+"""The second option that VLMEvalKit gives to an open question of MMMU; the first one is the right answer."""
+
+
+def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, str]) -> float:
+    """What ``answer`` is worth, from 0 to 1; any of the ``right`` answers counts.
+
+    ``options`` are of the rule "choice", and ``right`` their letters; without any the question is open.
+    """
+    match rule:
+        case "choice" if options:
+            return float(chosen_option(answer, options) in right)
+        case "choice":
+            return float(any(says(answer, one) for one in right))
+        case "exact":
+            return float(answer.strip().lower() in (one.strip().lower() for one in right))
+        case "anls":
+            return anls(answer, right)
+        case "relaxed":
+            return float(any(is_about(answer, one) for one in right))
+
+
+def right_answers(cell: str) -> tuple[str, ...]:
+    """The right answers in one cell of a table: a list as Python writes it, or a single answer."""
+    text = cell.strip()
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError):  # an answer that stands in brackets
+            return (cell,)
+        if isinstance(found, list) and found:
+            return tuple(str(one) for one in found)
+    return (cell,)
+
+
+def is_about(answer: str, right: str) -> bool:
+    """Relaxed accuracy: a number within 5 % of the right one, or the same text but for case.
+
+    ``25%`` is the number 0.25.  Units and thousands separators make a text of a number, and 0 is compared as text, as
+    the published code has it.
+    """
+    answer, right = answer.strip(), right.strip()
+    found, wanted = _number(answer), _number(right)
+    if found is not None and wanted:
+        return abs(found - wanted) / abs(wanted) <= _RELATIVE_CHANGE
+    return answer.lower() == right.lower()
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def anls(answer: str, right: Sequence[str]) -> float:
+    """The similarity to the nearest right answer, from 0 to 1, and 0 below the threshold.
+
+    Case and the number of spaces do not count; the distance is divided by the length of the longer text as it stands.
+    """
+    best = max(1 - _distance_share(answer, one) for one in right)
+    return best if best >= _ANLS_THRESHOLD else 0.0
+
+
+def _distance_share(answer: str, right: str) -> float:
+    length = max(len(answer), len(right))
+    return edit_distance(_plain(answer), _plain(right)) / length if length else 0.0
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Levenshtein's: how many characters must at least be put in, left out or exchanged."""
+    if len(one) > len(other):
+        one, other = other, one
+    row = list(range(len(one) + 1))
+    for number, character in enumerate(other, 1):
+        before, row[0] = row[0], number
+        for place, mine in enumerate(one, 1):
+            before, row[place] = row[place], min(before + (mine != character), row[place] + 1, row[place - 1] + 1)
+    return row[-1]
+
+
+def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option that ``answer`` names, by its letter or by its text; None where there is none.
+
+    The letter must be the only one that stands alone, among the last four words; or follow "answer is".  Otherwise the
+    one option counts whose text is in the answer, unless the answer is twice as long as all options together.
+    """
+    if any(sentence in answer for sentence in _REFUSALS):
+        return None
+    words = answer.translate(_MARKS).split()
+    named = [letter for letter in options if letter in words]
+    if len(named) == 1 and words.index(named[0]) >= len(words) - _LAST_WORDS:
+        return named[0]
+    if not named and "Z" in words:
+        return None
+    stated = _ANSWER_IS.search(answer)
+    if stated and stated[1].upper() in options:
+        return stated[1].upper()
+    if len(answer) > 2 * sum(map(len, options.values())):
+        return None
+    told = [letter for letter, text in options.items() if text.lower() in answer.lower()]
+    return told[0] if len(told) == 1 else None
+
+
+def says(answer: str, right: str) -> bool:
+    """Whether the answer to an open question of MMMU is ``right``: VLMEvalKit makes two options of it."""
+    return chosen_option(answer, {"A": right, "B": OTHER_ANSWERS}) == "A"

@@ -1,0 +1,241 @@
+"""OpenCompass's benchmark files: tables with tabs between cells and pictures as base64 inside, which stay on disk.
+
+The files go up to gigabytes, nearly all of it pictures; so a pass over the file finds where each cell lies, keeps the
+texts, and reads a picture when it is asked for.  What the columns mean is not known here.
+"""
+
+import base64
+import binascii
+import mmap
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm.data.picture import image_size
+from mm.data.sample import Inline
+from mm.data.spans import UTF8_MARK, not_utf8
+from mm.data.store import replace_file
+from mm.errors import UserError, collected, nearest, refuse
+
+IMAGE = "image"
+"""The column with pictures."""
+_LONGEST_INDEX = 64
+"""Characters: an image cell with no more names another row, whose pictures are meant.  VLMEvalKit's bound."""
+_MAX_PROBLEMS = 20
+"""As many are told; a file in which every row is wrong says it no better with thousands."""
+_QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
+_ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
+"""What browsers write before base64."""
+
+Span = tuple[int, int]
+"""First byte and end of a cell, quotes included."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A picture inside a file."""
+
+    path: str
+    line: int
+    span: Span
+    number: int
+    """From 0, among the pictures of the cell."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}: picture {self.number + 1} of column {IMAGE!r}"
+
+    def content(self) -> bytes:
+        """The picture file.  Raises UserError when the cell is no longer base64."""
+        with open(self.path, "rb") as stream:
+            stream.seek(self.span[0])
+            pictures = _pictures(stream.read(self.span[1] - self.span[0]))
+        return _decoded(pictures[self.number] if self.number < len(pictures) else b"", self.where)
+
+    def write(self, folder: Path) -> str:
+        """Put the picture file into ``folder``, once for all cells with it; returns its path, which its bytes name."""
+        content = self.content()
+        path = folder / f"{zlib.crc32(content):08x}-{len(content)}"
+        if not path.exists():
+            replace_file(path, lambda stream: stream.write(content))
+        return str(path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record: its texts by column, without the empty ones, and its pictures."""
+
+    line: int
+    texts: Mapping[str, str]
+    pictures: tuple[Cell, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A whole file."""
+
+    path: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def read_table(path: str, needed: Sequence[str]) -> Table:
+    """Read a file with the columns ``needed`` (and others), each row with an index of its own.
+
+    An empty cell is no cell; all others are taken as they are written.  Raises UserError with what is wrong in any
+    row: another number of cells than columns, a text that is not UTF-8, pictures of a row that there is not, and base64
+    that is no picture by its header.
+    """
+    problems: list[str] = []
+    columns: tuple[str, ...] = ()
+    rows: dict[str, Row] = {}
+    with _mapped(path) as data:
+        for line, cells in _records(path, data):
+            if not columns:
+                columns = _columns(path, [_text(path, line, data, cell) for cell in cells], needed)
+                continue
+            with collected(problems):
+                row = _row(path, columns, line, cells, data)
+                index = row.texts["index"]
+                if index in rows:
+                    raise UserError(f"{path}:{line}: has the index {index!r} of line {rows[index].line}; expected "
+                                    f"indices that differ.")
+                rows[index] = row
+            if len(problems) >= _MAX_PROBLEMS:
+                raise UserError([*problems, f"{path}: reading stopped at line {line}; more may be wrong below it."])
+    refuse(problems)
+    found = []
+    for row in rows.values():
+        with collected(problems):
+            found.append(_with_pictures(path, row, rows))
+    refuse(problems[:_MAX_PROBLEMS])
+    return Table(path, columns, tuple(found))
+
+
+def _mapped(path: str) -> mmap.mmap:
+    try:
+        with open(path, "rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a TSV file of OpenCompass.") from error
+    except ValueError as error:  # nothing can be mapped
+        raise UserError(f"{path}: is empty; expected a TSV file of OpenCompass.") from error
+
+
+def _records(path: str, data: mmap.mmap) -> Iterator[tuple[int, list[Span]]]:
+    """The line where each record begins, and its cells; empty lines are none."""
+    size = len(data)
+    position, line = len(UTF8_MARK) if data[: len(UTF8_MARK)] == UTF8_MARK else 0, 1
+    newline = -1  # the first at or after ``position``, if it is not before it
+    while position < size:
+        first_line, cells = line, list[Span]()
+        while True:
+            start, end = position, position
+            if data[start : start + 1] == b'"':
+                end = _closing_quote(path, line, data, start) + 1
+                line += data[start:end].count(b"\n")
+            if newline < end:
+                newline = data.find(b"\n", end)
+                newline = size if newline < 0 else newline
+            tab = data.find(b"\t", end, newline)
+            end = newline if tab < 0 else tab
+            cells.append((start, end))
+            position = min(end + 1, size)
+            if tab < 0:
+                break
+        line += 1
+        last, end = cells[-1]
+        if end > last and data[end - 1 : end] == b"\r":
+            cells[-1] = (last, end - 1)
+        if len(cells) > 1 or cells[0][1] > cells[0][0]:
+            yield first_line, cells
+
+
+def _closing_quote(path: str, line: int, data: mmap.mmap, start: int) -> int:
+    """Where the quote that ends a cell is; two quotes stand for one inside the cell."""
+    position = start + 1
+    while True:
+        position = data.find(b'"', position)
+        if position < 0:
+            raise UserError(f"{path}:{line}: a cell begins with a quote here that is never closed; double the quotes "
+                            f"inside cells, and put one at the end.")
+        if data[position + 1 : position + 2] != b'"':
+            return position
+        position += 2
+
+
+def _text(path: str, line: int, data: mmap.mmap, span: Span) -> str:
+    try:
+        return _unquoted(data[span[0] : span[1]]).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}:{line}: {not_utf8(error)}") from error
+
+
+def _unquoted(raw: bytes) -> bytes:
+    """The content of a cell; what follows its closing quote belongs to it, as pandas reads it."""
+    match = _QUOTED.fullmatch(raw)
+    return match[1].replace(b'""', b'"') + match[2] if match else raw
+
+
+def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[str, ...]:
+    refuse(f"{path}:1: names the column {name!r} twice; expected names that differ." for name in dict.fromkeys(names)
+           if names.count(name) > 1)
+    refuse(f"{path}:1: has no column {name!r}{nearest(name, names)}; its columns are {', '.join(map(repr, names))}, "
+           f"separated by tabs." for name in needed if name not in names)
+    return tuple(names)
+
+
+def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> Row:
+    """One record; an image cell that names another row is still a text."""
+    if len(cells) != len(columns):
+        raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line names {len(columns)} columns; tabs "
+                        f"separate cells, and a cell with a tab or a line break in it needs quotes.")
+    spans = {name: span for name, span in zip(columns, cells, strict=True) if span[1] > span[0]}
+    image = spans.get(IMAGE, (0, 0))
+    holds_pictures = image[1] - image[0] > _LONGEST_INDEX
+    texts = {name: _text(path, line, data, span) for name, span in spans.items()
+             if not (name == IMAGE and holds_pictures)}
+    if "index" not in texts:
+        raise UserError(f"{path}:{line}: has no index; give each row one of its own.")
+    if not holds_pictures:
+        return Row(line, texts)
+    encoded = _pictures(data[image[0] : image[1]])
+    pictures = tuple(Cell(path, line, image, number) for number in range(len(encoded)))
+    for picture, one in zip(pictures, encoded, strict=True):
+        image_size(Inline(picture.where, _decoded(one, picture.where)))
+    return Row(line, texts, pictures)
+
+
+def _pictures(raw: bytes) -> list[bytes]:
+    """The base64 texts in an image cell: a list as Python writes it, or a single one."""
+    raw = _ADDRESS.sub(b"", _unquoted(raw)).strip()
+    if raw[:1] + raw[-1:] != b"[]":
+        return [raw]
+    return [one.strip().strip(b"'\"") for one in raw[1:-1].split(b",")]  # base64 has neither commas nor quotes
+
+
+def _decoded(encoded: bytes, where: str) -> bytes:
+    try:
+        content = base64.b64decode(b"".join(encoded.split()), validate=True)
+    except binascii.Error as error:
+        raise UserError(f"{where}: is no base64 ({error}), beginning with {encoded[:24]!r}; write the bytes of a "
+                        f"picture file as base64.") from error
+    if not content:
+        raise UserError(f"{where}: is empty; write the bytes of a picture file as base64.")
+    return content
+
+
+def _with_pictures(path: str, row: Row, rows: Mapping[str, Row]) -> Row:
+    """``row`` with the pictures of the row that its image cell names, or that this one names, and so on."""
+    named, seen = row, {row.texts["index"]}
+    while IMAGE in named.texts:
+        index = named.texts[IMAGE]
+        if index not in rows or index in seen:
+            what = "leads to no picture" if named is not row or index in rows else "is no index of this file"
+            raise UserError(f"{path}:{row.line}: column {IMAGE!r} is {row.texts[IMAGE]!r}, which {what}; expected "
+                            f"base64 of a picture file, or the index of another row with one.")
+        seen.add(index)
+        named = rows[index]
+    return Row(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.pictures)

@@ -1,0 +1,128 @@
+"""Benchmark files as questions: the published words to the letter, pictures in their places, what cannot be asked."""
+
+import pytest
+
+from mm.errors import UserError
+from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
+from mm.scoring.prompts import placed, prompt
+from mm.scoring.tsv import Cell
+from tests.scoring.tables import encoded, write_table
+
+SELECT = "Please select the correct answer from the options above."
+AI2D = {"index": "0", "image": encoded(0), "question": "Which is it?", "A": "sun", "B": "moon", "C": "", "answer": "B",
+        "category": "sky"}  # fmt: skip
+WORDS = {"index": "0", "image": encoded(0), "question": "How many?", "answer": "['2', 'two']", "split": "test_human"}
+MMMU = {
+    "index": "dev_1", "image": f"['{encoded(1)}', '{encoded(2)}']", "question": "Is <image 2> like <image 1>?",
+    "hint": "Look.", "A": "yes", "B": "only <image 2>", "answer": "A", "split": "dev", "category": "Art",
+    "l2-category": "Art & Design"}  # fmt: skip
+
+
+def read(tmp_path, name: str, rows: list[dict[str, str]], custom: bool = False) -> Items:
+    return read_benchmark(write_table(tmp_path / f"{name}.tsv", rows), BENCHMARKS[name], custom)
+
+
+def asked(items: Items) -> list[list[str]]:
+    """Of each item its texts, and the numbers of its pictures."""
+    return [[part if isinstance(part, str) else str(part.number) if isinstance(part, Cell) else part.path
+             for part in item.parts] for item in items.items]
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_ai2d(tmp_path, custom):
+    items = read(tmp_path, "ai2d", [AI2D, {**AI2D, "index": "1", "image": "0", "hint": "Look.", "answer": "A"}], custom)
+    text = "Question: Which is it?\nOptions:\nA. sun\nB. moon\n" + SELECT + ("" if custom else " \n")
+    assert asked(items)[0] == ["0", text]
+    first, second = items.items
+    assert (first.right, first.options, first.groups) == (("B",), {"A": "sun", "B": "moon"}, {"category": "sky"})
+    assert first.where == f"{items.path}:2" and second.parts[0] == first.parts[0]
+
+
+def test_hints_come_first_and_chinese_is_answered_by_a_letter(tmp_path):
+    rows = [{**AI2D, "hint": "Look."}, {**AI2D, "index": "1", "question": "哪个?"}]
+    assert [texts[1] for texts in asked(read(tmp_path, "ai2d", rows, True))] == [
+        "Hint: Look.\nQuestion: Which is it?\nOptions:\nA. sun\nB. moon\n" + SELECT,
+        "Question: 哪个?\nOptions:\nA. sun\nB. moon\n请直接回答选项字母。"]
+
+
+@pytest.mark.parametrize(("name", "rule"), [("chartqa", "relaxed"), ("docvqa", "anls")])
+@pytest.mark.parametrize(("custom", "ending"), [
+    (False, "\nAnswer the question using a single word or phrase."),
+    (True, "\nPlease try to answer the question with short words or phrases if possible.")])
+def test_few_words(tmp_path, name, rule, custom, ending):
+    items = read(tmp_path, name, [WORDS], custom)
+    assert items.rule == rule and asked(items) == [["0", "How many?" + ending]]
+    assert items.items[0].right == ("2", "two") and items.items[0].options == {}
+
+
+def test_mmmu_between_words_or_in_front(tmp_path):
+    items = read(tmp_path, "mmmu", [MMMU])
+    assert asked(items) == [["Hint: Look.\nQuestion: Is ", "1", " like ", "0", "?\nOptions:\nA. yes\nB. only ", "1",
+                             f"\n{SELECT} \n"]]
+    assert items.headline_split == "validation"
+    text = f"Hint: Look.\nQuestion: Is <image 2> like <image 1>?\nOptions:\nA. yes\nB. only <image 2>\n{SELECT}"
+    assert asked(read(tmp_path, "mmmu", [MMMU], True)) == [["0", "1", text]]
+
+
+def test_open_questions_of_mmmu(tmp_path):
+    row = {**MMMU, "A": "", "B": "", "hint": "", "question": "How long is it?", "answer": "['2.5', '5/2']"}
+    items = read(tmp_path, "mmmu", [row])
+    assert asked(items) == [["0", "1", "Question: How long is it?\n"]]
+    assert items.items[0].options == {} and items.items[0].right == ("2.5", "5/2")
+
+
+def test_marks_of_pictures():
+    assert placed("no mark", 2) == (0, 1, "no mark")
+    assert placed("<image 1><image 1>end", 2) == (0, 0, "end")
+    assert placed("<image 10> is no mark", 1) == (0, "<image 10> is no mark")
+    assert prompt("few words", False, "q", "a hint that is not shown", {}, 0) == (
+        "q\nAnswer the question using a single word or phrase.",)
+
+
+def test_pictures_by_path_lie_below_the_file(tmp_path):
+    (tmp_path / "in").mkdir()
+    outside = tmp_path / "b.png"
+    for path in (tmp_path / "in" / "a.png", outside):
+        path.write_bytes(b"a picture, at some time")
+    row = {name: value for name, value in WORDS.items() if name != "image"}
+    assert asked(read(tmp_path / "in", "chartqa", [{**row, "image_path": "a.png"}]))[0][0] == str(tmp_path / "in/a.png")
+    with pytest.raises(UserError) as caught:
+        read(tmp_path / "in", "chartqa", [{**row, "image_path": "['a.png', 'c.png']"}, {
+            **row, "index": "1", "image_path": str(outside)}])
+    missing, other = caught.value.problems
+    assert missing.startswith(f"{tmp_path}/in/chartqa.tsv:2: image 'c.png' is no regular file, neither as")
+    assert other.startswith(f"{tmp_path}/in/chartqa.tsv:3: image {str(outside)!r} leads to")
+
+
+def test_rows_without_a_picture_are_left_out_and_told(tmp_path):
+    items = read(tmp_path, "chartqa", [WORDS, {**WORDS, "index": "1", "image": ""}])
+    assert len(items.items) == 1
+    assert items.notes == (f"{items.path}: 1 rows without a picture are left out, as VLMEvalKit leaves them out",)
+    with pytest.raises(UserError, match="has no row with a picture; there is nothing to ask"):
+        read(tmp_path, "chartqa", [{**WORDS, "image": ""}])
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), [
+    ("ai2d", {**AI2D, "answer": "C"}, "column 'answer' is 'C'; expected the letter of an option: A, B."),
+    ("ai2d", {**AI2D, "answer": "moon"}, "column 'answer' is 'moon'; expected the letter of an option: A, B."),
+    ("ai2d", {**AI2D, "B": ""}, "has 1 options; expected texts in the columns A, B and so on."),
+    ("docvqa", {**WORDS, "answer": ""},
+     "column 'answer' is empty, so nothing can be scored; take a split whose answers are published (of DocVQA and MMMU "
+     "the validation split)."),
+    ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected what is asked."),
+    ("mmmu", {**MMMU, "image": encoded(1)},
+     "names <image 2>, but has 1 pictures; add the missing one to column 'image'."),
+])  # fmt: skip
+def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, name, [row])
+    assert caught.value.problems == (f"{tmp_path}/{name}.tsv:2: {expected}",)
+
+
+def test_columns_of_each_benchmark(tmp_path):
+    row = {"index": "0", "question": "q", "answer": "A"}
+    for name, expected in (("ai2d", "has no column 'A'"), ("mmmu", "has no column 'B'"),
+                           ("docvqa", "has neither a column 'image' (pictures as base64) nor 'image_path'")):
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, name, [row])
+        assert any(expected in problem for problem in caught.value.problems)

@@ -1,0 +1,168 @@
+"""``mm.evaluate`` as a user calls it: every benchmark, a run that is killed, other ranks, the peer's JSON, mistakes."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm.scoring.rules import right_answers, score
+from tests.generation.commands import run_commands
+from tests.launch import run_ranks
+from tests.scoring.tables import encoded, peer_json, write_table
+from tests.scoring.test_results import ROWS
+from tests.tiny_inputs import write_inputs
+
+SIZES = ("--image-min-pixels", "784", "--image-max-pixels", "3136")
+FILES = ["answers.jsonl", "predictions.jsonl", "report.html", "scores.json", "settings.json"]
+
+
+def write_questions(root: Path) -> None:
+    """A TSV file of each benchmark, and own questions with the same pictures as files."""
+    for name, rows in ROWS.items():
+        first = {"index": "", "image": "", "question": "", "A": "", "B": ""} if name == "mmmu" else {}
+        write_table(root / f"{name}.tsv", [
+            {**first, "image": encoded(number), "question": f"What is in number {number}?", **row}
+            for number, row in enumerate(rows)])
+    good = {"index": "0", "image": encoded(0), "question": "What?", "answer": "x"}
+    cut = base64.b64encode(base64.b64decode(encoded(1))[:1000]).decode()
+    write_table(root / "no_columns.tsv", [{"index": "0", "image": encoded(0), "text": "What?", "answer": "x"}])
+    write_table(root / "no_picture.tsv", [good, {**good, "index": "1", "image": "QUJD" * 40}])
+    write_table(root / "cut.tsv", [good, {**good, "index": "1", "image": cut}])
+    write_table(root / "mended.tsv", [good, {**good, "index": "1", "image": encoded(1)}])
+    asked = [{"question": f"What is in number {number}?", "image": "1_0.png", "answer": "x"} for number in range(3)]
+    (root / "own.json").write_text(json.dumps(asked))
+    (root / "missing.json").write_text(json.dumps([*asked, {"question": "What?", "image": "none.png", "answer": "x"}]))
+    (root / "prompts.json").write_text(json.dumps([
+        {"prompt": one["question"], "image": one["image"]} for one in asked]))
+    peer = peer_json(str(root / "ai2d.tsv"), str(root / "peer"), str(root / "hf"))
+    (root / "evaluate.json").write_text(json.dumps(peer))
+
+
+def evaluation(root: Path, questions: str, output: str, *flags: str) -> list[str]:
+    return ["--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--batch-size", "2", *SIZES,
+            "--questions", str(root / questions), "--output", str(root / output), *flags]
+
+
+def commands(root: Path) -> dict[str, dict[str, Any]]:
+    """By name, in their order."""
+    own = evaluation(root, "own.json", "own", "--rule", "exact")
+    bad = {name: evaluation(root, name, "docvqa", "--benchmark", "docvqa")
+           for name in ("no_columns.tsv", "no_picture.tsv")}
+    chartqa = evaluation(root, "chartqa.tsv", "killed", "--benchmark", "chartqa")
+    cut = evaluation(root, "changing.tsv", "changing", "--benchmark", "docvqa")
+    argvs = {
+        **{name: evaluation(root, f"{name}.tsv", name, "--benchmark", name) for name in ROWS},
+        "own": own, "killed": chartqa, "started again": chartqa,
+        "other settings": [*chartqa, "--repetition-penalty", "2"],
+        **bad, "missing": evaluation(root, "missing.json", "own", "--rule", "exact"), "cut": cut,
+        "no rule": evaluation(root, "own.json", "own"),
+        "peer": ["--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--mm-model",
+                 str(root / "evaluate.json"), "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size",
+                 "1", "--seq-length", "1024", "--vocab-size", "152064", "--variable-seq-lengths", "--micro-batch-size",
+                 "1"],
+    }
+    asked = {name: {"program": "mm.evaluate", "argv": argv} for name, argv in argvs.items()}
+    asked["killed"] |= {"kill_after": 1, "answers": str(root / "killed/answers.jsonl")}
+    asked["generated"] = {"argv": [
+        "--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--greedy", "--repetition-penalty", "1",
+        *SIZES, "--batch-size", "2", "--prompts", str(root / "prompts.json"), "--output", str(root / "own.jsonl")]}
+    return asked
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_inputs(tmp_path_factory.mktemp("evaluate"))
+    write_questions(directory)
+    (directory / "changing.tsv").write_bytes((directory / "cut.tsv").read_bytes())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> dict[str, dict[str, Any]]:
+    asked = commands(root)
+    return dict(zip(asked, run_commands(root, list(asked.values())), strict=True))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_benchmark(root, done, name):
+    assert done[name]["status"] == 0, done[name]["err"]
+    assert sorted(path.name for path in (root / name).iterdir()) == FILES
+    found, scores = lines(root / name / "predictions.jsonl"), json.loads((root / name / "scores.json").read_text())
+    assert [one["index"] for one in found] == [row["index"] for row in ROWS[name]]
+    for one, row in zip(found, ROWS[name], strict=True):
+        right, options = right_answers(row["answer"]), one.get("options", {})
+        assert one["right"] == list(right) and one["score"] == score(scores["rule"], one["prediction"], right, options)
+    mean = 100 * sum(one["score"] for one in found) / len(found)
+    assert scores["overall"]["score_percent"] == pytest.approx(mean, abs=1e-4)
+    assert f"{scores['headline']['score_percent']:.2f} %" in done[name]["out"]
+    assert len({one["prediction"] for one in found}) > 1, "the model sees the pictures"
+
+
+def test_answers_are_those_of_mm_generate(root, done):
+    assert done["own"]["status"] == done["generated"]["status"] == 0
+    assert [one["prediction"] for one in lines(root / "own/predictions.jsonl")] == [
+        one["answer"] for one in lines(root / "own.jsonl")]
+
+
+def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
+    assert done["killed"]["status"] < 0 and done["started again"]["status"] == 0
+    assert "answers already" in done["started again"]["err"]
+    assert sorted(path.name for path in (root / "killed").iterdir()) == FILES
+    for name in FILES:
+        assert (root / "killed" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
+
+
+def test_two_ranks_write_the_same_files(root, done):
+    assert done["chartqa"]["status"] == 0
+    run_ranks(2, "mm.evaluate", *evaluation(root, "chartqa.tsv", "two", "--benchmark", "chartqa"))
+    for name in FILES:
+        assert (root / "two" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
+
+
+def test_other_settings_are_refused(root, done):
+    found = done["other settings"]
+    assert found["status"] == 2
+    assert f'error: {root}/killed/settings.json: decoding was {{"max_new_tokens": 6,' in found["err"]
+
+
+def test_the_peers_json(root, done):
+    found = done["peer"]
+    assert found["status"] == 0, found["err"]
+    names = [f"qwen2_vl_7b_ai2d_test{end}" for end in (".xlsx", "_PREV.json", "_acc.csv", "_acc.xlsx")]
+    assert sorted(path.name for path in (root / "peer").iterdir()) == [*FILES[:2], *names, *FILES[2:]]
+    settings = json.loads((root / "peer/settings.json").read_text())
+    assert settings["use_custom_prompt"] and settings["benchmark"] == "ai2d"
+    assert settings["decoding"]["repetition_penalty"] != 2 and settings["media"]["image_min_pixels"] == 784
+    assert "no effect: --seq-length, --micro-batch-size" in found["err"]
+
+
+def test_bad_questions_are_told_and_results_stay(root, done):
+    for name, expected in (
+        ("no_columns.tsv", f"error: {root}/no_columns.tsv:1: has no column 'question'; its columns are 'index', "
+                           f"'image', 'text', 'answer', separated by tabs.\n"),
+        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: picture 1 of column 'image': is no picture that Pillow "
+                           f"reads: it begins with b'ABCABCABCABCABCA'; give a JPEG or PNG file.\n"),
+        ("missing", f"error: {root}/missing.json:1: image 'none.png' is no regular file, neither as"),
+        ("no rule", "error: --benchmark or --rule is missing: say whose questions these are"),
+    ):
+        assert done[name]["status"] == 2 and done[name]["err"].startswith(expected), (name, done[name]["err"])
+    assert sorted(path.name for path in (root / "docvqa").iterdir()) == FILES
+    assert sorted(path.name for path in (root / "own").iterdir()) == FILES
+
+
+def test_a_picture_that_is_cut_off_can_be_mended(root, done):
+    found = done["cut"]
+    assert found["status"] == 2 and f"{root}/changing.tsv:3" in found["err"] and "damaged or cut short" in found["err"]
+    assert [one["number"] for one in lines(root / "changing/answers.jsonl")] == [0]
+    before = (root / "changing/answers.jsonl").read_bytes()
+    (root / "changing.tsv").write_bytes((root / "mended.tsv").read_bytes())
+    (again,) = run_commands(root, [{"program": "mm.evaluate", "argv": commands(root)["cut"]["argv"]}])
+    assert again["status"] == 0, again["err"]
+    assert (root / "changing/answers.jsonl").read_bytes().startswith(before)
+    assert len(lines(root / "changing/predictions.jsonl")) == 2

@@ -1,0 +1,38 @@
+"""The page: scores, the worst answers with their pictures inside, and nothing that a browser would fetch or run."""
+
+import base64
+import io
+import re
+
+import numpy as np
+from PIL import Image
+
+from mm.scoring.page import report, results_page
+from mm.scoring.results import scored, summary
+from tests.scoring.test_results import answers_of, items_of
+
+
+def test_worst_answers_beside_their_pictures(tmp_path):
+    items = items_of(tmp_path, "docvqa")
+    found = scored(items, answers_of("docvqa"))
+    scores = summary(items, "DocVQA", found)
+    html = results_page(scores, {"load": "a <b>", "decoding": {"seed": 1}}, found)
+    assert "<title>DocVQA: 66.48 %</title>" in html and "The 3 worst answers" in html
+    worst = re.findall(r"<th>answered</th><td[^>]*>([^<]*)<", html)
+    assert worst == ["a whole other answer", "12 %", "ITC Limted"]
+    pictures = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', html)
+    assert len(pictures) == 3
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures[0])))).astype(int)
+    original = np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+    assert shown.shape == original.shape and np.abs(shown - original).mean() < 64  # noise, as JPEG keeps it: 33
+    assert "a &lt;b&gt;" in html and "decoding.seed" in html
+    assert not re.search(r"<script|<link|://|src=\"(?!data:)", html)
+
+
+def test_nothing_wrong_and_splits(tmp_path):
+    items = items_of(tmp_path, "mmmu")
+    found = [one for one in scored(items, answers_of("mmmu")) if one.score == 1]
+    scores = summary(items, "MMMU", found)
+    assert "Every answer is right" in results_page(scores, {}, found)
+    text = report(scores).text()
+    assert re.search(r"^score +100\.00 % of split validation$", text, flags=re.MULTILINE) and "By l2-category" in text

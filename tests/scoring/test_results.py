@@ -1,0 +1,114 @@
+"""Hand-computed scores of each benchmark, and folders of another evaluation."""
+
+import json
+
+import pytest
+
+from mm.errors import UserError
+from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
+from mm.scoring.results import ANSWERS as ANSWERS_FILE
+from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, write_results
+from tests.scoring.tables import encoded, write_table
+
+ROWS = {
+    "ai2d": [
+        {"index": "0", "A": "sun", "B": "moon", "answer": "B", "category": "sky"},
+        {"index": "1", "A": "cell", "B": "leaf", "answer": "A", "category": "life"},
+        {"index": "2", "A": "root", "B": "stem", "answer": "A", "category": "life"}],
+    "chartqa": [
+        {"index": "0", "answer": "25%", "split": "test_human"}, {"index": "1", "answer": "Yes", "split": "test_human"},
+        {"index": "2", "answer": "['4', 'four']", "split": "test_augmented"},
+        {"index": "3", "answer": "5", "split": "test_augmented"}, {"index": "4", "answer": "5", "split": "test_human"}],
+    "docvqa": [
+        {"index": "0", "answer": "['ITC Limited', 'itc']"}, {"index": "1", "answer": "12%"},
+        {"index": "2", "answer": "['a b c d']"}, {"index": "3", "answer": "x"}],
+    "mmmu": [
+        {"index": "dev_1", "A": "yes", "B": "no", "answer": "A", "split": "dev", "category": "Art",
+         "l2-category": "Humanities"},
+        {"index": "val_1", "answer": "3.5", "split": "validation", "category": "Physics", "l2-category": "Science"},
+        {"index": "val_2", "A": "up", "B": "down", "answer": "B", "split": "validation", "category": "Physics",
+         "l2-category": "Science"},
+        {"index": "val_3", "answer": "['1/2', '0.5']", "split": "validation", "category": "Art",
+         "l2-category": "Humanities"}],
+}  # fmt: skip
+ANSWERS = {
+    "ai2d": ["The correct answer is B.", "It is a leaf.", ""],
+    "chartqa": ["0.26", "yes.", "four", "5 kg", "5.2"],
+    "docvqa": ["ITC Limted", "12 %", "A  B C D ", "a whole other answer"],
+    "mmmu": ["A", "about 3.5 V", "A or B", "half, so 0.5"],
+}
+ALL = {
+    "ai2d": 100 / 3,  # B is named; the leaf is option B, not A; nothing
+    "chartqa": 60,  # 26 % is within 5 % of 25 %; a full stop; the second right answer; a unit; 4 % off
+    "docvqa": 100 * (10 / 11 + 3 / 4 + 1 + 0) / 4,  # a letter; a space of four; case and spaces; nothing alike
+    "mmmu": 75,
+}
+
+
+def items_of(tmp_path, name: str) -> Items:
+    shared = {"image": encoded(0), "question": "What?"}
+    rows = [{**shared, "A": "", "B": "", **row} if name == "mmmu" else {**shared, **row} for row in ROWS[name]]
+    return read_benchmark(write_table(tmp_path / f"{name}.tsv", rows), BENCHMARKS[name], False)
+
+
+def answers_of(name: str) -> dict[int, Answer]:
+    return {number: Answer(text, number == 2) for number, text in enumerate(ANSWERS[name])}
+
+
+def finished(folder, items: Items, answers: dict[int, Answer]) -> dict:
+    """Scores of answers that lie there as mm.generation writes them."""
+    check_settings(folder, {"benchmark": "x"})
+    lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_cut else "stop", "key": ""}
+             for number, one in answers.items())
+    (folder / ANSWERS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_results(folder, items, "title")
+    return json.loads((folder / SCORES).read_text())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_scores_of_each_benchmark(tmp_path, name):
+    scores = finished(tmp_path / "out", items_of(tmp_path, name), answers_of(name))
+    assert scores["overall"] == {"num_questions": len(ROWS[name]), "score_percent": pytest.approx(ALL[name], abs=1e-4)}
+    assert scores["num_cut_answers"] == 1 and scores["num_empty_answers"] == (name == "ai2d")
+    assert scores["num_without_option"] == (name in ("ai2d", "mmmu"))  # the empty one; "A or B"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ANSWERS_FILE, PREDICTIONS, SCORES, SETTINGS]
+
+
+def test_scores_by_category_and_split(tmp_path):
+    def part(num_questions, score_percent):
+        return {"num_questions": num_questions, "score_percent": score_percent}
+
+    assert finished(tmp_path / "1", items_of(tmp_path, "ai2d"), answers_of("ai2d"))["by_category"] == {
+        "life": part(2, 0.0), "sky": part(1, 100.0)}
+    assert finished(tmp_path / "2", items_of(tmp_path, "chartqa"), answers_of("chartqa"))["by_split"] == {
+        "test_augmented": part(2, 50.0), "test_human": part(3, 66.6667)}
+    scores = finished(tmp_path / "3", items_of(tmp_path, "mmmu"), answers_of("mmmu"))
+    assert scores["headline"] == {"split": "validation", **part(3, 66.6667)}
+    assert scores["by_split"]["validation"]["by_category"] == {"Art": part(1, 100.0), "Physics": part(2, 50.0)}
+    assert scores["by_l2_category"] == {"Humanities": part(2, 100.0), "Science": part(2, 50.0)}
+
+
+def test_predictions_say_everything(tmp_path):
+    finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers_of("ai2d"))
+    lines = [json.loads(line) for line in (tmp_path / "out" / PREDICTIONS).read_text().splitlines()]
+    assert [line["index"] for line in lines] == ["0", "1", "2"]
+    assert lines[0] == {
+        "index": "0", "category": "sky", "question": "What?", "options": {"A": "sun", "B": "moon"}, "chosen": "B",
+        "right": ["B"], "prediction": "The correct answer is B.", "is_cut": False, "score": 1.0}
+    assert [line["chosen"] for line in lines[1:]] == ["B", None]
+
+
+def test_another_evaluation_is_refused_and_nothing_lost(tmp_path):
+    out = tmp_path / "out"
+    finished(out, items_of(tmp_path, "ai2d"), answers_of("ai2d"))
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UserError) as caught:
+        check_settings(out, {"benchmark": "y", "load": "z"})
+    ends = "; give another --output, or remove this folder to begin anew."
+    assert caught.value.problems == (f'{out}/{SETTINGS}: benchmark was "x" and is now "y"{ends}',
+                                     f'{out}/{SETTINGS}: load was null and is now "z"{ends}')
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    (out / SETTINGS).unlink()
+    with pytest.raises(UserError, match=r"holds answers of an evaluation, but not settings\.json"):
+        check_settings(out, {"benchmark": "x"})
