@@ -21,6 +21,7 @@ class ReadStep:
     microbatches: list[Microbatch]
     bad: tuple[BadSample, ...] = ()
     """Samples that could not be used: in the place of each there is one token from which nothing is learnt."""
+    is_validation: bool = False
 
 
 class StepLoader(Iterator[ReadStep]):
@@ -33,7 +34,8 @@ class StepLoader(Iterator[ReadStep]):
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False,
     ) -> None:
-        """``steps`` says which samples each microbatch of each step holds, and may have no end.
+        """``steps`` says which samples each microbatch of each step holds, and may have no end.  In the place of a
+        microbatch without samples there is one token from which nothing is learnt.
 
         It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
         thread encodes.  ``skips_bad``: a sample that cannot be used is left out, and told.
@@ -90,7 +92,7 @@ class _ReadMicrobatch:
                     bad.append(self.dataset.bad_sample(index, error))
                 except UserError as changed:  # the whole file is another one
                     return changed, [], is_last
-        return Microbatch.join(samples), bad, is_last
+        return Microbatch.join(samples or [_stand_in()]), bad, is_last
 
     def _encode(self, index: int) -> Microbatch:
         sample = self.dataset[index]
@@ -101,10 +103,10 @@ class _ReadMicrobatch:
             raise
 
 
-def _stand_in(index: int) -> Microbatch:
+def _stand_in(*samples: int) -> Microbatch:
     """In the place of a sample that is left out: so no rank, and no plan of packs, is without its part.
 
     Token 0 is in every vocabulary.
     """
     nothing = torch.zeros(1, dtype=torch.int64)
-    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=(index,))
+    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)

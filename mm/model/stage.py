@@ -82,10 +82,10 @@ class Chunk(nn.Module):
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
-    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None) -> ChunkInputs:
+    def prepare(self, microbatch: Microbatch, totals: BatchTotals | None, sums: bool = False) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None where no loss is wanted.
+        ``totals`` may be None where no loss is wanted.  ``sums``: the loss is the sum over the microbatch's targets.
         """
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         share = self.context.share(microbatch) if self.context.size > 1 else None
@@ -99,7 +99,7 @@ class Chunk(nn.Module):
         if spec.language_layers:
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
         if spec.has_head and totals is not None:
-            loss = loss_inputs(microbatch, totals, self.loss_unit, device, share)
+            loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss)
 
     def _pixels(self, microbatch: Microbatch) -> Tensor | None:
