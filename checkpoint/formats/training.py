@@ -97,6 +97,8 @@ class Manifest:
     """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
     facts: Mapping[str, Any]
     pieces: tuple[Piece, ...]
+    best: Mapping[str, Any] | None = None
+    """What the run remembers of its validations; None in checkpoints of before there were any."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -113,6 +115,7 @@ class Manifest:
     def text(self) -> str:
         """The file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
+        del content["pieces"]  # they follow
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 

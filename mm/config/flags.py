@@ -165,12 +165,12 @@ class Arguments:
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
-    wandb_project: str | None = Field(None, description="project in Weights & Biases; WANDB_MODE=offline needs no network")
+    wandb_project: str | None = Field(None, description="project of Weights & Biases; absent = not used")
     wandb_exp_name: str | None = Field(None, description="name of the run in Weights & Biases; absent = one is drawn")
     wandb_save_dir: str | None = Field(None, description="directory of wandb's files; absent = --log-dir")
-    swanlab_project: str | None = Field(None, description="project in SwanLab; SWANLAB_MODE=local needs no network")
+    swanlab_project: str | None = Field(None, description="project of SwanLab; absent = not used")
     swanlab_exp_name: str | None = Field(None, description="name of the run in SwanLab; absent = one is drawn")
-    swanlab_save_dir: str | None = Field(None, description="directory of SwanLab's files; absent = swanlog in --log-dir")
+    swanlab_save_dir: str | None = Field(None, description="directory of SwanLab's files; absent = in --log-dir")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(

@@ -15,7 +15,7 @@ def validates(args: Arguments, data: DataConfig) -> bool:
 
 
 def is_due(args: Arguments, iteration: int) -> bool:
-    """Whether a validation follows this step: a function of the step alone, so that a resumed run keeps the interval."""
+    """Whether a validation follows this step.  Nothing before it counts, so a resumed run keeps the interval."""
     return iteration % args.eval_interval == 0 or iteration == args.train_iters
 
 

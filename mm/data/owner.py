@@ -76,14 +76,12 @@ class DataOwner(Iterator[StepPlan]):
         return shared
 
     def close(self) -> None:
-        """Wait for the thread, which ends by itself once all steps were taken."""
-        assert self._num_left == 0, f"{self._num_left} steps were not taken"
-        self._thread.join()
+        """Wait for the thread, which ends after the step that it is at, if any are left.
 
-    def give_up(self) -> None:
-        """In place of ``close`` where steps are left: every rank must, after the same step."""
+        Every rank must call it after the same step: the threads talk with each other in each.
+        """
         self._num_left = 0
-        self._wanted.put(False)  # behind the step that is being made, which all ranks finish
+        self._wanted.put(False)
         self._thread.join()
 
     def _share_steps(self, num_steps: int) -> None:

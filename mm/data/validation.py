@@ -42,8 +42,9 @@ def validation_order(run: Run, lengths: Lengths) -> ValidationOrder:
     steps = []
     for first in range(0, len(microbatches), size):
         some = microbatches[first : first + size]
-        ranks = deal([int(costs[one].sum()) for one in some], run.dp_size)
-        own = [[one for one, rank in zip(some, ranks, strict=True) if rank == replica] for replica in range(run.dp_size)]
+        own: list[Step] = [[] for _ in range(run.dp_size)]
+        for one, replica in zip(some, deal([int(costs[one].sum()) for one in some], run.dp_size), strict=True):
+            own[replica].append(one)
         steps.append([step + [[]] * (least - len(step)) for step in own])
     return ValidationOrder(len(samples), steps)
 
@@ -68,6 +69,18 @@ def _microbatches(run: Run, samples: np.ndarray, lengths: Lengths) -> Step:
 
 
 @dataclass(frozen=True)
+class ValidationPlan:
+    """What every rank knows of each validation of a run."""
+
+    num_plans: int
+    num_samples: int
+    num_of_all: int
+    """Samples for validation; ``--eval-iters`` may allow fewer."""
+    fingerprint: str
+    """Of the samples that are taken."""
+
+
+@dataclass(frozen=True)
 class ValidationReader:
     """Reads the samples for validation on a rank that owns data, each time anew."""
 
@@ -84,6 +97,11 @@ class ValidationReader:
         dataset = validation_dataset(data, skips_bad, gauge, run.args.seed)
         assert dataset is not None, "asked with the settings"
         return cls(dataset, validation_order(run, dataset.lengths), gauge, run, dp_rank)
+
+    def told(self) -> ValidationPlan:
+        """The same on every rank that owns data."""
+        fingerprint = f"{self.order.num_samples} of {self.dataset.fingerprint}"
+        return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
 
     def loader(self) -> StepLoader:
         """Of one validation."""

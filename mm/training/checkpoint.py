@@ -30,6 +30,7 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.step import Parts
+from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import local_shape, stored_name
 
@@ -42,6 +43,8 @@ class Progress:
     consumed_samples: int
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What ``load`` reports to the user."""
+    best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
+    """Of the validations until then."""
 
 
 Values = Callable[[], Tensor]
@@ -93,6 +96,7 @@ def save(
             optimizer=_optimizer_facts(gathered) if save_optim else None,
             facts=run_facts,
             pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
+            best=dataclasses.asdict(progress.best),
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -198,8 +202,10 @@ def load(
         return _load_random(stored, mesh) if load_rng and not finetune else ()
 
     more_notes = together(mesh, restore)
-    progress = (0, 0) if finetune else (stored.manifest.iteration, stored.manifest.consumed_samples)
-    return Progress(*progress, (*notes, *more_notes))
+    if finetune:
+        return Progress(0, 0, (*notes, *more_notes))
+    best = BestSoFar(**stored.manifest.best or {})
+    return Progress(stored.manifest.iteration, stored.manifest.consumed_samples, (*notes, *more_notes), best)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:
