@@ -1,0 +1,95 @@
+"""Numbers reach the programs that show a run, without a network; a missing one is told before a run begins."""
+
+import importlib
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mm.config.flags import parse
+from mm.errors import UserError
+from mm.training.metrics import MetricsWriter, ValidationMetrics
+from mm.training.trackers import tracker_problems
+from tests.training.test_metrics import STEP
+
+BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
+        "--lr", "1", "--log-interval", "100")  # fmt: skip
+VALIDATION = ValidationMetrics(
+    iteration=5, consumed_samples=960, validation_loss=1.5, num_samples=13, num_target_tokens=98,
+    validation_seconds=0.25, best_validation_loss=1.25, best_iteration=3)
+OPTIONAL = "not installed here: it brings 20 packages and 79 MB, too much for the test extra"
+
+
+def write_a_run(tmp_path: Path, *flags: str) -> None:
+    """Two steps and a validation after the second."""
+    writer = MetricsWriter(parse([*BASE, "--log-dir", str(tmp_path / "logs"), *flags]), {"a": {"b": 1}, "c": [2]}, 0)
+    for iteration in (4, 5):
+        writer.write(STEP.__class__(**{**vars(STEP), "iteration": iteration}))
+    writer.write_validation(VALIDATION)
+    writer.close()
+
+
+def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
+    write_a_run(tmp_path, "--tensorboard-dir", str(tmp_path / "board"))
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+        str(tmp_path / "board")).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(4, 1.25), (5, 1.25)]
+    assert [(one.step, one.value) for one in events.Scalars("validation_loss")] == [(5, 1.5)]
+    assert "mfu" not in events.Tags()["scalars"]  # not known on this device
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason=OPTIONAL)
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_a_run(tmp_path, "--wandb-project", "project", "--wandb-exp-name", "run")
+    (file,) = (tmp_path / "logs" / "wandb").glob("offline-run-*/run-*.wandb")
+    store = importlib.import_module("wandb.sdk.internal.datastore").DataStore()
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    store.open_for_scan(str(file))
+    rows, began = [], None
+    while (data := store.scan_data()) is not None:
+        record = records.Record()
+        record.ParseFromString(data)
+        began = record.run if record.HasField("run") else began
+        if record.HasField("history"):
+            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+    assert began is not None and (began.project, began.display_name) == ("project", "run")
+    assert [(row["_step"], row["loss"], row.get("validation_loss")) for row in rows] == [
+        (4, 1.25, None), (5, 1.25, 1.5)]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason=OPTIONAL)
+def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UserError, match=r"--wandb-project: Weights & Biases cannot begin .*WANDB_MODE=offline"):
+        write_a_run(tmp_path, "--wandb-project", "project")
+
+
+@pytest.mark.skipif(find_spec("swanlab") is None, reason=OPTIONAL)
+def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    write_a_run(tmp_path, "--swanlab-project", "project", "--swanlab-exp-name", "run")
+    (file,) = (tmp_path / "logs" / "swanlog").glob("run-*/run-*.swanlab")
+    assert b"validation_loss" in file.read_bytes()
+
+
+def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where wandb's own folder of files lies beside the program."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)])
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    importlib.invalidate_caches()
+    loaded = {name: sys.modules.pop(name) for name in ("tensorboard", "wandb", "swanlab") if name in sys.modules}
+    try:
+        args = parse([*BASE, "--tensorboard-dir", "t", "--wandb-project", "w", "--swanlab-project", "s"])
+        assert list(tracker_problems(args)) == [
+            f"{flag} needs the package {package}, which is not installed; install it with pip install {package}, or "
+            f"leave the flag out" for flag, package in (
+                ("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--swanlab-project", "swanlab"))]
+    finally:
+        sys.modules.update(loaded)
+    assert list(tracker_problems(parse(BASE))) == []
