@@ -30,6 +30,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
+from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 

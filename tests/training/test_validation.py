@@ -92,6 +92,9 @@ def write_cases(directory: Path) -> None:
         with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1")
         without = argv(f"{name}, without", model, data, 3, *moving, "--eval-iters", "0")
         cases |= {name: {"num_ranks": 4, "runs": [with_it]}, f"{name}, without": {"num_ranks": 4, "runs": [without]}}
+    plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "8",
+                 "--eval-interval", "1")
+    cases["plain chunks"] = {"num_ranks": 4, "runs": [plain]}
     (directory / "cases.json").write_text(json.dumps(cases))
 
 
@@ -185,6 +188,12 @@ def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
     assert found["states"] == without["states"]
     losses = [row["validation_loss"] for row in validations(found)]
     assert len(losses) == 3 and losses[2] < losses[0] and not validations(without)
+
+
+def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:
+    losses = [[row["validation_loss"] for row in validations(results[name])]
+              for name in ("chunks with overlap", "plain chunks")]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)  # measured 5e-9
 
 
 # Through the program
