@@ -207,8 +207,7 @@ def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None
     first = run(directory, "stops", 1, *still, "--load", str(directory / "hf"), "--exit-interval", "2",
                 num_processes=2)
     assert "validation loss at iteration 1 | loss value: " in first and "stopped early" not in first
-    resumed = ("--load", str(save), "--export-hf", str(exported))
-    second = run(directory, "stops", 1, *still, *resumed)
+    second = run(directory, "stops", 1, *still, "--load", str(save), "--export-hf", str(exported))
     stopped = ("stopped early after iteration 3 of 6: the last 2 validations had no lower loss than iteration 1 "
                "(--early-stopping-patience 2)")
     assert stopped in second and (exported / "config.json").is_file()
@@ -220,7 +219,7 @@ def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None
     assert sorted(one.name for one in save.glob("iter_*")) == ["iter_0000003"]
     assert [one.name for one in (save / "best").glob("iter_*")] == ["iter_0000001"]
     assert (save / "best" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
-    again = run(directory, "stops", 1, *still, *resumed)
+    again = run(directory, "stops", 1, *still, "--load", str(save))
     assert stopped in again and "elapsed time per iteration" not in again
 
 
