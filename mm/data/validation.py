@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mm.config.run import Run
-from mm.data.cost import sample_costs
+from mm.data.balance import Sizes
 from mm.data.dataset import Dataset, validation_dataset
 from mm.data.gauge import Gauge
 from mm.data.lengths import Lengths
 from mm.data.loader import ReadStep, StepLoader
 from mm.data.order import Step
 from mm.data.pack import Budget, fullest_packs
+from mm.data.sampler import sizes_of
 from mm.parallel.context import deal
 
 
@@ -36,14 +37,14 @@ def validation_order(run: Run, lengths: Lengths) -> ValidationOrder:
     is left.  Within a step they are dealt to the replicas by cost.
     """
     samples = _taken(run, len(lengths))
-    microbatches = _microbatches(run, samples, lengths)
-    costs = sample_costs(run.model, lengths)
+    sizes = sizes_of(run.model, lengths)
+    microbatches = _microbatches(run, samples, sizes)
     size, least = run.dp_size * run.held_microbatches, run.num_stages if run.num_chunks > 1 else 1
     steps = []
     for first in range(0, len(microbatches), size):
         some = microbatches[first : first + size]
         own: list[Step] = [[] for _ in range(run.dp_size)]
-        for one, replica in zip(some, deal([int(costs[one].sum()) for one in some], run.dp_size), strict=True):
+        for one, replica in zip(some, deal([int(sizes.costs[one].sum()) for one in some], run.dp_size), strict=True):
             own[replica].append(one)
         steps.append([step + [[]] * (least - len(step)) for step in own])
     return ValidationOrder(len(samples), steps)
@@ -58,13 +59,14 @@ def _taken(run: Run, num_samples: int) -> np.ndarray:
     return np.sort(drawn[: num_batches * run.global_batch_size])
 
 
-def _microbatches(run: Run, samples: np.ndarray, lengths: Lengths) -> Step:
+def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> Step:
     """Packs, or ``--micro-batch-size`` samples in the order of the files."""
     size = run.args.micro_batch_size
     if not run.data.packs:
         return [samples[first : first + size].tolist() for first in range(0, len(samples), size)]
     budget = Budget(run.args.seq_length * size, run.data.packing_max_patches)
-    packs = fullest_packs(lengths.num_tokens[samples], lengths.num_patches[samples], budget)
+    own = sizes.of(samples)
+    packs = fullest_packs(own.num_tokens, own.num_patches, budget)
     return [samples[pack].tolist() for pack in packs]
 
 

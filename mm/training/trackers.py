@@ -41,7 +41,7 @@ class Wandb:
 
     def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
         """Raises UserError where it cannot begin: without a login, or without the network."""
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  (optional, as the next)
 
         Path(directory).mkdir(parents=True, exist_ok=True)  # without it wandb writes below the system's /tmp
         try:
@@ -62,7 +62,7 @@ class SwanLab:
 
     def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
         """Raises UserError as ``Wandb`` does."""
-        import swanlab
+        import swanlab  # pyright: ignore[reportMissingImports]
 
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
