@@ -4,6 +4,7 @@ What is shown, and when, is not known here.
 """
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,8 +42,7 @@ class Wandb:
 
     def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
         """Raises UserError where it cannot begin: without a login, or without the network."""
-        import wandb  # pyright: ignore[reportMissingImports]  (optional, as the next)
-
+        wandb: Any = import_module("wandb")
         Path(directory).mkdir(parents=True, exist_ok=True)  # without it wandb writes below the system's /tmp
         try:
             self._run: Any = wandb.init(project=project, name=name, dir=directory, config=dict(facts))
@@ -62,8 +62,7 @@ class SwanLab:
 
     def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
         """Raises UserError as ``Wandb`` does."""
-        import swanlab  # pyright: ignore[reportMissingImports]
-
+        swanlab: Any = import_module("swanlab")
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = swanlab.init(project=project, name=name, log_dir=directory, config=dict(facts))
