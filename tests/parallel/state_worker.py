@@ -96,6 +96,7 @@ def resume(directory: Path, layout: Layout) -> dict:
     second = Run(layout, seed=2).load(directory)
     is_random_equal = torch.equal(torch.rand(3), expected_random)
     at_load = dataclasses.asdict(second.progress)
+    best = list(at_load.pop("best").values())
     return {
         "losses": losses,
         "resumed_losses": second.train(2),
@@ -103,6 +104,7 @@ def resume(directory: Path, layout: Layout) -> dict:
         "num_compared": len(first.local()),
         "is_random_equal": is_random_equal,
         "progress": at_load,
+        "best": best,
     }
 
 
