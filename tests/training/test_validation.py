@@ -22,6 +22,8 @@ SIZES = (7, 8, 13)
 CUT_SHORT = 4
 """A sample for validation of ``bad.json`` whose picture has no pixels."""
 CHUNKS = {"vision_encoder": [[5, 2], [1, 0]], "text_decoder": [[0, 0], [1, 3]]}
+TOLERANCE = 1e-6
+"""Measured: 1.1e-7 with TP2, 4.5e-8 with one rank, against transformers in fp32."""
 STILL = ("--lr", "0", "--global-batch-size", "4", "--eval-interval", "1")
 """Weights stay those of the checkpoint."""
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, flags
@@ -146,14 +148,14 @@ def test_the_loss_is_that_of_transformers_over_exactly_these_samples(
     for size, row in zip(SIZES, validations(results[name]), strict=False):
         expected = transformers_losses[:size]
         assert (row["num_samples"], row["num_target_tokens"]) == (size, sum(count for _, count in expected))
-        assert row["validation_loss"] == pytest.approx(mean(expected), rel=2e-6), name
+        assert row["validation_loss"] == pytest.approx(mean(expected), rel=TOLERANCE), name
 
 
 def test_any_number_of_replicas_finds_the_same_bits(results: dict) -> None:
     """Of 7, 8 and 13 samples, and of 13 in packs."""
     losses = {name: [row["validation_loss"] for row in validations(results[name])] for name in ("dp1", "dp2", "dp4")}
     assert losses["dp1"] == losses["dp2"][:3] == losses["dp4"][:3]
-    assert losses["dp2"][3] == losses["dp4"][3] == pytest.approx(losses["dp1"][2], rel=2e-6)
+    assert losses["dp2"][3] == losses["dp4"][3] == pytest.approx(losses["dp1"][2], rel=TOLERANCE)
     assert len({*losses["dp2"][:4]}) == 4
 
 
@@ -161,7 +163,7 @@ def test_any_number_of_replicas_finds_the_same_bits(results: dict) -> None:
 def test_replicas_may_have_no_sample(results: dict, transformers_losses: list, name: str) -> None:
     last = validations(results[name])[-1]
     assert (last["num_samples"], last["num_target_tokens"]) == (1, transformers_losses[0][1])
-    assert last["validation_loss"] == pytest.approx(mean(transformers_losses[:1]), rel=2e-6)
+    assert last["validation_loss"] == pytest.approx(mean(transformers_losses[:1]), rel=TOLERANCE)
 
 
 def test_fewer_batches_and_bad_samples_are_counted(
@@ -171,7 +173,7 @@ def test_fewer_batches_and_bad_samples_are_counted(
     assert some["num_samples"] == 8  # 2 global batches of 4
     without = [loss for number, loss in enumerate(transformers_losses) if number != CUT_SHORT]
     assert (skipped["num_samples"], skipped["num_target_tokens"]) == (12, sum(count for _, count in without))
-    assert skipped["validation_loss"] == pytest.approx(mean(without), rel=2e-6)
+    assert skipped["validation_loss"] == pytest.approx(mean(without), rel=TOLERANCE)
     (listed,) = (directory / "dp2" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(listed)["index"] == CUT_SHORT and "short.png" in json.loads(listed)["path"]
     first, second = results["dp2"]["problems"]
@@ -193,7 +195,7 @@ def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
 def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:
     losses = [[row["validation_loss"] for row in validations(results[name])]
               for name in ("chunks with overlap", "plain chunks")]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-6)  # measured 5e-9
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)  # measured 5e-9
 
 
 # Through the program
