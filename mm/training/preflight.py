@@ -7,6 +7,7 @@ none, calls it.
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.convert import check_target
@@ -77,8 +78,9 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
         notes += _picture_notes(run, dataset) if gauge is not None else []
-    with collected(problems):
-        validation_dataset(run.data, skips_bad, gauge, run.args.seed)
+    with collected(problems):  # with val_rate its index is made by now
+        again = run.data.overwrite_cache and run.data.val_dataset is not None
+        validation_dataset(replace(run.data, overwrite_cache=again), skips_bad, gauge, run.args.seed)
     return list(dict.fromkeys(problems))
 
 
