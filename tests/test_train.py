@@ -78,14 +78,15 @@ def metrics(inputs: Path, name: str) -> list[dict]:
 
 
 def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
-    hf = ("--deterministic-mode", "--load", str(inputs / "hf"))
+    hf, skipping = ("--deterministic-mode", "--load", str(inputs / "hf")), skipping_bad_samples(inputs)
     run(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
-    first = run(inputs, "halves", 1, *hf, "--exit-interval", "3", "--export-hf", str(inputs / "halves" / "hf"))
+    first = run(inputs, "halves", 1, *hf, *skipping, "--exit-interval", "3", "--export-hf",
+                str(inputs / "halves" / "hf"))
     assert not (inputs / "halves" / "hf").exists()  # an export is of the finished training
     assert "elapsed time per iteration (ms):" in first and "loaded a Hugging Face checkpoint" in first
     second = run(
-        inputs, "halves", 1, "--deterministic-mode", "--load", str(inputs / "halves" / "save"), "--export-hf",
-        str(inputs / "halves" / "hf"),
+        inputs, "halves", 1, "--deterministic-mode", "--load", str(inputs / "halves" / "save"), *skipping,
+        "--export-hf", str(inputs / "halves" / "hf"),
     )  # fmt: skip
     assert "loaded a training checkpoint" in second
     whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")
@@ -111,14 +112,14 @@ def test_the_run_file_says_what_ran(inputs: Path) -> None:
     }  # fmt: skip
 
 
-def with_bad_samples(inputs: Path) -> str:
-    """The data JSON of the same samples with two among them that cannot be used."""
+def skipping_bad_samples(inputs: Path) -> tuple[str, ...]:
+    """Flags of a run on the same samples with two among them that cannot be used: the others are those of every run."""
     records = json.loads((inputs / "samples.json").read_text())
     (inputs / "some_bad.json").write_text(json.dumps([records[0], {}, *records[1:], {"messages": []}]))
     data = json.loads((inputs / "data.json").read_text())
     data["dataset_param"]["basic_parameters"]["dataset"] = str(inputs / "some_bad.json")
     (inputs / "data_some_bad.json").write_text(json.dumps(data))
-    return str(inputs / "data_some_bad.json")
+    return "--mm-data", str(inputs / "data_some_bad.json"), "--bad-sample", "skip", "--max-bad-fraction", "0.5"
 
 
 def in_two_chunks(inputs: Path) -> str:
@@ -141,13 +142,13 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
     exported = inputs / "stages" / "hf"
     run(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
-        str(exported), "--virtual-pipeline-model-parallel-size", "2", *MEASURED)
+        str(exported), "--virtual-pipeline-model-parallel-size", "2", *skipping_bad_samples(inputs), *MEASURED)
     ours, expected = (load_file(path / "model.safetensors") for path in (exported, inputs / "whole" / "hf"))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)  # measured 1.3e-6
-    said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer", "--mm-data",
-               with_bad_samples(inputs), "--bad-sample", "skip", "--max-bad-fraction", "0.5", num_processes=2)
+    said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer",
+               *skipping_bad_samples(inputs), num_processes=2)
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
     assert [json.loads(line)["reason"] for line in listed.read_text().splitlines()] == [
@@ -156,6 +157,22 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal
+
+
+def test_new_data_begin_at_their_first_sample(inputs: Path) -> None:
+    """Runs after the test above: from iteration 3, with the file that has no bad samples.
+
+    Iteration and learning rate go on; the data are those of the first iterations, and the next run goes on in them.
+    """
+    new = ("--allow-new-data", "--load")
+    said = run(inputs, "new", 1, *new, str(inputs / "halves" / "save"), "--exit-interval", "4")
+    assert "note: --allow-new-data: " in said and "samples.json with 10 samples is new" in said
+    run(inputs, "new", 1, *new, str(inputs / "new" / "save"), "--exit-interval", "5")
+    whole, found = metrics(inputs, "whole"), metrics(inputs, "new")
+    for key in ("iteration", "lr", "consumed_samples"):
+        assert [row[key] for row in found] == [row[key] for row in whole[3:5]], key
+    for key in ("num_tokens", "num_patches"):
+        assert [row[key] for row in found] == [row[key] for row in whole[:2]] != [row[key] for row in whole[3:5]], key
 
 
 def test_a_measured_run_leaves_its_timeline(inputs: Path) -> None:

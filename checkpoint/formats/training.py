@@ -96,6 +96,8 @@ class Manifest:
     optimizer: Mapping[str, Any] | None
     """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
     facts: Mapping[str, Any]
+    data: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+    """Which samples it was trained on; None where an older version saved it."""
     pieces: tuple[Piece, ...]
     best: Mapping[str, Any] | None = None
     """What the run remembers of its validations; None in checkpoints of before there were any."""

@@ -33,6 +33,7 @@ ImageBackend = Literal["pillow", "torch"]
 VideoBackend = Literal["pyav", "decord", "torchcodec"]
 Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler", "BucketBatchSampler",
                   "BalancedBatchSampler"]
+Truncation = Literal["turns", "tokens"]
 PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 
@@ -116,6 +117,9 @@ class DataConfig:
     """Seconds in which a video must give its header, and each next frame."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
+    truncation: Annotated[Truncation | None, Key(_BASIC + "truncation")] = None
+    """What a sample longer than ``--seq-length`` loses: whole turns, or tokens by LLaMA-Factory's rule; None: turns
+    with packing, else tokens.  Ask ``drops_turns``."""
     max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None
     packing: Annotated[bool, OrDefault, Key(_BASIC + "packing")] = False
     """Ask ``packs``."""
@@ -138,6 +142,11 @@ class DataConfig:
     def packs(self) -> bool:
         """Whether a microbatch holds as many samples as fit, and not a fixed number."""
         return self.packing or self.neat_packing or self.attr.packing
+
+    @property
+    def drops_turns(self) -> bool:
+        """Whether samples that are too long are shortened by whole turns."""
+        return self.packs if self.truncation is None else self.truncation == "turns"
 
     @property
     def is_balanced(self) -> bool:

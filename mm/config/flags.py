@@ -156,6 +156,8 @@ class Arguments:
 
     # Checkpoints
     finetune: bool = Field(False, description="load weights only and start at step 0")
+    allow_new_data: bool = Field(False, description=(
+        "go on with other data than those of the checkpoint, from their first sample; the same go on where they were"))
     no_load_optim: bool = Field(False, description="do not load optimizer state")
     no_load_rng: bool = Field(False, description="do not load random states")
     no_save_optim: bool = Field(False, description="do not save optimizer state")

@@ -29,6 +29,9 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
         yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
                f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
                f"samples, not packs as in MindSpeed-MM")
+        if data.truncation is None:
+            yield (f"{args.mm_data}: with packing, samples longer than --seq-length lose whole turns; \"truncation\": "
+                   f"\"tokens\" in basic_parameters cuts them as MindSpeed-MM does without it")
     if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
         yield f"{args.mm_data}: priority_mode has no effect: it concerns the BucketBatchSampler only"
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
-from mm.data.sample import Image, Turn
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Turn
 from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
@@ -68,6 +68,13 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+class TooLongError(UserError):
+    """A sample of which not one question with its answer fits."""
+
+    num_tokens = 0
+    """Of its system turn, that question and answer."""
+
+
 @dataclass(frozen=True)
 class EncodedText:
     """Token ids int64 [num_tokens], labels int64 [num_tokens], and which pictures and videos are still in it."""
@@ -76,6 +83,11 @@ class EncodedText:
     labels: Tensor
     media: tuple[int, ...]
     """Their numbers, counted from 0 in reading order."""
+    num_dropped_tokens: int
+    num_dropped_turns: int
+    """Questions with their answers, of which nothing is left."""
+    num_control_words: int
+    """Words in its texts that would frame turns and media elsewhere; they are plain text."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class ChatEncoder:
     """Learn every token."""
     mask_history: bool = False
     """Learn the last answer only; in a long conversation, keep the last turns."""
+    drops_turns: bool = False
+    """Shorten by whole turns, and not by LLaMA-Factory's rule."""
 
     @cached_property
     def image_token_id(self) -> int:
@@ -114,9 +128,10 @@ class ChatEncoder:
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose pictures and videos have ``grids``, in reading order.
 
-        More than ``seq_length`` tokens are cut as ``kept_lengths`` says.  A cut never falls inside a picture or video:
-        when it would, it is moved before its ``<|vision_start|>``, and it and the later ones of the question are
-        dropped.  Raises UserError when the chat template does not show every answer, picture and video.
+        More than ``seq_length`` tokens are cut as ``kept_lengths`` says, or with ``drops_turns`` as ``kept_turns``.  A
+        cut never falls inside a picture or video: when it would, it is moved before its ``<|vision_start|>``, and it
+        and the later ones of the question are dropped.  Raises UserError when the chat template does not show every
+        answer, picture and video, and TooLongError when no turn would be left.
         """
         whole = "".join(turn.text for turn in turns)
         mask, masked = next(one for one in _MASKS if one not in whole), _CONTROL.findall(whole)
@@ -133,7 +148,10 @@ class ChatEncoder:
         media = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
         answers = [_covered(offsets, ends, span) for span in spans]
 
-        is_kept = self._kept(answers, media, len(token_ids))
+        if self.drops_turns:
+            is_kept, num_dropped_turns = self._kept_turns(_num_system_tokens(text, offsets), answers, len(token_ids))
+        else:
+            is_kept, num_dropped_turns = self._kept(answers, media, len(token_ids))
         is_target = np.full(len(token_ids), self.train_on_prompt)
         for answer in answers[-1:] if self.mask_history else answers:
             is_target[answer.start : answer.stop] = True
@@ -141,7 +159,9 @@ class ChatEncoder:
         labels = np.full(len(token_ids), IGNORE_INDEX, dtype=np.int64)
         labels[:-1] = np.where(is_target[1:], token_ids[1:], IGNORE_INDEX)
         kept_media = tuple(number for number, one in enumerate(media) if is_kept[one.start])
-        return EncodedText(torch.from_numpy(token_ids), torch.from_numpy(labels), kept_media)
+        return EncodedText(
+            torch.from_numpy(token_ids), torch.from_numpy(labels), kept_media, len(is_kept) - len(token_ids),
+            num_dropped_turns, len(masked) + _num_placeholders(turns))
 
     def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
         """Where the one token of each picture and video of ``turns`` stands."""
@@ -173,8 +193,19 @@ class ChatEncoder:
             start += len(piece) + 1
         return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _kept(self, answers: Sequence[range], media: Sequence[range], num_tokens: int) -> np.ndarray:
-        """Which tokens are kept; bool [num_tokens]."""
+    def _kept_turns(self, num_system: int, answers: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
+        """Which tokens are kept, bool [num_tokens], and how many turns are dropped."""
+        starts = [num_system, *(answer.stop for answer in answers)]
+        lengths = [answer.stop - start for start, answer in zip(starts, answers, strict=False)]
+        turns = kept_turns(lengths, self.seq_length - num_system, self.mask_history)
+        if not turns:
+            raise _too_long(num_system + lengths[-1 if self.mask_history else 0], self.seq_length)
+        is_kept = np.zeros(num_tokens, dtype=bool)
+        is_kept[:num_system] = is_kept[starts[turns.start] : starts[turns.stop]] = True
+        return is_kept, len(lengths) - len(turns)
+
+    def _kept(self, answers: Sequence[range], media: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
+        """The same by LLaMA-Factory's rule."""
         starts = [0, *(answer.stop for answer in answers)]
         lengths = [(answer.start - start, len(answer)) for start, answer in zip(starts, answers, strict=False)]
         is_kept = np.zeros(num_tokens, dtype=bool)
@@ -183,7 +214,7 @@ class ChatEncoder:
             stop = start + num_question
             stop = next((one.start for one in media if one.start < stop < one.stop), stop)
             is_kept[start:stop] = is_kept[answer.start : answer.start + num_answer] = True
-        return is_kept
+        return is_kept, kept.count((0, 0))
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The conversation as the chat template writes it, with one token per picture and video."""
@@ -207,10 +238,31 @@ class ChatEncoder:
         return [(match.start(2), match.end()) for match in rendered]
 
 
+def _too_long(num_tokens: int, seq_length: int) -> TooLongError:
+    error = TooLongError(
+        f"not one question and answer of it fit --seq-length {seq_length}: they take {num_tokens} tokens; raise "
+        f"--seq-length, show fewer or smaller images and videos (image_max_pixels), or shorten the sample.")
+    error.num_tokens = num_tokens
+    return error
+
+
 def _contents(turn: Turn) -> list[dict[str, str]]:
     """A user's turn as transformers' chat templates take it."""
     return [{"type": "text", "text": part} if isinstance(part, str) else
             {"type": "image" if isinstance(part, Image) else "video"} for part in turn.parts]
+
+
+def _num_placeholders(turns: Sequence[Turn]) -> int:
+    """Of media, in texts: these show none."""
+    texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
+    return sum(text.count(word) for text in texts for word in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER))
+
+
+def _num_system_tokens(text: str, offsets: np.ndarray) -> int:
+    """Tokens of the system turn that a rendered conversation begins with; 0 without one."""
+    first = _RENDERED_TURN.match(text)
+    stop = first.end() if first is not None and first[1] == "system" else 0
+    return int(np.searchsorted(offsets[:, 1], stop, side="right"))
 
 
 def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
@@ -243,3 +295,13 @@ def kept_lengths(
         kept[turn] = min(question, limit - num_answer), num_answer
         limit -= sum(kept[turn])
     return kept
+
+
+def kept_turns(lengths: Sequence[int], limit: int, last_first: bool = False) -> range:
+    """Which of some turns of ``lengths`` tokens are kept whole, so that they have ``limit`` tokens at most.
+
+    As many as fit from the first one on, or with ``last_first`` from the last one back; none where that one alone is
+    too long.
+    """
+    num_kept = int(np.searchsorted(np.cumsum(lengths[::-1] if last_first else lengths), limit, side="right"))
+    return range(len(lengths) - num_kept, len(lengths)) if last_first else range(num_kept)

@@ -5,8 +5,8 @@ between runs.  So a bad sample stops the run before it starts and not at step 50
 """
 
 import hashlib
-import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -16,12 +16,14 @@ import numpy as np
 
 from mm.config.data import DataConfig
 from mm.config.sources import Source, training_sources, validation_sources
-from mm.data.gauge import BAD, Gauge
+from mm.data.contents import Contents
+from mm.data.gauge import TOO_LONG, Gauge, is_usable
 from mm.data.index import Checker, Index, Reader, make_index, still_bad
 from mm.data.lengths import Lengths
 from mm.data.media import MediaRoots
 from mm.data.quarantine import BadSample
 from mm.data.records import RecordFile
+from mm.data.remarks import length_remarks, too_long_remark
 from mm.data.sample import Sample
 from mm.data.selection import chosen, split
 from mm.data.store import Store, key_of, mapped
@@ -30,6 +32,7 @@ from mm.errors import UserError, collected
 MAX_PROBLEMS = 20
 CACHE_DIR = ".mm-index"
 """Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
+_MOST_CHARACTERS = 2000
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
 
 Part = Literal["training", "validation"]
@@ -41,9 +44,11 @@ class _Records:
 
     reader: Reader
     index: Index
-    key: str | None
-    """Of the index; None where it is not kept."""
     rows_path: str | None = None
+    file_sha256: str | None = None
+    """Where it is known."""
+    entry: str = ""
+    """The dataset, as the data JSON names it."""
 
     def __getstate__(self) -> dict[str, Any]:
         rows = None if self.rows_path else self.index.rows
@@ -63,24 +68,35 @@ class _Records:
         Raises UserError when the file itself is no longer the one that was checked.
         """
         file, row = self.reader.file, self.index.rows[number]
-        name, media = None, ()
-        # What is told of a record that cannot be read is without these two; it may also be nested too deeply.
+        media = ()
+        # What is told of a record that cannot be read is without these; it may also be nested too deeply.
         with suppress(UserError, ValueError, RecursionError):
-            record = file.read((int(row["start"]), int(row["end"])))
-            name = record.get("id") if isinstance(record, dict) else None
             media = self.reader.read(number, row).media
         reason = reason.partition(" (counted from 0): ")[2] or reason
         return BadSample(
             file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
-            name if isinstance(name, str | int) else None,
-            next((item.path for item in media if item.path in reason), None), reason)
+            self.name(number), next((path for path in (str(item.path) for item in media) if path in reason), None),
+            _cut(reason))
+
+    def name(self, number: int) -> str | int | None:
+        """What record ``number`` calls itself."""
+        row, record = self.index.rows[number], None
+        with suppress(UserError, ValueError, RecursionError):  # one that cannot be read has no name
+            record = self.reader.file.read((int(row["start"]), int(row["end"])))
+        name = record.get("id") if isinstance(record, dict) else None
+        return _cut(name) if isinstance(name, str) else name if isinstance(name, int) else None
+
+    def named(self, number: int) -> str:
+        """Record ``number`` in a sentence."""
+        name = self.name(number)
+        return f"{self.reader.file.path}:{number}" + (f" (id {name!r})" if name is not None else "")
 
 
 class Dataset:
     """The samples of ``config.dataset``, in file order, or those kept for validation.
 
     In memory are 8 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
-    index, 56 bytes a record.  Pickles small into data workers.  ``config.max_samples`` keeps that many of the first
+    index, 68 bytes a record.  Pickles small into data workers.  ``config.max_samples`` keeps that many of the first
     samples of all files together.
     """
 
@@ -95,17 +111,21 @@ class Dataset:
 
         Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad`` samples that
         cannot be used are left out, and only a file that cannot be read, or no good sample at all, is an error.
+        Samples of which no turn fits ``--seq-length`` are left out in any case, and counted.
         """
         self._config, self._gauge_key = config, gauge and gauge.fingerprint()
         self.skipped: list[BadSample] = []
         """What was left out."""
+        self.num_too_long = 0
+        """Samples that are left out because no turn of them fits."""
         self.notes: list[str] = []
-        """Where the index is kept, if not where it should be, and what is strange in good samples."""
+        """Where the index is kept, if not where it should be, what is strange in good samples, what long ones lost."""
         self._files: list[_Records] = []
         has_files = part == "validation" and config.val_dataset  # else it is a share of those for training
         sources = validation_sources(config) if has_files else training_sources(config)
         limit = config.val_max_samples if has_files else config.max_samples
         problems: list[str] = []
+        too_long: list[str] = []
         taken: list[np.ndarray] = []
         for source in sources:
             left = None if limit is None else limit - sum(map(len, taken))
@@ -114,13 +134,14 @@ class Dataset:
             is_whole = source.rate_percent == 100 and source.num_samples is None
             with collected(problems):
                 records = self._open(source, gauge, left if is_whole else None, skips_bad, problems)
-                good = np.flatnonzero(records.index.rows["num_tokens"] != BAD)
+                good = np.flatnonzero(is_usable(records.index.rows))
                 if not is_whole:
                     good = good[chosen(len(good), source.rate_percent, source.num_samples, seed, source.entry)]
                 taken.append((good + sum(len(one.index.rows) for one in self._files))[:left])
                 self._files.append(records)
+                too_long += [] if gauge is None else self._too_long(records, gauge.encoder.chat.seq_length)
         if not problems and not sum(map(len, taken)):
-            problems = [one.told() for one in self.skipped] or [
+            problems = [*(one.told() for one in self.skipped), *too_long] or [
                 f"{', '.join(config.dataset)}: no sample is taken; raise the rates (%)."]
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= MAX_PROBLEMS else []
@@ -132,6 +153,8 @@ class Dataset:
             if not len(samples):
                 raise UserError(f"val_rate = {config.val_rate} leaves no sample for {part}; change it.")
         self._samples = samples
+        if gauge is not None:
+            self.notes += [*too_long, *self._length_remarks(gauge)]
 
     def _open(
         self, source: Source, gauge: Gauge | None, limit: int | None, skips_bad: bool, problems: list[str]
@@ -141,7 +164,7 @@ class Dataset:
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
         checker = Checker(Reader(file, source.attr, roots), gauge)
         records = _indexed(checker, config, self._gauge_key, limit, None if skips_bad else MAX_PROBLEMS, self.notes)
-        index = records.index
+        index, records.entry = records.index, source.entry
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
@@ -158,6 +181,23 @@ class Dataset:
                 f"{source.path}: {len(index.boxes_outside)} samples, the first is {index.boxes_outside[0]}, name "
                 f"places beyond their pictures as the model sees them; Qwen2.5-VL counts pixels of the resized picture")
         return records
+
+    def _too_long(self, records: _Records, seq_length: int) -> Iterator[str]:
+        """Counts the records of which no turn fits, and says which these are."""
+        numbers = np.flatnonzero(records.index.rows["num_tokens"] == TOO_LONG)
+        self.num_too_long += len(numbers)
+        if len(numbers):
+            yield too_long_remark(records.index.rows["num_dropped_tokens"][numbers], seq_length,
+                                  lambda place: records.named(int(numbers[place])))
+
+    def _length_remarks(self, gauge: Gauge) -> Iterator[str]:
+        def named(index: int) -> str:
+            records, number = self._place(index)
+            return records.named(number)
+
+        chat, names = gauge.encoder.chat, ("tokens", "dropped_tokens", "dropped_turns", "control_words")
+        columns = {name: self.column(f"num_{name}") for name in names}
+        return length_remarks(columns, chat.seq_length, chat.drops_turns, named)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -189,25 +229,31 @@ class Dataset:
     def lengths(self) -> Lengths:
         """What each sample holds, in the order of the dataset; it must have been measured."""
         assert self._gauge_key is not None, "nothing was measured"
-        return Lengths(**{one.name: self._column(one.name) for one in fields(Lengths)})
+        return Lengths(**{one.name: self.column(one.name) for one in fields(Lengths)})
 
-    @property
-    def num_frames(self) -> np.ndarray:
-        """int32 [num_samples]: frames of the videos of each sample."""
-        return self._column("num_frames")
-
-    def _column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> np.ndarray:
+        """What ``mm.data.gauge.ROW`` says of each sample under ``name``; it must have been measured."""
         columns = [records.index.rows[name] for records in self._files]
         whole = columns[0] if len(columns) == 1 else np.concatenate(columns)
         is_all = len(self._samples) == len(whole) and bool((self._samples == np.arange(len(whole))).all())
         return whole if is_all else whole[self._samples]
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the content of the files, how they are read, and which samples are taken: another one is other data."""
-        files = [records.key or records.reader.file.content_hash() for records in self._files]
-        samples = hashlib.sha256(self._samples.tobytes()).hexdigest()
-        return hashlib.sha256(json.dumps([files, samples]).encode()).hexdigest()
+    def contents(self) -> tuple[Contents, ...]:
+        """Which samples of which files these are.  Raises UserError when a file can no longer be read."""
+        found, first = [], 0
+        for records in self._files:
+            last = first + len(records.index.rows)
+            own = self._samples[(self._samples >= first) & (self._samples < last)] - first
+            found.append(Contents(
+                records.entry, records.file_sha256 or records.reader.file.content_hash(), len(own),
+                hashlib.sha256(own.astype("<i8").tobytes()).hexdigest()))
+            first = last
+        return tuple(found)
+
+
+def _cut(text: str) -> str:
+    """For a message: what stands in a record may be a whole book."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def validation_dataset(
@@ -230,7 +276,7 @@ def _indexed(
     reader = checker.reader
     num_processes = config.preprocessing_num_workers or len(os.sched_getaffinity(0))
     if gauge_key is None:
-        return _Records(reader, make_index(checker, 1, limit, most_bad), None)
+        return _Records(reader, make_index(checker, 1, limit, most_bad))
     store = Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR))
     facts = [asdict(reader.attr), [os.path.realpath(root) for root in reader.roots.all], gauge_key]
     content = store.content_hash(reader.file)
@@ -238,13 +284,13 @@ def _indexed(
     for key in () if config.overwrite_cache else keys:
         found = store.load(key)
         if found is not None and still_bad(found[0], checker):
-            return _Records(reader, found[0].cut(limit), key, found[1] if limit is None else None)
+            return _Records(reader, found[0].cut(limit), found[1] if limit is None else None, content)
     index = make_index(checker, num_processes, limit, most_bad)
     if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
-        return _Records(reader, index, None)  # not to be used: the caller says why
+        return _Records(reader, index)  # not to be used: the caller says why
     path, note = store.save(keys[-1], index)
     if note is not None and note not in notes:
         notes.append(note)
     kept = None if path is None else mapped(path)
-    return _Records(reader, index if kept is None else replace(index, rows=kept), keys[-1],
-                    path if kept is not None else None)
+    return _Records(reader, index if kept is None else replace(index, rows=kept), path if kept is not None else None,
+                    content)

@@ -10,7 +10,7 @@ from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
 from mm.data.image import ImageProcessor
-from mm.data.sample import Image, Media, Sample, Turn, Video
+from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.data.video import VideoPlan, VideoProcessor
 from mm.errors import UserError, refuse
 from mm.model.positions import VideoTimes, mrope_positions
@@ -49,6 +49,7 @@ class SampleEncoder:
             spatial_merge_size=model.vision.spatial_merge_size,
             train_on_prompt=data.train_on_prompt,
             mask_history=data.mask_history,
+            drops_turns=data.drops_turns,
         )
         vision = model.vision
         pairs = [
@@ -87,7 +88,7 @@ class SampleEncoder:
         """One sample as a microbatch of one segment.
 
         Pictures and videos that fall to the cut at ``seq_length`` are not decoded.  Raises UserError naming the sample
-        and, where it is one's fault, the picture or video.
+        and, where it is one's fault, the picture or video; ``ChatEncoder.encode`` says when.
         """
         try:
             planned = [self.planned(one) for one in sample.media]
@@ -135,6 +136,6 @@ class SampleEncoder:
 class _ImagePlan:
     """A picture whose pixels are not decoded yet."""
 
-    path: str
+    path: str | Inline
     processor: ImageProcessor
     grid: Grid

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mm.config.data import Attributes
 from mm.data.parts import Parts, parts_of, shown
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Sample, Turn, Video
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, nearest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,7 +24,7 @@ _MESSAGES = ("messages", "conversations")
 class Finder(Protocol):
     """What says where a file of media is: ``mm.data.media``."""
 
-    def find(self, path: str, kind: str) -> str:
+    def find(self, path: str, kind: str) -> str | Inline:
         """Raises UserError for a file that may not be shown."""
         ...
 
@@ -203,6 +203,8 @@ def _filled(parts: Parts, coming: Mapping[str, Iterator[str]], media: Finder) ->
     for part in parts:
         if not isinstance(part, str):
             kind = "image" if isinstance(part, Image) else "video"
-            part = replace(part, path=media.find(part.path or next(coming[kind]), kind))
+            path = part.path or next(coming[kind])
+            assert isinstance(path, str), "a file is found once"
+            part = replace(part, path=media.find(path, kind))
         filled.append(part)
     return tuple(filled)

@@ -28,13 +28,20 @@ from mm.errors import UserError
 ROW = np.dtype([
     ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
     ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_frames", "<i4"), ("num_patches", "<i4"),
-    ("media_crc32", "<u4"),
+    ("media_crc32", "<u4"), ("num_dropped_tokens", "<i4"), ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
 ])  # fmt: skip
-"""Of one record: its place (``mm.data.spans.Span``), its ``Lengths``, frames of videos, and the sizes of its files of
-media as one number.  ``num_tokens`` is ``BAD`` where the record cannot be used, and 0 where nothing was measured."""
-BAD = -1
+"""Of one record: its place (``mm.data.spans.Span``), its ``Lengths``, frames of videos, the sizes of its files of media
+as one number, and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the
+record cannot be used, and ``TOO_LONG`` where nothing of it would be left: then the tokens that it lost are those of
+``TooLongError``."""
+BAD, TOO_LONG = -1, -2
 _BOX = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>|\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+
+
+def is_usable(rows: np.ndarray) -> np.ndarray:
+    """Which records can be trained on; bool [num_records]."""
+    return rows["num_tokens"] >= 0
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,13 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     """The columns of ``ROW`` that depend on the encoder, and the grids of all media, in order.
 
     ``known`` remembers grids for the next samples.  Raises UserError for media that cannot be read, and for a sample of
-    which nothing is left to learn.
+    which nothing is left to learn; TooLongError where whole turns are dropped and not one would be left.
     """
     encoder = gauge.encoder
     for part in sample.media:
-        if part not in known:
+        if part not in known and isinstance(part.path, str):
             known[part] = encoder.planned(part).grid
-    grids = tuple(known[part] for part in sample.media)
+    grids = tuple(known[part] if isinstance(part.path, str) else encoder.planned(part).grid for part in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
     num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
@@ -96,14 +103,17 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
         "num_patches": sum(map(math.prod, kept)),
         "num_image_pairs": sum(map(image_pairs, kept)),
         "num_window_pairs": sum(window_pairs(grid, gauge.window) for grid in kept),
+        "num_dropped_tokens": text.num_dropped_tokens,
+        "num_dropped_turns": text.num_dropped_turns,
+        "num_control_words": text.num_control_words,
     }, grids
 
 
 def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: int) -> None:
     """Refuse a sample that cannot be shown whole media, or teaches nothing."""
-    limit, merge = gauge.encoder.chat.seq_length, gauge.encoder.chat.spatial_merge_size**2
-    num_visual = sum(math.prod(grid) // merge for grid in grids)
-    if num_visual > limit:
+    chat = gauge.encoder.chat
+    limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
+    if num_visual > limit and not chat.drops_turns:
         raise UserError(
             f"its {len(grids)} images and videos take {num_visual} tokens, more than --seq-length {limit} holds; show "
             f"fewer or smaller ones (image_max_pixels), or raise --seq-length.")
@@ -119,7 +129,8 @@ def media_crc32(sample: Sample) -> int:
     Raises UserError when a file is gone.
     """
     try:
-        sizes = [os.stat(part.path).st_size for part in sample.media]
+        sizes = [os.stat(part.path).st_size if isinstance(part.path, str) else len(part.path.content)
+                 for part in sample.media]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
     return zlib.crc32(np.array(sizes, dtype="<i8").tobytes()) if sizes else 0

@@ -27,6 +27,7 @@ from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Number, expected, fields_of
 from mm.data.picture import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
+from mm.data.sample import Inline
 from mm.errors import UserError, refuse
 
 _CONFIG_FILES = {
@@ -160,7 +161,7 @@ class ImageProcessor:
     def _steps(self, width: int, height: int) -> list[Step]:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
-    def image_grid(self, path: str) -> Grid:
+    def image_grid(self, path: str | Inline) -> Grid:
         """Patches of an image file, from its header alone.  Raises UserError as ``image_size`` does, and for strips."""
         size = image_size(path, self.is_upright)
         try:
@@ -168,7 +169,7 @@ class ImageProcessor:
         except ValueError as error:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
-    def patches(self, path: str) -> tuple[Tensor, Grid]:
+    def patches(self, path: str | Inline) -> tuple[Tensor, Grid]:
         """Decode, resize and cut an image file, uint8 [num_patches, channels x frames x patch_size x patch_size].
 
         A still image is repeated to fill ``temporal_patch_size`` frames.  Raises UserError as ``load_image`` does.
@@ -198,7 +199,7 @@ class ImageProcessor:
     def normalisation(self) -> Normalisation:
         return Normalisation(255.0, self.image_mean, self.image_std)
 
-    def _resized_by_pillow(self, path: str) -> Tensor:
+    def _resized_by_pillow(self, path: str | Inline) -> Tensor:
         """uint8 [height, width, 3]"""
         image = load_image(path, self.is_upright, on_white=self.llama_factory is None)
         _, rows, columns = self._grid(*image.size)
@@ -207,7 +208,7 @@ class ImageProcessor:
         size = columns * self.patch_size, rows * self.patch_size
         return torch.from_numpy(np.array(image.resize(size, resample=Image.Resampling.BICUBIC)))
 
-    def _resized_by_torch(self, path: str) -> Tensor:
+    def _resized_by_torch(self, path: str | Inline) -> Tensor:
         """uint8 [height, width, 3], by torch's arithmetic on bytes: coefficients of 16 bits, where Pillow has 22."""
         pixels = torch.from_numpy(load_pixels(path, self.is_upright))
         _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])

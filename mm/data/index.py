@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from mm.batch import Grid
 from mm.config.data import Attributes
+from mm.data.chat import TooLongError
 from mm.data.formats import read_sample
-from mm.data.gauge import BAD, ROW, Gauge, has_boxes_outside, media_crc32, sample_lengths
+from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_crc32, sample_lengths
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.sample import Media, Sample
@@ -51,7 +52,7 @@ class Index:
 
     def cut(self, num_good: int | None) -> "Index":
         """The first records, with ``num_good`` that can be used; None: all."""
-        good = np.flatnonzero(self.rows["num_tokens"] != BAD)
+        good = np.flatnonzero(is_usable(self.rows))
         if num_good is None or len(good) <= num_good:
             return self
         end = int(good[num_good - 1]) + 1 if num_good else 0
@@ -82,7 +83,7 @@ class Reader:
         try:
             sample = read_sample(record, self.attr, self.roots, source)
             if row["num_tokens"] > 0 and media_crc32(sample) != row["media_crc32"]:
-                paths = ", ".join(part.path for part in sample.media)
+                paths = ", ".join(str(part.path) for part in sample.media)
                 raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
                                 f"'mm-data index --again', and start again.")
         except UserError as error:
@@ -110,6 +111,8 @@ class Checker:
                 try:
                     if self._measure(raw, row):
                         boxes.append(raw.index)
+                except TooLongError as error:
+                    row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
                 except UserError as error:
                     row["num_tokens"] = BAD
                     bad += [Bad(raw.index, raw.line, problem) for problem in error.problems]
@@ -131,6 +134,8 @@ class Checker:
                 self._grids.clear()
             columns, grids = sample_lengths(self.gauge, sample, self._grids)
             columns["media_crc32"] = media_crc32(sample)
+        except TooLongError:
+            raise
         except UserError as error:
             start = f"{line}: sample {raw.index} (counted from 0): "
             raise UserError(start + problem for problem in error.problems) from error
@@ -160,7 +165,7 @@ def make_index(
             rows.append(part.rows)
             bad += part.bad
             boxes += part.boxes_outside
-            found += int((part.rows["num_tokens"] != BAD).sum())
+            found += int(is_usable(part.rows).sum())
             bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break

@@ -4,6 +4,7 @@ A photograph is turned upright, transparency becomes white, an animation gives i
 brought to, and what becomes of its pixels, is not known here.
 """
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image
 
+from mm.data.sample import Inline
 from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
@@ -46,14 +48,14 @@ _TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
 """Those that exchange width and height."""
 
 
-def image_size(path: str, is_upright: bool = True) -> tuple[int, int]:
+def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
     """Width and height in pixels, from the header alone.  Raises UserError as ``load_image`` does for headers."""
     with _open(path) as image:
         is_turned = is_upright and _turn(image) in _TURNED
         return (image.height, image.width) if is_turned else (image.width, image.height)
 
 
-def image_remarks(path: str) -> list[str]:
+def image_remarks(path: str | Inline) -> list[str]:
     """What a user may want to know of a picture that is read all the same, from its header."""
     with _open(path) as image:
         try:
@@ -68,7 +70,7 @@ def image_remarks(path: str) -> list[str]:
     return [remark for remark, is_so in remarks.items() if is_so]
 
 
-def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Image.Image:
+def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = True) -> Image.Image:
     """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
 
     16 bits a channel become 8 by their upper half, and numbers from 0 to 1 are scaled to 0 to 255; Pillow alone would
@@ -89,7 +91,7 @@ def load_image(path: str, is_upright: bool = True, on_white: bool = True) -> Ima
         return decoded if turn is None else decoded.transpose(turn)
 
 
-def load_pixels(path: str, is_upright: bool = True) -> np.ndarray:
+def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
     """The same pixels as ``load_image`` on white, uint8 [height, width, 3], sooner: a JPEG file goes past Pillow."""
     with _open(path) as image:
         is_plain = image.format in ("JPEG", "MPO") and image.mode == "RGB"
@@ -97,7 +99,8 @@ def load_pixels(path: str, is_upright: bool = True) -> np.ndarray:
     if not is_plain:
         return np.array(load_image(path, is_upright))
     try:  # with the same library below it, and the same exact transforms
-        pixels = simplejpeg.decode_jpeg(Path(path).read_bytes(), "RGB", fastdct=False, fastupsample=False)
+        content = Path(path).read_bytes() if isinstance(path, str) else path.content
+        pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=False, fastupsample=False)
     except ValueError as error:
         raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
     return pixels if turn is None else _turned(pixels, turn)
@@ -122,12 +125,12 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def _open(path: str) -> Image.Image:
+def _open(path: str | Inline) -> Image.Image:
     """A Pillow image whose pixels are not yet decoded."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if isinstance(path, str) and not stat.S_ISREG(os.stat(path).st_mode):
             raise UserError(f"{path}: is no regular file; expected an image.")
-        image = Image.open(path, formats=FORMATS)
+        image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=FORMATS)
     except Image.UnidentifiedImageError as error:
         raise UserError(f"{path}: is no picture that Pillow reads: {_beginning(path)}.") from error
     except Image.DecompressionBombError as error:
@@ -146,8 +149,8 @@ def _open(path: str) -> Image.Image:
     return image
 
 
-def _beginning(path: str) -> str:
-    with open(path, "rb") as stream:
+def _beginning(path: str | Inline) -> str:
+    with open(path, "rb") if isinstance(path, str) else io.BytesIO(path.content) as stream:
         start = stream.read(200)
     known = next((what for mark, what in _OTHERS if mark in start or mark in start.lower()), None)
     if known is not None:
@@ -155,7 +158,7 @@ def _beginning(path: str) -> str:
     return f"it begins with {start[:16]!r}; give a JPEG or PNG file" if start else "it is empty"
 
 
-def _in_8_bits(image: Image.Image, path: str) -> Image.Image:
+def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:
     """``image``, if it has more than 8 bits a channel, in 8."""
     mode = image.mode.split(";")[0]
     if mode not in ("I", "F"):

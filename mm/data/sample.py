@@ -3,16 +3,28 @@
 Which formats there are, and what becomes of a sample, is not known here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
+
+
+@dataclass(frozen=True)
+class Inline:
+    """The file of a picture, where the record itself holds it."""
+
+    name: str
+    """What messages call it: the beginning of its address."""
+    content: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
 class Image:
     """A picture.  Bounds of its own, in pixels, take the place of those of the data JSON."""
 
-    path: str
+    path: str | Inline
     """It exists on this machine."""
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -42,15 +42,18 @@ def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, fo
     sizes, num_samples = sizes_of(model, lengths), len(dataset)
     tokens = sizes.num_tokens
     packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
+    dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
     facts = {
         "samples": f"{num_samples:,}",
-        "left out": f"{len(dataset.skipped):,}",
+        "left out": f"{len(dataset.skipped):,}, and {dataset.num_too_long:,} too long",
         "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
         "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
         "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
-        "frames of videos": f"{dataset.num_frames.sum(dtype=np.int64):,}",
+        "frames of videos": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
         "patches": f"{sizes.num_patches.sum():,}",
-        "samples that fill --seq-length, so that more may have been cut": f"{(tokens >= seq_length).mean():.1%}",
+        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,}; turns dropped: {turns:,}, tokens: "
+                                       f"{dropped.sum(dtype=np.int64):,}",
+        "words like control tokens, read as text": f"{dataset.column('num_control_words').sum(dtype=np.int64):,}",
         "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
     }
     histograms = [Histogram.of("Tokens", "a sample", tokens), Histogram.of("Patches", "a sample", sizes.num_patches),
@@ -131,7 +134,7 @@ class _Look:
             try:
                 sample = self.dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
-                remarks += [(remark, path) for path in paths for remark in image_remarks(path)]
+                remarks += [(remark, str(path)) for path in paths for remark in image_remarks(path)]
                 if self.decodes:
                     self.encoder.encode(sample)
             except UserError as error:

@@ -4,6 +4,8 @@ Microbatches are made of the samples alone, whatever ranks there are, so that ev
 sums.  What becomes of the losses is not known here.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -102,7 +104,8 @@ class ValidationReader:
 
     def told(self) -> ValidationPlan:
         """The same on every rank that owns data."""
-        fingerprint = f"{self.order.num_samples} of {self.dataset.fingerprint}"
+        facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
+        fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
 
     def loader(self) -> StepLoader:

@@ -23,6 +23,7 @@ from checkpoint.formats import training as files
 from checkpoint.formats.source import Source, open_training
 from checkpoint.formats.training import Manifest, Piece
 from checkpoint.formats.training_reader import TrainingDirectory
+from mm.data.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.model.load import fill, set_weight
@@ -41,6 +42,8 @@ class Progress:
 
     iteration: int
     consumed_samples: int
+    data: TrainedOn | None = None
+    """None on ranks that read none, and where a checkpoint does not say."""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What ``load`` reports to the user."""
     best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
@@ -95,6 +98,7 @@ def save(
             model=parts.stage.model,
             optimizer=_optimizer_facts(gathered) if save_optim else None,
             facts=run_facts,
+            data=progress.data.to_json() if progress.data is not None else None,
             pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
             best=dataclasses.asdict(progress.best),
         )
@@ -202,10 +206,12 @@ def load(
         return _load_random(stored, mesh) if load_rng and not finetune else ()
 
     more_notes = together(mesh, restore)
+    manifest = stored.manifest
     if finetune:
-        return Progress(0, 0, (*notes, *more_notes))
-    best = BestSoFar(**stored.manifest.best or {})
-    return Progress(stored.manifest.iteration, stored.manifest.consumed_samples, (*notes, *more_notes), best)
+        return Progress(0, 0, notes=(*notes, *more_notes))
+    data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
+    best = BestSoFar(**manifest.best or {})
+    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes), best)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:

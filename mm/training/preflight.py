@@ -14,10 +14,11 @@ from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
 from checkpoint.formats.qkv_order import QkvOrder
-from checkpoint.formats.source import open_to_train
-from checkpoint.formats.training import LATEST_FILE
+from checkpoint.formats.source import Kind, find_kind, open_to_train
+from checkpoint.formats.training import LATEST_FILE, Manifest, find_checkpoint
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
+from mm.data.contents import TrainedOn, changed
 from mm.data.dataset import Dataset, validation_dataset
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
@@ -61,6 +62,8 @@ def qkv_order(run: Run) -> QkvOrder:
 def sample_problems(run: Run, notes: list[str]) -> list[str]:
     """Problems of the samples, those for validation too; adds to ``notes`` what is strange in good ones.
 
+    It is a problem, too, when they are not those of the checkpoint from which training goes on.
+
     Makes the index of the samples, which takes minutes for a million of them; where it is there, it takes seconds.  Of
     pictures it reads headers.  Where tokenizer or processor cannot be read, which is another problem, only the form of
     the records is checked.
@@ -77,7 +80,7 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
         if len(dataset) < run.global_batch_size:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
-        notes += _picture_notes(run, dataset) if gauge is not None else []
+        notes += [*_picture_notes(run, dataset), *_data_notes(run, dataset)] if gauge is not None else []
     with collected(problems):  # with val_rate its index is made by now
         again = run.data.overwrite_cache and run.data.val_dataset is not None
         validation_dataset(replace(run.data, overwrite_cache=again), skips_bad, gauge, run.args.seed)
@@ -91,6 +94,20 @@ def _has_samples(run: Run) -> bool:
         training_sources(run.data)
         validation_sources(run.data)
     return not missing and all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path))
+
+
+def _data_notes(run: Run, dataset: Dataset) -> list[str]:
+    """What has changed since the checkpoint ``--load``.  Raises UserError unless it may."""
+    args, data = run.args, None
+    with collected([]):  # what is wrong with the checkpoint is another problem
+        if args.load is not None and not args.finetune and find_kind(args.load) is Kind.TRAINING:
+            data = Manifest.read(find_checkpoint(args.load)[0]).data
+    if data is None:
+        return []
+    then, now = TrainedOn.from_json(data), dataset.contents()
+    then.followed_by(now, 0, args.allow_new_data)
+    return [f"--allow-new-data: {change}; training goes on with the first sample" for change in changed(
+        then.datasets, now)]
 
 
 def _picture_notes(run: Run, dataset: Dataset) -> list[str]:

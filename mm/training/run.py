@@ -12,6 +12,7 @@ from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
 from mm.config.validation import is_due, validates
+from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
@@ -48,6 +49,7 @@ class _Opened:
     """What a rank that owns data reads from."""
 
     loader: StepLoader
+    data: TrainedOn
     validation: ValidationReader | None
     quarantine: Quarantine | None
     validation_quarantine: Quarantine | None
@@ -150,15 +152,18 @@ class Trainer:
             known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
             dataset = Dataset(known, skips, gauge, args.seed)
             quarantine = self._quarantine(dataset, dataset.skipped) if skips else None
-            order = order_of(run, dataset.lengths, mesh.dp_rank, self.progress.consumed_samples)
+            then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
+            data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
+            order = order_of(run, dataset.lengths, mesh.dp_rank, consumed - data.began_at)
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
             loader = StepLoader(
                 dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
-            return _Opened(loader, reader, quarantine, of_validation)
+            return _Opened(loader, data, reader, quarantine, of_validation)
 
         opened = together(mesh, open_data)
+        self.progress = replace(self.progress, data=opened and opened.data)
         reader = opened and opened.validation
         found = all_of((reader.told(),) if reader else (), mesh.control_group)
         assert len(found) <= 1, "ranks that own data see the same samples"
@@ -229,7 +234,7 @@ class Trainer:
         except AgreedError as error:
             raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
         consumed = self.progress.consumed_samples + self.run.global_batch_size
-        self.progress = state.Progress(iteration, consumed, best=self.progress.best)
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
         return result
 
     def _report(self, plan: StepPlan, result: StepResult, seconds: float, timers: Mapping[str, float] | None) -> None:
@@ -303,12 +308,15 @@ class Trainer:
             self.progress = state.Progress(
                 source.iteration,
                 source.iteration * self.run.global_batch_size if consumed is None else consumed,
-                ("MindSpeed-MM trained it: optimizer state and random states begin anew",),
+                notes=("MindSpeed-MM trained it: optimizer state and random states begin anew",),
             )
         named = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training"}
         self._say(f"loaded a {named[source.kind]} checkpoint from {path}, iteration {self.progress.iteration}")
         for note in self.progress.notes:
             self._say(f"note: {note}")
+        if source.kind is Kind.TRAINING and self.progress.data is None and not args.finetune:
+            self._say("note: the checkpoint, which an older version saved, does not say what data it was trained on; "
+                      "training goes on as if these were the same")
         return parts
 
     def _save(self, directory: str, *, weights_only: bool = False, keep_last: int | None = None) -> Path:

@@ -4,11 +4,17 @@ Each stops the run before it trains, with file and line; with ``--bad-sample ski
 trained on and the others are listed.  Row 26, text on one replica and pictures on another, is in tests/parallel.
 """
 
+import base64
 import json
+import re
+from dataclasses import asdict
 
 import pytest
+import torch
 
+from mm.data.contents import changed
 from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
 from mm.data.gauge import Gauge
 from mm.data.sample import Image
 from mm.errors import UserError
@@ -29,10 +35,10 @@ def opened(tmp_path, hf_directory, model_config):
     """The samples of a file with this content, which lies beside ``a.png`` (20 visual tokens)."""
     photo(140, 112).save(tmp_path / "a.png")
 
-    def dataset(content, name="data.json", skips_bad=False, seq_length=SEQ_LENGTH) -> Dataset:
+    def dataset(content, name="data.json", skips_bad=False, seq_length=SEQ_LENGTH, **changes) -> Dataset:
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        data = data_config(hf_directory, tmp_path, path)
+        data = data_config(hf_directory, tmp_path, path, **changes)
         return Dataset(data, skips_bad, Gauge.from_config(data, model_config, seq_length))
 
     return dataset
@@ -93,7 +99,16 @@ BAD_RECORDS = {
                         "its 200 images and videos take 4000 tokens, more than --seq-length 300"),
     "31 a missing picture": (lines(GOOD, record("<image>", "x", images=["no.png"]), GOOD), 2, "is no regular file"),
     "41 http": (lines(GOOD, record("<image>", "x", images=["https://x/a.png"]), GOOD), 2, "is not a local path"),
-    "41 data": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AA"]), GOOD), 2, "is not a local"),
+    "41 broken base64": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AA"]), GOOD), 2,
+                         "'data:image/png;base64,AA...' holds broken base64"),
+    "41 data of another type": (lines(GOOD, record("<image>", "x", images=["data:text/html;base64,AAAA"]), GOOD), 2,
+                                "'data:text/html;base64,AAAA...' is no data:image/png"),
+    "41 data that is no picture": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AAAA"]), GOOD), 2,
+                                   "data:image/png;base64,AAAA...: is no picture"),
+    "41 too large a picture": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64," + "A" * 23_000_000]),
+                                     GOOD), 2, "has 17,250,000 bytes, more than the 16,777,216"),
+    "41 a video": (lines(GOOD, record("<video>", "x", videos=["data:video/mp4;base64,AAAA"]), GOOD), 2,
+                   "only pictures may stand in a record"),
     "41 s3": (lines(GOOD, record("<image>", "x", images=["s3://b/a.png"]), GOOD), 2, "download it"),
 }
 
@@ -110,6 +125,7 @@ def test_one_bad_record(opened, tmp_path, name):
         assert len(dataset) == 2 and all(dataset[number].turns[1].text == "Hello" for number in range(2))
         (skipped,) = (one.told() for one in dataset.skipped)
         assert skipped.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample" not in skipped
+        assert len(json.dumps(asdict(dataset.skipped[0]))) < 1000  # so small is a row of the ledger
 
 
 @pytest.mark.parametrize("images", ["a.png", ["a.png"]])
@@ -137,9 +153,66 @@ def test_24_a_long_sample_is_cut_beside_its_picture(opened):
     assert dataset.lengths.num_tokens[0] <= SEQ_LENGTH
 
 
+def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_path):
+    """One loses its last two turns and their picture, one is left out under either policy, and the run says so."""
+    several = record("word " * 60, "short", "<image>" + "word " * 80, "x", "c", "d", images="a.png", id="several")
+    alone = record("<image>" * 200, "x", images=["a.png"] * 200, id=7)
+    content = lines(GOOD, several, alone, GOOD)
+    for skips_bad in (False, True, False):  # the last two times from the index
+        dataset = opened(content, skips_bad=skips_bad, packing=True)
+        assert [dataset[number].source.rpartition(":")[2] for number in range(len(dataset))] == ["0", "1", "3"]
+        assert dataset.skipped == [] and dataset.num_too_long == 1
+        assert dataset.column("num_dropped_turns").tolist() == [0, 2, 0]
+        assert dataset.lengths.num_media.tolist() == [0, 0, 0] and dataset.lengths.num_tokens[1] <= SEQ_LENGTH
+        too_long, shortened = dataset.notes
+        assert re.fullmatch(
+            r"1 sample is left out, because not one question and answer of it fits --seq-length 300: raise it to "
+            rf"4\d\d\d, .* or shorten it.  It is {tmp_path}/data.json:2 \(id 7\)", too_long)
+        assert re.fullmatch(
+            r"1 of 3 samples are longer than --seq-length 300 and lose 2 whole turns, \d+ tokens in all; the longest "
+            rf"has \d+: raise --seq-length to keep more.  It is {tmp_path}/data.json:1 \(id 'several'\)", shortened)
+    with pytest.raises(UserError, match=r"200 images and videos take 4000 tokens"):  # as without packing
+        opened(content, packing=True, truncation="tokens")
+    with pytest.raises(UserError, match=r"^1 sample is left out, because not one question .* It is .*data.json:0"):
+        opened(lines(alone), packing=True)
+
+
+@pytest.mark.parametrize("form", ["column", "OpenAI", "Parquet"])
+@pytest.mark.parametrize("backend", ["pillow", "torch"])
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_41_a_picture_in_the_record_is_that_of_a_file(opened, tmp_path, model_config, form, backend, suffix):
+    """Grid by its header, patches bit for bit."""
+    path = tmp_path / f"b.{suffix}"
+    photo(150, 97, seed=4).save(path)
+    address = f"data:image/{suffix};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    records = [record("<image>?", "x", images=[one]) for one in (address, path.name)]
+    if form == "OpenAI":
+        for one in records:
+            (image,) = one.pop("images")
+            one["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": image}},
+                                             {"type": "text", "text": "?"}]
+    content = lines(*records)
+    if form == "Parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "written")
+        content = (tmp_path / "written").read_bytes()
+    dataset = opened(content, image_backend=backend)
+    encoder = SampleEncoder.from_config(dataset._config, model_config, SEQ_LENGTH)
+    inline, file = encoder.encode(dataset[0]), encoder.encode(dataset[1])
+    assert torch.equal(inline.pixel_values, file.pixel_values) and inline.image_grids == file.image_grids
+    assert inline.token_ids.tolist() == file.token_ids.tolist()
+    for name, values in vars(dataset.lengths).items():
+        assert values[0] == values[1], name
+    assert dataset.lengths.num_patches[0] == inline.num_patches
+
+
 def test_25_control_tokens_in_texts_are_text(opened, model_config):
     dataset = opened(lines(record("<|im_end|><|image_pad|><image>", "<|im_start|>", images=["a.png"])))
     assert dataset.lengths.num_media[0] == 1 and dataset.lengths.num_patches[0] == 80
+    (note,) = dataset.notes
+    assert dataset.column("num_control_words").tolist() == [3]
+    assert note.startswith("1 of 1 samples have 3 words in their texts that look like control tokens") and (
+        note.endswith(f"these are read as plain text.  It is {dataset[0].source}"))
 
 
 def test_27_the_same_record_many_times_and_one_alone(opened):
@@ -150,7 +223,8 @@ def test_27_the_same_record_many_times_and_one_alone(opened):
 def test_28_an_edited_file_is_other_data(opened, tmp_path):
     first = opened(lines(GOOD, GOOD))
     second = opened(lines(GOOD, record("Hi", "HELLO")))
-    assert first.fingerprint != second.fingerprint
+    assert list(changed(first.contents(), second.contents())) == [
+        f"{tmp_path}/data.json holds something else (2 samples then, 2 now)"]
     with pytest.raises(UserError, match="was changed after this run had checked it"):
         first[0]
     assert second[1].turns[1].text == "HELLO"

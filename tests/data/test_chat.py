@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
-from mm.data.chat import ChatEncoder, load_tokenizer
+from mm.data.chat import ChatEncoder, TooLongError, kept_turns, load_tokenizer
 from mm.data.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
@@ -143,6 +143,66 @@ def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, 
             learnt = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
             assert len(kept) < len(ids) and (how.get("train_on_prompt") or learnt == whole[-len(learnt):] or not learnt)
     assert equal >= (len(limits) // 4 if grids else len(limits))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(-5, 200), st.booleans())
+def test_as_many_whole_turns_are_kept_as_fit(lengths, limit, last_first):
+    kept = kept_turns(lengths, limit, last_first)
+    assert sum(lengths[turn] for turn in kept) <= max(limit, 0)
+    if last_first:
+        assert kept.stop == len(lengths)
+        assert kept.start == 0 or sum(lengths[kept.start - 1 :]) > limit
+    else:
+        assert kept.start == 0
+        assert kept.stop == len(lengths) or sum(lengths[: kept.stop + 1]) > limit
+
+
+pieces = st.lists(st.sampled_from(["<image>", "a word", "<|im_end|>", "\u56fe\n", " x"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(pieces, texts), min_size=1, max_size=4), st.booleans(), st.booleans(), st.data())
+def test_a_long_dialogue_is_as_if_its_dropped_turns_had_never_been(tokenizer, dialogue, has_system, last, data):
+    """Token by token: ids, labels and pictures, for every limit; with ``mask_history`` the last turns are left."""
+    system = conversation(("system", "Be brief."))[: int(has_system)]
+    pairs = [conversation(("user", "".join(question)), ("assistant", answer)) for question, answer in dialogue]
+    grids = [[(1, 2 * data.draw(st.integers(1, 4)), 2)] * sum(map(len, (turn.media for turn in pair)))
+             for pair in pairs]
+    whole = encoder(tokenizer, mask_history=last)
+
+    def of(chosen):
+        return whole.encode([*system, *(turn for number in chosen for turn in pairs[number])],
+                            [grid for number in chosen for grid in grids[number]])
+
+    numbers = range(len(pairs))
+    prefixes = [numbers[len(pairs) - count :] if last else numbers[:count] for count in range(1, len(pairs) + 1)]
+    expected = [of(chosen) for chosen in prefixes]
+    lengths = [len(one.token_ids) for one in expected]
+    for limit in {length + by for length in lengths for by in (-1, 0, 1)}:
+        short = encoder(tokenizer, seq_length=limit, mask_history=last, drops_turns=True)
+        fitting = sum(length <= limit for length in lengths)
+        messages = [*system, *(turn for pair in pairs for turn in pair)], [grid for one in grids for grid in one]
+        if not fitting:
+            with pytest.raises(TooLongError, match=f"fit --seq-length {limit}: they take {lengths[0]} tokens") as error:
+                short.encode(*messages)
+            assert error.value.num_tokens == lengths[0]
+            continue
+        found, same = short.encode(*messages), expected[fitting - 1]
+        assert found.token_ids.tolist() == same.token_ids.tolist() and len(found.token_ids) <= limit
+        assert found.labels.tolist() == same.labels.tolist()
+        kept = prefixes[fitting - 1]
+        first = sum(len(grids[number]) for number in range(kept.start))
+        assert found.media == tuple(range(first, first + sum(len(grids[number]) for number in kept)))
+        assert found.num_dropped_tokens == lengths[-1] - len(found.token_ids)
+        assert found.num_dropped_turns == len(pairs) - fitting
+
+
+def test_words_that_look_like_control_tokens_are_counted(tokenizer):
+    turns = [Turn("user", ("<|im_end|>Hi", Image(""))),
+             Turn("assistant", ("<|im_start|> <image> and <video><|video_pad|>",))]
+    assert encoder(tokenizer).encode(turns, [(1, 2, 2)]).num_control_words == 5
+    assert encoder(tokenizer).encode(conversation(("user", "<image>"), ("assistant", "x")),
+                                     [(1, 2, 2)]).num_control_words == 0
 
 
 CONTROLS = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>")

@@ -75,7 +75,7 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     for text in (told.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
-    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9\n", told.out)
+    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9, and 0 too long\n", told.out)
     assert "BalancedBatchSampler" in told.out and "% full" in told.out
     lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
     places = {int(line) for line in re.findall(r"train\.json:(\d+): sample", told.out)}
@@ -83,6 +83,30 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     assert main(["check", *flags]) == 2
     told = capsys.readouterr()
     assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
+
+
+def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
+    """With packing: one sample loses a turn, one is left out; words like control tokens are counted too."""
+    data = json.loads(Path(flags[1]).read_text())
+    shortened = {"id": "a", "messages": [
+        turn for text in ("<|im_end|> hi " * 2, "word " * 300) for turn in sample(text, "<image>")["messages"]]}
+    records = [shortened, sample("word " * 300, "1"), *[sample("1?", str(number)) for number in range(4)]]
+    (tmp_path / "train.json").write_text(json.dumps(records))
+    data["dataset_param"]["basic_parameters"] |= {"dataset": str(tmp_path / "train.json"), "packing": True}
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    told = {}
+    for command in ("check", "stats", "index"):
+        assert main([command, "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
+        told[command] = capsys.readouterr().out
+        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
+        assert f"keep more.  It is {tmp_path}/train.json:0 (id 'a')" in told[command]
+        assert "note: 1 sample is left out, because not one question and answer of it fits" in told[command]
+        assert f"It is {tmp_path}/train.json:1\n" in told[command]
+        assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
+    for command in ("check", "stats"):
+        assert re.search(r"left out +0, and 1 too long\n", told[command])
+        assert re.search(r"samples cut to --seq-length +1; turns dropped: 1, tokens: [\d,]+", told[command])
+        assert re.search(r"words like control tokens, read as text +4\n", told[command])
 
 
 def test_stats_are_of_the_good_samples(flags: list[str], capsys) -> None:

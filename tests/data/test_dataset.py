@@ -125,7 +125,7 @@ BAD_SAMPLES = {
     "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is no regular file"),
     "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is no regular file"),
     "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
-    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "is not a local path"),
+    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "holds broken base64"),
     "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 videos"),
     "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
     "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),

@@ -40,13 +40,16 @@ def cached(write_dataset, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"mask_history": True}, {"train_on_prompt": True},
-                                     {"image_resize": "llamafactory"}, {"image_max_pixels": 60_000}])
-@pytest.mark.parametrize("seq_length", [4096, 60, 45])
+                                     {"image_resize": "llamafactory"}, {"image_max_pixels": 60_000},
+                                     {"packing": True}, {"truncation": "turns", "mask_history": True}])
+@pytest.mark.parametrize("seq_length", [4096, 90, 60, 45])
 def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes):
-    data = cached(**changes)
+    data = cached([*RECORDS, {"messages": [("system", "a"), ("user", "b"), ("assistant", "c")]}], **changes)
     gauge = Gauge.from_config(data, model_config, seq_length)
     dataset = Dataset(data, skips_bad=True, gauge=gauge)
-    assert len(dataset) >= 3
+    assert len(dataset) + dataset.num_too_long >= 3 and (data.drops_turns or not dataset.num_too_long)
+    assert seq_length != 4096 or not (dataset.column("num_dropped_tokens").any() or dataset.num_too_long)
+    whole = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096)).lengths.num_tokens
     for number in range(len(dataset)):
         microbatch = gauge.encoder.encode(dataset[number])
         totals = BatchTotals.of([microbatch], model_config.vision)
@@ -56,6 +59,8 @@ def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes)
             "num_media": totals.num_images, "num_patches": totals.num_patches,
             "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
         }
+        place = int(dataset[number].source.rpartition(":")[2])
+        assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
 
 
@@ -79,21 +84,20 @@ def test_the_second_start_finds_the_first_ones(cached, model_config, made):
     second = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
     assert made == ["data.json"]
     assert [second[number] for number in range(len(second))] == [first[number] for number in range(len(first))]
-    assert second.fingerprint == first.fingerprint
+    assert second.contents() == first.contents()
     Dataset(replace(data, overwrite_cache=True), gauge=gauge)
     assert len(made) == 2
 
 
 def test_what_the_numbers_depend_on_makes_a_new_index(cached, model_config, made, tmp_path, hf_directory):
     data = cached()
-    prints = set()
 
     def opened(data, seq_length=4096, model=model_config):
-        dataset = Dataset(data, True, Gauge.from_config(data, model, seq_length))
-        prints.add(dataset.fingerprint)
+        Dataset(data, True, Gauge.from_config(data, model, seq_length))
         return len(made)
 
     assert opened(data) == 1
+    assert opened(replace(data, max_samples=99, shuffle=False)) == 1
     assert opened(data, 4000) == 2
     assert opened(replace(data, image_max_pixels=90_000)) == 3
     assert opened(replace(data, train_on_prompt=True)) == 4
@@ -114,7 +118,8 @@ def test_what_the_numbers_depend_on_makes_a_new_index(cached, model_config, made
     path.write_text(path.read_text().replace("Hello", "HELLO"))
     assert opened(data) == 9
     assert opened(data) == 9
-    assert len(prints) == 9
+    assert opened(replace(data, packing=True)) == 10
+    assert opened(replace(data, packing=True, truncation="tokens")) == 10
 
 
 def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_config, made, tmp_path):

@@ -1,5 +1,6 @@
 """What is refused before any device is touched: broken or foreign files, and targets that must not be written."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,10 +13,14 @@ from PIL import Image
 
 from checkpoint import convert
 from checkpoint.convert import Options
+from checkpoint.formats import training as files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
 from demo.tiny_checkpoint import build
 from mm.config.run import load_run
+from mm.data.contents import TrainedOn
+from mm.data.dataset import Dataset
+from mm.data.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
 from mm.training.preflight import file_problems, sample_problems
@@ -129,6 +134,34 @@ def test_fewer_samples_than_a_step_takes_are_noted(inputs: Path):
     run = load_run(flags(inputs, "--global-batch-size", "4"), 1, {})
     assert sample_problems(run, notes) == []
     assert "1 samples are fewer than the 4 of one step: each step repeats some" in notes
+
+
+def test_other_data_than_the_checkpoints_are_found(inputs: Path):
+    """By a rate, here; an older version's checkpoint does not say, and what is missing is told elsewhere."""
+    run = load_run(flags(inputs), environment={})
+    (contents,) = Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64)).contents()
+
+    def saved(data: dict | None) -> str:
+        folder = files.begin(inputs / "save", 1, 0)
+        files.commit(folder, files.Manifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
+        return str(inputs / "save")
+
+    def found(*more: str) -> tuple[list[str], list[str]]:
+        notes: list[str] = []
+        return sample_problems(load_run(flags(inputs, *more), environment={}), notes), notes
+
+    for data in (None, TrainedOn((contents,)).to_json()):
+        assert found("--load", saved(data)) == ([], [])
+    other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
+    load = ("--load", saved(TrainedOn((other,)).to_json()))
+    (problem,), _ = found(*load)
+    what = f"other samples of {inputs}/samples.json are taken (2 then, 1 now)"
+    assert problem.startswith(f"the data are not those of the checkpoint: {what}") and "--allow-new-data" in problem
+    assert found(*load, "--finetune") == ([], [])
+    (none, (note,)) = found(*load, "--allow-new-data")
+    assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
+    (inputs / "nothing").mkdir()
+    assert found("--load", str(inputs / "hf")) == found("--load", str(inputs / "nothing")) == ([], [])
 
 
 def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
