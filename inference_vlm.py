@@ -1,27 +1,8 @@
-"""Generation under MindSpeed-MM's name: says how to generate with an export, because this version does not."""
+"""Asking the model under the name that MindSpeed-MM's scripts call: ``torchrun ... inference_vlm.py``."""
 
-import os
 import sys
 
-EXPORT = """\
-Export the weights to a Hugging Face directory, by --export-hf at the end of a training or by
-
-    mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.mm_dir SAVE_DIR --cfg.hf_config.hf_dir BASE --cfg.save_hf_dir EXPORT
-"""
-GENERATE = f"""\
-error: generation is not part of this version.  {EXPORT}
-Then generate with transformers (Qwen2_5_VLForConditionalGeneration.from_pretrained("EXPORT")), or serve it with
-
-    vllm serve EXPORT
-"""
-
-
-def refuse(message: str) -> int:
-    """Print ``message`` on the first rank of each node, and return the exit status."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(message)
-    return 2
-
+from mm.generate import main
 
 if __name__ == "__main__":
-    sys.exit(refuse(GENERATE))
+    sys.exit(main())

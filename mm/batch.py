@@ -80,6 +80,14 @@ class Microbatch:
     """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
     normalisations: tuple[Normalisation, ...] = ()
     """Of the pixels of each of ``image_grids``."""
+    feature_bytes: int = 0
+    """Of each patch, where what the ViT makes of all images was kept: then nothing goes through the ViT.  Else 0."""
+    features: Tensor | None = None
+    """uint8 [num_patches, feature_bytes]: what was kept, in place of ``pixel_values`` and in their order; in a
+    ``StepPlan`` of the images that ``image_ranks`` gives this rank; None on every rank without the projector."""
+    feature_keys: tuple[str, ...] = ()
+    """For each image, 32 hexadecimal digits under which what the ViT makes of it is to be kept, or "" where it is kept
+    already; () where nothing is to be kept."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -90,6 +98,7 @@ class Microbatch:
         """
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
+        features = [one.features for one in ordered if one.features is not None]
         return cls(
             token_ids=torch.cat([one.token_ids for one in ordered]),
             labels=torch.cat([one.labels for one in ordered]),
@@ -100,6 +109,9 @@ class Microbatch:
             num_cut_images=sum(one.num_cut_images for one in ordered),
             samples=tuple(number for one in ordered for number in one.samples),
             normalisations=tuple(rule for one in ordered for rule in one.normalisations),
+            feature_bytes=max(one.feature_bytes for one in ordered),
+            features=torch.cat(features) if features else None,
+            feature_keys=tuple(key for one in ordered for key in one.feature_keys),
         )
 
     @property
@@ -109,6 +121,11 @@ class Microbatch:
     @property
     def num_patches(self) -> int:
         return sum(t * h * w for t, h, w in self.image_grids)
+
+    @property
+    def skips_vision(self) -> bool:
+        """Whether its ``features`` are there, so that the ViT has nothing to do."""
+        return self.feature_bytes > 0
 
     @property
     def num_target_tokens(self) -> int:
@@ -134,22 +151,28 @@ class BatchTotals:
     """Pairs in full-attention ViT layers: squares of the patches of each image's temporal slices."""
     num_window_pairs: int
     """Pairs in window-attention ViT layers."""
+    num_cached_images: int = 0
+    """Images that skip the ViT; none of their patches has pairs."""
+    num_cached_patches: int = 0
 
     @classmethod
     def of(cls, microbatches: list[Microbatch], vision: VisionConfig) -> "BatchTotals":
-        grids = [grid for m in microbatches for grid in m.image_grids]
+        cached = [m for m in microbatches if m.skips_vision]
+        computed = [grid for m in microbatches if not m.skips_vision for grid in m.image_grids]
         window = vision.window_attn_size // vision.patch_size
         return cls(
             num_tokens=sum(m.num_tokens for m in microbatches),
             num_patches=sum(m.num_patches for m in microbatches),
-            num_images=len(grids),
+            num_images=sum(len(m.image_grids) for m in microbatches),
             num_cut_images=sum(m.num_cut_images for m in microbatches),
             num_target_tokens=sum(m.num_target_tokens for m in microbatches),
             num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
             num_microbatches=len(microbatches),
             num_causal_pairs=sum(s * (s + 1) // 2 for m in microbatches for s in m.segment_lengths),
-            num_image_pairs=sum(map(image_pairs, grids)),
-            num_window_pairs=sum(window_pairs(grid, window) for grid in grids),
+            num_image_pairs=sum(map(image_pairs, computed)),
+            num_window_pairs=sum(window_pairs(grid, window) for grid in computed),
+            num_cached_images=sum(len(m.image_grids) for m in cached),
+            num_cached_patches=sum(m.num_patches for m in cached),
         )
 
 

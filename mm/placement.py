@@ -68,6 +68,10 @@ class Placement:
         return next(spec.stage for spec in self.slots if spec.has_patch_embedding)
 
     @property
+    def projector_stage(self) -> int:
+        return next(spec.stage for spec in self.slots if spec.has_projector)
+
+    @property
     def embedding_slot(self) -> StageSpec:
         return next(spec for spec in self.slots if spec.has_embedding)
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from mm.config.flags import Arguments, flag_name
+from mm.config.command_line import flag_name
+from mm.config.flags import Arguments
 from mm.config.schema import fields_of
 from tests.launch import ROOT
 from tests.test_examples import recorded, run_script

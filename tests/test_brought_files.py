@@ -174,15 +174,103 @@ def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / "save_dir" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
 
 
-@pytest.mark.parametrize(("program", "what"), [
-    ("inference_vlm.py", "vllm serve EXPORT"), ("evaluate_vlm.py", "VLMEvalKit"),
-])
-def test_programs_that_are_not_here_say_what_to_do(program: str, what: str) -> None:
-    done = run([sys.executable, program, "--mm-model", "m.json"])
+INFERENCE = """\
+#!/bin/bash
+source /usr/local/Ascend/no_such_toolkit/set_env.sh
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+NPUS_PER_NODE=2
+MASTER_ADDR=localhost
+MASTER_PORT={port}
+NNODES=1
+NODE_RANK=0
+WORLD_SIZE=$(($NPUS_PER_NODE*$NNODES))
+
+MM_MODEL="{inputs}/inference.json"
+LOAD_PATH="{inputs}/mm"
+
+TP=1
+PP=2
+CP=1
+MBS=1
+GRAD_ACC_STEP=1
+DP=$(($WORLD_SIZE/$TP/$PP/$CP))
+GBS=$(($MBS*$GRAD_ACC_STEP*$DP))
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS_PER_NODE \\
+    --nnodes $NNODES \\
+    --node_rank $NODE_RANK \\
+    --master_addr $MASTER_ADDR \\
+    --master_port $MASTER_PORT
+"
+
+GPT_ARGS="
+    --use-mcore-models \\
+    --tensor-model-parallel-size ${{TP}} \\
+    --pipeline-model-parallel-size ${{PP}} \\
+    --micro-batch-size ${{MBS}} \\
+    --global-batch-size ${{GBS}} \\
+    --tokenizer-type NullTokenizer \\
+    --vocab-size 152064 \\
+    --seq-length 1024 \\
+    --make-vocab-size-divisible-by 1 \\
+    --normalization RMSNorm \\
+    --use-fused-rmsnorm \\
+    --swiglu \\
+    --use-fused-swiglu \\
+    --seed 42 \\
+    --load $LOAD_PATH \\
+    --variable-seq-lengths \\
+    --use-flash-attn \\
+    --no-load-optim \\
+    --no-load-rng
+"
+
+MM_ARGS="
+    --mm-model $MM_MODEL
+"
+
+OUTPUT_ARGS="
+    --log-interval 1 \\
+    --save-interval 10000 \\
+    --eval-interval 10000 \\
+    --eval-iters 5000 \\
+"
+
+torchrun $DISTRIBUTED_ARGS inference_vlm.py \\
+    $GPT_ARGS \\
+    $MM_ARGS \\
+    $OUTPUT_ARGS \\
+    --distributed-backend nccl
+"""
+"""In the form of MindSpeed-MM's scripts that ask the model."""
+
+
+def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
+    """On two stages with the ViT on both; the answer is that of one process from the Hugging Face directory."""
+    trained_by_the_peer(write_inputs(tmp_path))
+    inference = json.loads((ROOT / "examples" / "qwen2.5vl" / "inference_qwen2_5_vl_tiny.json").read_text())
+    inference["tokenizer"]["from_pretrained"] = str(tmp_path / "hf")
+    inference |= {"device": "npu", "dtype": "bf16", "image_path": str(tmp_path / "1_0.png")}
+    (tmp_path / "inference.json").write_text(json.dumps(inference))
+    script = tmp_path / "inference.sh"
+    script.write_text(INFERENCE.format(inputs=tmp_path, port=free_port()))
+    done = run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: command line: it concerns training" in done.stderr
+    alone = run([sys.executable, "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
+                 "--mm-model", str(tmp_path / "inference.json")])
+    assert alone.returncode == 0 and len(alone.stdout) > 1, alone.stderr
+    assert done.stdout == alone.stdout
+
+
+def test_a_program_that_is_not_here_says_what_to_do() -> None:
+    done = run([sys.executable, "evaluate_vlm.py", "--mm-model", "m.json"])
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "mm-convert Qwen2_5_VLConverter mm_to_hf" in done.stderr
-    assert what in done.stderr
-    assert run([sys.executable, program], LOCAL_RANK="1").stderr == ""
+    assert "VLMEvalKit" in done.stderr
+    assert run([sys.executable, "evaluate_vlm.py"], LOCAL_RANK="1").stderr == ""
 
 
 LLAVA = [

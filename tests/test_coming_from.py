@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments, flag_name
+from mm.config.flags import Arguments
 from mm.config.foreign import DATA_KEYS, FLAGS, MODEL_KEYS, Fixed, FlagRow, SameAs
+from mm.config.generate import GENERATE
+from mm.config.inference import INFERENCE_KEYS, InferenceConfig
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of
 from tests.launch import ROOT
@@ -47,6 +50,16 @@ def keys_table() -> str:
     return table("key", words)
 
 
+def inference_table() -> str:
+    """What an ``inference_*.json`` has beside the model."""
+    words = {path: f"taken: {expected(field)}" for name, (path, *_), field in settings_of(InferenceConfig)
+             if not name.startswith("model.")}
+    for where, rows in INFERENCE_KEYS.items():
+        words |= {f"{where}.{key}".lstrip("."): said(row) for key, row in rows.items()
+                  if key not in MODEL_KEYS.get(where, {})}
+    return table("key", words)
+
+
 def table(name: str, words: Mapping[str, str]) -> str:
     rows = "".join(f"| `{word}` | {what.replace('|', '/')} |\n" for word, what in sorted(words.items()))
     return f"| {name} | here |\n| --- | --- |\n{rows}"
@@ -55,6 +68,7 @@ def table(name: str, words: Mapping[str, str]) -> str:
 def tables() -> Iterator[tuple[str, str]]:
     yield "flags", flags_table()
     yield "keys", keys_table()
+    yield "inference keys", inference_table()
 
 
 def rewritten(text: str) -> str:
@@ -67,16 +81,16 @@ def rewritten(text: str) -> str:
 def test_the_tables_are_those_of_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == rewritten(text), "run python -m tests.test_coming_from"
-    assert text.count("<!-- end -->") == 2
+    assert text.count("<!-- end -->") == 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_word_of_ours_exists(page) -> None:
     """In the right columns of the tables: flags, and keys of the JSON files."""
-    known = {flag_name(name) for name in fields_of(Arguments)} | FLAGS.keys()
-    keys = {part for _, paths, _ in (*settings_of(ModelConfig), *settings_of(DataConfig))
+    known = {flag_name(name) for name in fields_of(Arguments)} | FLAGS.keys() | GENERATE.fields.keys()
+    keys = {part for _, paths, _ in (*settings_of(InferenceConfig), *settings_of(DataConfig))
             for path in paths for part in path.split(".")}
-    keys |= {part for tables in (MODEL_KEYS, DATA_KEYS) for path in tables for part in path.split(".")}
+    keys |= {part for tables in (INFERENCE_KEYS, DATA_KEYS) for path in tables for part in path.split(".")}
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     ours = re.findall(r"`([^`]+)`", " ".join(right for _, right in rows))
     assert {word for one in ours for word in re.findall(r"--[a-z][\w-]*", one)} <= known

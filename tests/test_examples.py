@@ -10,8 +10,10 @@ import pytest
 
 from mm.config.data import read_data
 from mm.config.flags import parse
+from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.config.run import load_run
+from mm.generation.layout import placed
 from mm.plan.stages import num_model_params, stage_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,14 +41,16 @@ LINE = (
 )
 
 
-def run_script(tmp_path, size: str, *flags: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
-    """Run a training script with a recorder as its Python; return the outcome and what Python was given."""
+def run_script(
+    tmp_path, size: str, *flags: str, script: str = "finetune", **environment: str
+) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """Run a script with a recorder as its Python; return the outcome and what Python was given."""
     python, record = tmp_path / "python with space", tmp_path / "argv"
     python.write_text(STAND_IN)
     python.chmod(0o755)
     inherited = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     outcome = subprocess.run(
-        ["bash", str(EXAMPLES / f"finetune_qwen2_5_vl_{size}.sh"), *flags],
+        ["bash", str(EXAMPLES / f"{script}_qwen2_5_vl_{size}.sh"), *flags],
         env=inherited | {"PYTHON": str(python), "RECORD": str(record), "LOG_DIR": str(tmp_path / "logs"),
                          "SAVE_PATH": str(tmp_path / "save dir")} | environment,
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
@@ -308,6 +312,24 @@ def test_settings_of_the_allocators(tmp_path, size):
     assert [recorded(tmp_path)[name] for name in names] == ["a:1", "b:2"]
     run_script(tmp_path, size, "--dry-run", PYTORCH_ALLOC_CONF="c:3")
     assert recorded(tmp_path).keys().isdisjoint(names)
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [("3b", 1), ("7b", 1), ("32b", 2), ("72b", 4), ("tiny", 2)])
+def test_scripts_that_ask_launch_flags_that_load(tmp_path, monkeypatch, size, num_stages):
+    monkeypatch.chdir(ROOT)
+    outcome, argv = run_script(tmp_path, size, "--prompt", "a b", script="inference", LOAD_PATH=str(tmp_path))
+    assert outcome.returncode == 0, outcome.stderr
+    launcher, flags = argv[: argv.index("inference_vlm.py")], argv[argv.index("inference_vlm.py") + 1 :]
+    assert (launcher[:2] == ["-m", "torch.distributed.run"]) == (num_stages > 1)
+    asking = load_asking(flags, environment={"WORLD_SIZE": str(num_stages)})
+    assert asking.args.prompt == "a b" and asking.inference is not None
+    model, notes = placed(asking.inference.model, 1, asking.args.pipeline_model_parallel_size, num_stages)
+    assert (model, notes) == (asking.inference.model, ())
+
+
+def test_wrong_sizes_of_a_script_that_asks_are_refused(tmp_path):
+    outcome, argv = run_script(tmp_path, "7b", script="inference", TP="x")
+    assert (outcome.returncode, argv) == (2, []) and "TP is 'x'" in outcome.stderr
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)

@@ -1,7 +1,8 @@
-# What all training scripts share: environment, nodes, launch, and the figures at the end.
+# What all scripts share: environment, nodes, launch, and of training scripts the figures at the end.
 #
-# A script sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the environment), calls
-# `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
+# A script that trains sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the
+# environment), calls `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
+# One that asks the model sets NPUS_PER_NODE, NNODES, TP, PP, MM_MODEL and LOAD_PATH, and ends with `ask "$@"`.
 #
 # The global batch is MBS x GRAD_ACC_STEP x DP samples; GBS given alone decides GRAD_ACC_STEP.  How the batch is cut
 # into microbatches does not change the result: samples are packed, never padded, each attends to itself alone, and the
@@ -147,6 +148,19 @@ launch() {
     fi
     report_speed "$log" "$GBS"
     exit "$status"
+}
+
+# ask FLAGS...: put questions to the model of the script's variables, on NNODES x NPUS_PER_NODE devices, with FLAGS.
+ask() {
+    local name wrong=() flags=(--mm-model "$MM_MODEL" --load "$LOAD_PATH"
+        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" "$@")
+    for name in NPUS_PER_NODE NNODES TP PP MASTER_PORT; do
+        [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
+    done
+    ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
+    if ((NPUS_PER_NODE * NNODES == 1)); then exec "$PYTHON" inference_vlm.py "${flags[@]}"; fi
+    exec "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" \
+        --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" inference_vlm.py "${flags[@]}"
 }
 
 # mean_of NAME LOG: mean of the numbers after `NAME:`, over lines 51 to 150 that have it (or the last 100 of fewer).

@@ -4,37 +4,23 @@ Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-styl
 help.  Flags of other programs that do nothing here are in ``mm.config.foreign``.
 """
 
-import argparse
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 
-from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
+from mm.config.command_line import CommandLine
+from mm.config.foreign import FLAGS
 from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
-from mm.config.schema import (
-    NUMBERS,
-    STRICT,
-    Count,
-    NotNegative,
-    Number,
-    Patterns,
-    Positive,
-    choices,
-    converted,
-    expected,
-    fields_of,
-)
-from mm.errors import nearest, refuse
+from mm.config.schema import NUMBERS, STRICT, Count, NotNegative, Number, Patterns, Positive
 
 NaturalNumber = Annotated[int, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
+DeviceName = Literal["auto", "npu", "cuda", "cpu"]
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
@@ -54,8 +40,13 @@ class Arguments:
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
+    vision_feature_cache: str | None = Field(None, description=(
+        "directory that keeps what a wholly frozen ViT makes of each picture and video, for later epochs and runs"))
+    vision_feature_cache_gib: Positive | None = Field(
+        None, description="most that it may hold, in GiB; absent = until the disk is full")
+
     # Machines
-    device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="what to run on")
+    device: DeviceName = Field("auto", description="what to run on")
     world_size: Count | None = Field(
         None, description="ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
@@ -212,145 +203,15 @@ class Arguments:
             self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
 
 
-def flag_name(field_name: str) -> str:
-    """``lr_decay_style`` -> ``--lr-decay-style``."""
-    return "--" + field_name.replace("_", "-")
-
-
-_FIELDS = {flag_name(name): field for name, field in fields_of(Arguments).items()}
-
-
-class Words(NamedTuple):
-    """The command line, split and unchecked."""
-
-    given: Mapping[str, list[list[str]]]
-    """Known flag -> the words after it, one list for each time that it is given."""
-    strays: Sequence[str]
-    """Unknown flags and words that belong to no flag."""
-
-    def last(self, flag: str) -> str | None:
-        """The value of a flag, unchecked; None where there is none."""
-        return next(iter(self.given.get(flag, [[]])[-1]), None)
+TRAIN = CommandLine(
+    "mm.train", "Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
+    "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X [flags]", Arguments,
+    FLAGS)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line; raises UserError with every problem of single flags."""
-    return read_flags(split(argv))
-
-
-def split(argv: Sequence[str]) -> Words:
-    """Split the command line into flags and their values."""
-    found, strays = _parser().parse_known_args(list(argv))
-    return Words(vars(found), strays)
-
-
-def read_flags(words: Words) -> Arguments:
-    """Check each flag alone; raises UserError with every problem.  Rules between flags are in ``flag_problems``."""
-    problems = _stray_problems(words.strays)
-    values: dict[str, Any] = {}
-    for flag, occurrences in words.given.items():
-        last, row = occurrences[-1], FLAGS.get(flag)
-        ours = row.flag if isinstance(row, SameAs) else flag
-        match row:
-            case Inert():
-                pass
-            case Fixed((), why):
-                problems.append(f"{flag} is not available here: {why}")
-            case Fixed(supported, why):
-                if last != list(supported):
-                    value = " ".join(last)
-                    problems.append(f"{flag} is {value if value.isdecimal() else repr(value)}; {why}")
-            case _ if problem := _value_problem(flag, _FIELDS[ours], occurrences):
-                problems.append(problem)
-            case _:
-                value = last if _takes_many(_FIELDS[ours]) else last[0] if last else True
-                values[ours.removeprefix("--").replace("-", "_")] = value
-    problems += (f"{flag} is missing: {field.description}" for flag, field in _FIELDS.items()
-                 if field.is_required() and flag not in words.given)
-    refuse(problems)
-    return TypeAdapter(Arguments).validate_python(values)
-
-
-def usage_notes(words: Words) -> Iterator[str]:
-    """Which flags have no effect, or are given more than once."""
-    inert: dict[str, list[str]] = {}
-    for flag, occurrences in words.given.items():
-        row = FLAGS.get(flag)
-        if isinstance(row, Inert):
-            inert.setdefault(row.why, []).append(flag)
-        elif any(one != occurrences[-1] for one in occurrences):
-            texts = ", ".join(" ".join(one) for one in occurrences)
-            yield f"command line: {flag} is given more than once ({texts}); the last one counts"
-    yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
-
-
-def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) -> str | None:
-    """What is wrong with the words that follow a flag."""
-    last = occurrences[-1]
-    if field.annotation is bool:
-        given = [word for one in occurrences for word in one]
-        return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
-    if field.title == NUMBERS:
-        return None if last and all(word.isdecimal() for word in last) else (
-            f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")
-    if _takes_many(field):
-        legal = choices(field)
-        if not last or not all(word.strip() for word in last):
-            return f"{flag} has an empty word; expected {expected(field)}"
-        wrong = next((word for word in last if legal and word not in legal), None)
-        return None if wrong is None else f"{flag} has {wrong!r}; expected {expected(field)}{nearest(wrong, legal)}"
-    if len(last) != 1:
-        what = f"has {len(last)} values ({' '.join(last)})" if last else "has no value"
-        return f"{flag} {what}; expected one: {field.description}"
-    legal = expected(field).removesuffix(" or null")
-    if legal == "a string" and not last[0].strip():
-        return f"{flag} is empty; expected {field.description}"
-    try:
-        converted(last[0], field, strict=False)
-    except ValidationError as error:
-        kind = error.errors()[0]["type"]
-        is_word = kind == "literal_error" or kind.endswith("_parsing")
-        return f"{flag} is {repr(last[0]) if is_word else last[0]}; expected {legal}"
-    return None
-
-
-def _takes_many(field: FieldInfo) -> bool:
-    return typing.get_origin(field.annotation) is tuple
-
-
-class _Help(argparse.HelpFormatter):
-    """Shows one value per flag, although the parser takes any number of them."""
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return str(action.metavar or "")
-
-
-def _parser() -> argparse.ArgumentParser:
-    """All known flags, each taking any number of strings: values are checked later, all of them at once."""
-    parser = argparse.ArgumentParser(
-        "mm.train", description="Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
-        usage="%(prog)s --mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X "
-              "[flags]",
-        allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
-    for flag, field in _FIELDS.items():
-        is_switch = field.annotation is bool
-        has_default = field.default not in (None, ()) and not is_switch and not field.is_required()
-        shown = str(field.default).strip("(,)")
-        default = f" (default {shown})" if has_default else ""
-        metavar = "" if is_switch else "|".join(choices(field)) or flag.rpartition("-")[2].upper()
-        parser.add_argument(flag, dest=flag, nargs="*", action="append", metavar=metavar,
-                            help=f"{field.description}{default}".replace("%", "%%"))
-    for flag in FLAGS:
-        parser.add_argument(flag, dest=flag, nargs="*", action="append", help=argparse.SUPPRESS)
-    return parser
-
-
-def _stray_problems(strays: Sequence[str]) -> list[str]:
-    """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""
-    known = [*_FIELDS, *(flag for flag, row in FLAGS.items() if not isinstance(row, Fixed))]
-    lost = [f"{word!r} on the command line belongs to no flag" for word in strays[:1] if not word.startswith("-")]
-    unknown = [word.partition("=")[0] for word in strays if word.startswith("-")]
-    return lost + [f"{flag} is not a known flag{nearest(flag, known)}; see --help" for flag in unknown]
+    return TRAIN.read(TRAIN.split(argv))
 
 
 def flag_problems(args: Arguments) -> Iterator[str]:

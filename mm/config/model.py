@@ -249,12 +249,18 @@ def read_model(path: str | Path) -> Read[ModelConfig]:
     MindSpeed-MM's files for video name the video token as ``img_context_token_id``, because it fills one kind of token
     only.  Here both kinds are filled, so pictures have their published token then.
     """
-    read = read_settings(path, ModelConfig, MODEL_KEYS, _problems)
-    if read.value.image_token_id != read.value.video_token_id:
-        return read
-    note = (f"{path}: img_context_token_id is {read.value.video_token_id}, the token of videos, which are found by "
+    read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
+    model, notes = with_picture_token(read.value, path)
+    return replace(read, value=model, notes=(*read.notes, *notes))
+
+
+def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model of the file ``path`` with a token of pictures that is not that of videos, and what is told of that."""
+    if model.image_token_id != model.video_token_id:
+        return model, ()
+    note = (f"{path}: img_context_token_id is {model.video_token_id}, the token of videos, which are found by "
             f"video_token_id; pictures are found by {_IMAGE_TOKEN_ID}")
-    return replace(read, value=replace(read.value, image_token_id=_IMAGE_TOKEN_ID), notes=(*read.notes, note))
+    return replace(model, image_token_id=_IMAGE_TOKEN_ID), (note,)
 
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
@@ -272,7 +278,7 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
         yield f"{prefix}modules only goes with {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
-def _problems(model: ModelConfig) -> Iterator[str]:
+def model_problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
     for key, tower in (("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
+from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, Words, flag_name, flag_problems, read_flags, split, usage_notes
+from mm.config.flags import TRAIN, Arguments, flag_problems
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
@@ -133,9 +134,9 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
     ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
     """
-    words = split(argv)
+    words = TRAIN.split(argv)
     problems: list[str] = []
-    args = _attempt(read_flags, words, problems)
+    args = _attempt(TRAIN.read, words, problems)
     problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
@@ -147,7 +148,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*usage_notes(words), *_notes(args), *sampling_notes(args, data.value),
+    notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *_frozen_notes(args, model.value), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
@@ -369,6 +370,8 @@ def _notes(args: Arguments) -> Iterator[str]:
     if args.save is None:
         interval = f", and --save-interval {args.save_interval} has no effect" if args.save_interval else ""
         yield f"command line: no --save, so no checkpoint will be written{interval}"
+    if args.vision_feature_cache_gib is not None and args.vision_feature_cache is None:
+        yield "command line: --vision-feature-cache-gib has no effect without --vision-feature-cache"
     if args.lr_scale_modules and args.lr_mult == 1.0:
         yield "command line: --lr-scale-modules has no effect without --lr-mult"
     if args.lr_mult != 1.0 and not args.lr_scale_modules:

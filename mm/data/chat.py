@@ -133,17 +133,11 @@ class ChatEncoder:
         and the later ones of the question are dropped.  Raises UserError when the chat template does not show every
         answer, picture and video, and TooLongError when no turn would be left.
         """
-        whole = "".join(turn.text for turn in turns)
-        mask, masked = next(one for one in _MASKS if one not in whole), _CONTROL.findall(whole)
-        turns = [Turn(turn.role, tuple(_CONTROL.sub(mask, part) if isinstance(part, str) else part
-                                       for part in turn.parts)) for turn in turns]
+        turns, mask, masked = _masked(turns)
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
         token_ids, offsets = self._tokens(text, mask, masked)
-        # The template writes one token per picture or video; the model reads one per merged patch.
-        places = self._media_places(token_ids, turns)
-        repeats = np.ones(len(token_ids), dtype=np.int64)
-        repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
+        places, repeats = self._repeats(token_ids, turns, grids)
         token_ids, ends = np.repeat(token_ids, repeats), np.cumsum(repeats)
         media = [range(end - size - 1, end + 1) for end, size in zip(ends[places], repeats[places], strict=True)]
         answers = [_covered(offsets, ends, span) for span in spans]
@@ -162,6 +156,28 @@ class ChatEncoder:
         return EncodedText(
             torch.from_numpy(token_ids), torch.from_numpy(labels), kept_media, len(is_kept) - len(token_ids),
             num_dropped_turns, len(masked) + _num_placeholders(turns))
+
+    def encode_prompt(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
+        """Encode a conversation that ends with a question, up to where its answer begins; nothing is cut, nor learnt.
+
+        Raises UserError when the chat template does not show every picture and video.
+        """
+        turns, mask, masked = _masked(turns)
+        token_ids, _ = self._tokens(self.render(turns, asks=True), mask, masked)
+        token_ids = torch.from_numpy(np.repeat(token_ids, self._repeats(token_ids, turns, grids)[1]))
+        return EncodedText(token_ids, torch.full_like(token_ids, IGNORE_INDEX), tuple(range(len(grids))), 0, 0,
+                           len(masked) + _num_placeholders(turns))
+
+    def _repeats(
+        self, token_ids: np.ndarray, turns: Sequence[Turn], grids: Sequence[Grid]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where pictures and videos stand, and how often each token is to be there, int64 [num_tokens].
+
+        The template writes one token per picture or video; the model reads one per merged patch.
+        """
+        places, repeats = self._media_places(token_ids, turns), np.ones(len(token_ids), dtype=np.int64)
+        repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
+        return places, repeats
 
     def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
         """Where the one token of each picture and video of ``turns`` stands."""
@@ -216,13 +232,17 @@ class ChatEncoder:
             is_kept[start:stop] = is_kept[answer.start : answer.start + num_answer] = True
         return is_kept, kept.count((0, 0))
 
-    def render(self, turns: Sequence[Turn]) -> str:
-        """The conversation as the chat template writes it, with one token per picture and video."""
+    def render(self, turns: Sequence[Turn], asks: bool = False) -> str:
+        """The conversation as the chat template writes it, with one token per picture and video.
+
+        ``asks``: it ends where an answer begins.
+        """
         messages = [
             {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
         ]
         try:
-            return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False))
+            return cast(str, self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asks))
         except TemplateError as error:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
@@ -244,6 +264,14 @@ def _too_long(num_tokens: int, seq_length: int) -> TooLongError:
         f"--seq-length, show fewer or smaller images and videos (image_max_pixels), or shorten the sample.")
     error.num_tokens = num_tokens
     return error
+
+
+def _masked(turns: Sequence[Turn]) -> tuple[list[Turn], str, list[str]]:
+    """``turns`` with a mask in the place of each control token that a text holds, the mask, and these tokens."""
+    whole = "".join(turn.text for turn in turns)
+    mask = next(one for one in _MASKS if one not in whole)
+    return [Turn(turn.role, tuple(_CONTROL.sub(mask, part) if isinstance(part, str) else part for part in turn.parts))
+            for turn in turns], mask, _CONTROL.findall(whole)
 
 
 def _contents(turn: Turn) -> list[dict[str, str]]:

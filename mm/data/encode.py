@@ -1,6 +1,8 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, load_tokenizer
+from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, EncodedText, load_tokenizer
 from mm.data.image import ImageProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.data.video import VideoPlan, VideoProcessor
@@ -85,44 +87,65 @@ class SampleEncoder:
         return cls(chat, images, videos, vision.tokens_per_second)
 
     def encode(self, sample: Sample) -> Microbatch:
-        """One sample as a microbatch of one segment.
+        """One sample as a microbatch of one segment; raises UserError as ``outline`` and ``filled`` do."""
+        return self.filled(self.outline(sample))
 
-        Pictures and videos that fall to the cut at ``seq_length`` are not decoded.  Raises UserError naming the sample
-        and, where it is one's fault, the picture or video; ``ChatEncoder.encode`` says when.
+    def filled(self, outline: "Outline") -> Microbatch:
+        """With pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
+        with _named(outline.source):
+            pixels = [self._pixels(one) for one in outline.media]
+        return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
+
+    def outline(self, sample: Sample) -> "Outline":
+        """One sample without its pixels, from headers of its media.
+
+        Raises UserError naming the sample and, where it is one's fault, the picture or video; ``ChatEncoder.encode``
+        says when.
         """
-        try:
+        return self._outline(sample, self.chat.encode)
+
+    def encode_prompt(self, prompt: Sample) -> Microbatch:
+        """As ``encode``, of a ``prompt``, whose last turn is a question: it is whole, and nothing is learnt."""
+        return self.filled(self._outline(prompt, self.chat.encode_prompt))
+
+    def prompt_length(self, prompt: Sample) -> int:
+        """Tokens that a prompt has, by the headers of its pictures and videos.  Raises UserError as ``encode`` does."""
+        with _named(prompt.source):
+            planned = [self.planned(one) for one in prompt.media]
+            return len(self.chat.encode_prompt(prompt.turns, [one.grid for one in planned]).token_ids)
+
+    def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
+        with _named(sample.source):
             planned = [self.planned(one) for one in sample.media]
-            text = self.chat.encode(sample.turns, [one.grid for one in planned])
-            kept = [planned[number] for number in text.media]
-            pixels = [self._pixels(one) for one in kept]
-        except UserError as error:
-            raise UserError(f"{sample.source}: {problem}" for problem in error.problems) from error
+            text = encode(sample.turns, [one.grid for one in planned])
+        kept = tuple(planned[number] for number in text.media)
         grids = tuple(one.grid for one in kept)
         seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
         positions = mrope_positions(
             text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size,
             VideoTimes(self.chat.video_token_id, self.tokens_per_second, seconds),
         )
-        return Microbatch(
+        microbatch = Microbatch(
             token_ids=text.token_ids,
             labels=text.labels,
             positions=positions,
             segment_lengths=(text.token_ids.numel(),),
             image_grids=grids,
-            pixel_values=torch.cat(pixels) if pixels else None,
+            pixel_values=None,
             num_cut_images=len(planned) - len(kept),
             normalisations=tuple(self.videos.normalisation if isinstance(one, VideoPlan) else self.images.normalisation
                                  for one in kept),
         )
+        return Outline(microbatch, kept, sample.source)
 
-    def planned(self, media: Media) -> "_ImagePlan | VideoPlan":
+    def planned(self, media: Media) -> "ImagePlan | VideoPlan":
         """What will be made of a picture or video, by its header.  Raises UserError naming its file."""
         if isinstance(media, Video):
             return self.videos.plan(media)
         processor = self.images.within(media)
-        return _ImagePlan(media.path, processor, processor.image_grid(media.path))
+        return ImagePlan(media.path, processor, processor.image_grid(media.path))
 
-    def _pixels(self, planned: "_ImagePlan | VideoPlan") -> Tensor:
+    def _pixels(self, planned: "ImagePlan | VideoPlan") -> Tensor:
         if isinstance(planned, VideoPlan):
             return self.videos.patches(planned)
         patches, grid = planned.processor.patches(planned.path)
@@ -132,10 +155,31 @@ class SampleEncoder:
         return patches
 
 
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """What is raised inside names the sample of ``source``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source}: {problem}" for problem in error.problems) from error
+
+
 @dataclass(frozen=True)
-class _ImagePlan:
+class ImagePlan:
     """A picture whose pixels are not decoded yet."""
 
     path: str | Inline
     processor: ImageProcessor
     grid: Grid
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A sample without its pixels."""
+
+    microbatch: Microbatch
+    """Of one segment."""
+    media: tuple[ImagePlan | VideoPlan, ...]
+    """One for each of its grids: what falls to the cut at ``seq_length`` is not among them, and not decoded."""
+    source: str
+    """As ``Sample.source``."""

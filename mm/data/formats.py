@@ -55,15 +55,20 @@ _USUAL_TAGS = (
 )
 
 
-def read_sample(record: Any, attr: Attributes, media: Finder, source: str) -> Sample:
-    """``record`` as a sample that names itself ``source``.  Raises UserError for a record that is none."""
+def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_prompt: bool = False) -> Sample:
+    """``record`` as a sample that names itself ``source``.  Raises UserError for a record that is none.
+
+    A prompt ends with a question: an answer after it is left out.
+    """
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {_expected_column(attr)!r}.")
     if record.get("audios"):
         raise UserError("has 'audios', which this version does not support; remove it or the sample.")
     said, tags = _said(record, attr)
     said = _with_system_column(said, record, attr)
-    _check_order([role for role, _ in said], tags)
+    if is_prompt and said[-1:] and said[-1][0] == "assistant":
+        said = said[:-1]
+    _check_order([role for role, _ in said], tags, is_prompt)
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in _KINDS}
     _check_counts(said, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
@@ -159,7 +164,7 @@ def _with_system_column(said: list[Said], record: dict[str, Any], attr: Attribut
     return said[1:] if said[0] == ("system", ()) else said
 
 
-def _check_order(roles: list[str], tags: _Tags) -> None:
+def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
     if roles and roles[0] == "system":
         roles = roles[1:]
     for number, role in enumerate(roles):
@@ -169,7 +174,10 @@ def _check_order(roles: list[str], tags: _Tags) -> None:
                 f"turn {number} is of {tags.word(role)!r}; expected {tags.word(expected)!r}: turns alternate, "
                 f"beginning with {tags.word('user')!r}, and only the first message may be the system's."
             )
-    if len(roles) % 2 or not roles:
+    if is_prompt:
+        if len(roles) % 2 == 0:
+            raise UserError(f"has no turn of {tags.word('user')!r} at its end; there is nothing to answer.")
+    elif len(roles) % 2 or not roles:
         raise UserError(f"ends without a turn of {tags.word('assistant')!r}; there is nothing to learn from it.")
 
 

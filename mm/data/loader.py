@@ -1,13 +1,18 @@
 """Optimizer steps' worth of microbatches, prepared ahead by worker processes (``mm.data.workers``)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 
 from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
+from mm.data.encode import Outline, SampleEncoder
+from mm.data.features import FeatureCache
 from mm.data.order import Step
 from mm.data.quarantine import BadSample
 from mm.data.workers import Prepared
@@ -21,6 +26,8 @@ class ReadStep:
     microbatches: list[Microbatch]
     bad: tuple[BadSample, ...] = ()
     """Samples that could not be used: in the place of each there is one token from which nothing is learnt."""
+    notes: tuple[str, ...] = ()
+    """What the user should know besides."""
     is_validation: bool = False
 
 
@@ -32,27 +39,30 @@ class StepLoader(Iterator[ReadStep]):
 
     def __init__(
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
-        prefetch_factor: int = 2, skips_bad: bool = False,
+        prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
         """``steps`` says which samples each microbatch of each step holds, and may have no end.  In the place of a
         microbatch without samples there is one token from which nothing is learnt.
 
         It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
         thread encodes.  ``skips_bad``: a sample that cannot be used is left out, and told.
+        ``features``: what is kept of the ViT's work, which takes the place of pixels where a microbatch's is there
+        whole.
         """
-        read = _ReadMicrobatch(dataset, encoder, skips_bad)
+        read = _ReadMicrobatch(dataset, encoder, skips_bad, features)
         self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
 
     def __next__(self) -> ReadStep:
         """The next step.  Raises UserError for a sample that cannot be used, naming it, unless it is left out."""
-        step, bad, is_last = [], [], False
+        step, bad, notes, is_last = [], [], [], False
         while not is_last:
-            item, found, is_last = next(self._microbatches)
+            item, found, told, is_last = next(self._microbatches)
             if isinstance(item, UserError):
                 raise item
             step.append(item)
             bad += found
-        return ReadStep(step, tuple(bad))
+            notes += told
+        return ReadStep(step, tuple(bad), tuple(notes))
 
     def close(self) -> None:
         """End the workers.  The loader yields nothing more."""
@@ -69,7 +79,7 @@ def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
 
 @dataclass(frozen=True)
 class _ReadMicrobatch:
-    """Reads the microbatch of some samples, and tells with it whether its step ends there.
+    """Reads the microbatch of some samples, and tells with it what was bad, notes, and whether its step ends there.
 
     A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
     """
@@ -77,30 +87,68 @@ class _ReadMicrobatch:
     dataset: Dataset
     encoder: SampleEncoder
     skips_bad: bool
+    features: FeatureCache | None
 
-    def __call__(self, one: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
+    def __call__(
+        self, one: tuple[list[int], bool]
+    ) -> tuple[Microbatch | UserError, list[BadSample], list[str], bool]:
         indices, is_last = one
-        samples, bad = [], []
-        for index in indices:
-            try:
-                samples.append(self._encode(index))
-            except UserError as error:
-                if not self.skips_bad:
-                    return error, [], is_last
-                samples.append(_stand_in(index))
-                try:
-                    bad.append(self.dataset.bad_sample(index, error))
-                except UserError as changed:  # the whole file is another one
-                    return changed, [], is_last
-        return Microbatch.join(samples or [_stand_in()]), bad, is_last
-
-    def _encode(self, index: int) -> Microbatch:
-        sample = self.dataset[index]
+        bad: list[BadSample] = []
         try:
-            return replace(self.encoder.encode(sample), samples=(index,))
-        except Exception as error:
-            error.add_note(f"while encoding sample {sample.source}")
-            raise
+            outlines = [self._attempt(index, partial(self._outline, index), bad) for index in indices]
+            outlines, notes = self._looked_up(outlines)
+            samples = [self._attempt(index, partial(self._filled, outline), bad).microbatch
+                       for index, outline in zip(indices, outlines, strict=True)]
+        except UserError as error:
+            return error, [], [], is_last
+        return Microbatch.join(samples or [_stand_in()]), bad, notes, is_last
+
+    def _attempt(self, index: int, work: Callable[[], Outline], bad: list[BadSample]) -> Outline:
+        """``work``, or where it fails and that is allowed, what stands in the place of sample ``index``."""
+        try:
+            return work()
+        except UserError as error:
+            if not self.skips_bad:
+                raise
+            bad.append(self.dataset.bad_sample(index, error))  # raises where the whole file is another one
+            return Outline(_stand_in(index), (), "")
+
+    def _outline(self, index: int) -> Outline:
+        sample = self.dataset[index]
+        with _naming(sample.source):
+            outline = self.encoder.outline(sample)
+        return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
+
+    def _looked_up(self, outlines: list[Outline]) -> tuple[list[Outline], list[str]]:
+        """With what is kept of the ViT's work, if that is there for all, else with keys for what is not."""
+        if self.features is None:
+            return outlines, []
+        found = self.features.look_up([one for outline in outlines for one in outline.media], self.encoder.videos)
+        keys, features, filled = iter(found.keys), iter(found.features or ()), []
+        for outline in outlines:
+            own = tuple(islice(features, len(outline.media)))
+            changes: dict[str, Any] = {"feature_keys": tuple(islice(keys, len(outline.media)))}
+            if own:
+                changes |= {"features": torch.cat(own), "feature_bytes": self.features.row_bytes}
+            filled.append(replace(outline, microbatch=replace(outline.microbatch, **changes)))
+        return filled, found.notes
+
+    def _filled(self, outline: Outline) -> Outline:
+        """With pixels, unless the ViT has nothing to do."""
+        if outline.microbatch.skips_vision:
+            return outline
+        with _naming(outline.source):
+            return replace(outline, microbatch=self.encoder.filled(outline))
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Of an error that is no user's, say at which sample it came."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while encoding sample {source}")
+        raise
 
 
 def _stand_in(*samples: int) -> Microbatch:

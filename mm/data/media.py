@@ -39,6 +39,8 @@ class MediaRoots:
 
     directory: str
     others: tuple[str, ...] = ()
+    settings: tuple[str, str] = ("dataset_dir", "basic_parameters.media_roots of the data JSON")
+    """What names ``directory``, and what names ``others``; for messages."""
 
     @cached_property
     def _real(self) -> tuple[str, ...]:
@@ -67,12 +69,12 @@ class MediaRoots:
             if not real.startswith(self._real):
                 raise UserError(
                     f"{kind} {_shown(path)} leads to {real!r}, which is not below {' or '.join(map(repr, self.all))}; "
-                    f"to allow that folder, name it in basic_parameters.media_roots of the data JSON.")
+                    f"to allow that folder, name it in {self.settings[1]}.")
             return candidate
         hint = "" if len(path) <= _SHOWN_CHARACTERS else (
             f"; if it is the {kind} itself in base64, write data:image/png;base64, before it")
         raise UserError(f"{kind} {_shown(path)} is no regular file, neither as {_shown(joined)} nor as it is; check "
-                        f"dataset_dir{hint}.")
+                        f"{self.settings[0]}{hint}.")
 
     @property
     def all(self) -> tuple[str, ...]:

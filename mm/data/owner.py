@@ -2,18 +2,21 @@
 
 The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
 labels, positions, segment lengths, image grids, numbers of the samples) goes to the whole replica in one CPU broadcast;
-pixels go only to the ranks that hold the patch embedding, as bytes, of which the device makes numbers.  A thread does
-this for step n+1 while step n computes; it alone uses the mesh's replica, owners and pixel groups.
+pixels go only to the ranks that hold the patch embedding, as bytes, of which the device makes numbers.  What was kept
+of a frozen ViT's work goes in their place, to the ranks that hold the projector.  A thread does this for step n+1 while
+step n computes; it alone uses the mesh's replica, owners, pixel and feature groups.
 """
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from queue import Queue, SimpleQueue
 from threading import Thread
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,15 +33,18 @@ from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import Context, deal, images_of
 from mm.parallel.mesh import Mesh
 
+_NO_KEY = "0" * 32
+"""Stands for "" among ``Microbatch.feature_keys``, on the way."""
+
 
 class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank and None elsewhere, like both quarantines: of the training's
     samples and of those for validation.
-    ``holds_patch_embedding`` says whether this rank needs pixels; ``model`` says how wide they are and what a
-    microbatch costs, and ``device`` is what they will be copied to.  A sample that one owner cannot use raises the same
-    AgreedError on every rank, at that step.
+    ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector`` whether it needs what was kept of
+    the ViT's work; ``model`` says how wide pixels are and what a microbatch costs, and ``device`` is what both will be
+    copied to.  A sample that one owner cannot use raises the same AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -50,12 +56,14 @@ class DataOwner(Iterator[StepPlan]):
         model: ModelConfig,
         device: Device,
         quarantine: Quarantine | None = None,
+        holds_projector: bool = False,
         validation_quarantine: Quarantine | None = None,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._quarantine, self._validation_quarantine = quarantine, validation_quarantine
-        self._holds_patch_embedding, self._model = holds_patch_embedding, model
+        self._holds_patch_embedding, self._holds_projector = holds_patch_embedding, holds_projector
+        self._model = model
         self._device = device
         self._shared: Queue[StepPlan | Exception] = Queue()
         self._wanted: SimpleQueue[bool] = SimpleQueue()
@@ -97,6 +105,8 @@ class DataOwner(Iterator[StepPlan]):
     def _share_step(self) -> StepPlan:
         mesh = self._mesh
         step, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
+        for note in step.notes if step else ():
+            sys.stderr.write(f"warning: rank {mesh.rank}: {note}\n")
         microbatches = None if step is None else in_pipeline_order(self._model, step.microbatches)
         totals, bad = astuple(BatchTotals.of(microbatches or [], self._model.vision)), step.bad if step else ()
         counts = torch.tensor([bool(problems), len(bad), *totals], dtype=torch.int64)
@@ -119,11 +129,9 @@ class DataOwner(Iterator[StepPlan]):
         if counts[0]:
             raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
         light = [deal_images(one, self._model.vision, mesh.cp_size) for one in _from_numbers(contents)]
-        pixels = self._share_pixels(microbatches, light)
-        return StepPlan(
-            tuple(replace(m, pixel_values=p) for m, p in zip(light, pixels, strict=True)),
-            BatchTotals(*counts[2:].tolist()),
-        )
+        owned = [None] * len(light) if microbatches is None else microbatches
+        whole = tuple(self._share_media(one, mine) for one, mine in zip(light, owned, strict=True))
+        return StepPlan(whole, BatchTotals(*counts[2:].tolist()))
 
     def _leave_out(
         self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
@@ -135,27 +143,43 @@ class DataOwner(Iterator[StepPlan]):
         _, further = attempt(self._mesh, partial(quarantine.add, found))
         return problems + (further if group is None else all_of(further, group))
 
-    def _share_pixels(self, owned: list[Microbatch] | None, light: list[Microbatch]) -> list[Tensor | None]:
-        """Pixel values of each microbatch where this rank needs them, ready to be copied; None elsewhere."""
-        given = [None] * len(light) if owned is None else [microbatch.pixel_values for microbatch in owned]
-        return [self._share_pixels_of(one, mine) for one, mine in zip(light, given, strict=True)]
+    def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:
+        """``light`` with pixels, or what was kept in their place, where this rank needs them, ready to be copied.
 
-    def _share_pixels_of(self, microbatch: Microbatch, owned: Tensor | None) -> Tensor | None:
-        """The owner, which has those of all images, sends to each rank of the context axis what that holds."""
+        ``owned``: the same with those of all images, on the owner.
+        """
+        mesh, vision = self._mesh, self._model.vision
+        if light.skips_vision:
+            features = self._share_rows(light, owned and owned.features, light.feature_bytes, mesh.feature_groups)
+            return replace(light, features=self._pinned(features) if self._holds_projector else None)
+        pixels = self._share_rows(light, owned and owned.pixel_values, vision.patch_elements, mesh.pixel_groups)
+        return replace(light, pixel_values=self._pinned(pixels) if self._holds_patch_embedding else None)
+
+    def _pinned(self, rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else self._device.pin(rows)
+
+    def _share_rows(
+        self, microbatch: Microbatch, owned: Tensor | None, width: int,
+        groups: Sequence[dist.ProcessGroup | None],
+    ) -> Tensor | None:
+        """The owner, which has the rows of all images, sends to each rank of the context axis what that holds.
+
+        ``groups``: for each of these ranks, the owner and whoever needs them.
+        """
         mesh, kept = self._mesh, None
-        for rank, group in enumerate(mesh.pixel_groups):
+        for rank, group in enumerate(groups):
             images = images_of(microbatch, rank if mesh.cp_size > 1 else None)
             if not images or (group is None and owned is None):
                 continue
             if owned is None:
                 num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
-                pixels = torch.empty(num_patches, self._model.vision.patch_elements, dtype=torch.uint8)
+                rows = torch.empty(num_patches, width, dtype=torch.uint8)
             else:
-                pixels = _pixels_of(owned, microbatch, images)
+                rows = _rows_of(owned, microbatch, images)
             if group is not None:
-                dist.broadcast(pixels, src=mesh.replica_owner, group=group)
-            kept = pixels if rank == mesh.cp_rank else kept
-        return self._device.pin(kept) if kept is not None and self._holds_patch_embedding else None
+                dist.broadcast(rows, src=mesh.replica_owner, group=group)
+            kept = rows if rank == mesh.cp_rank else kept
+        return kept
 
 
 def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) -> Microbatch:
@@ -172,14 +196,14 @@ def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) ->
 def own_pixels(microbatch: Microbatch, context: Context) -> Microbatch:
     """``microbatch``, which has the pixels of all images, with those that this rank of the context axis holds."""
     pixels, images = microbatch.pixel_values, context.images(microbatch)
-    own = _pixels_of(pixels, microbatch, images) if pixels is not None and images else None
+    own = _rows_of(pixels, microbatch, images) if pixels is not None and images else None
     return replace(microbatch, pixel_values=own)
 
 
-def _pixels_of(pixels: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
-    """The rows of some images, in their order."""
-    parts = pixels.split([math.prod(grid) for grid in microbatch.image_grids])
-    return pixels if len(images) == len(parts) else torch.cat([parts[image] for image in images])
+def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
+    """Those of some images, in their order."""
+    parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
+    return rows if len(images) == len(parts) else torch.cat([parts[image] for image in images])
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
@@ -192,11 +216,12 @@ def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
 
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
-    """The light part as int64 vectors: a count of microbatches, then for each its four counts and its contents."""
+    """The light part as int64 vectors: a count of microbatches, then for each its six counts and its contents."""
     parts = [torch.tensor([len(microbatches)])]
     for m in microbatches:
         parts += [
-            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples)]),
+            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples), m.feature_bytes,
+                          len(m.feature_keys)]),
             m.token_ids,
             m.labels,
             m.positions.flatten(),
@@ -204,6 +229,7 @@ def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
             torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
             torch.tensor(m.samples, dtype=torch.int64),
             _bits(m.normalisations),
+            _key_numbers(m.feature_keys),
         ]
     return parts
 
@@ -219,6 +245,17 @@ def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
     return tuple(Normalisation(row[0], tuple(row[1:4]), tuple(row[4:])) for row in rows)
 
 
+def _key_numbers(keys: Sequence[str]) -> Tensor:
+    """Two int64 of each: its 16 bytes, which are zeros where there is none."""
+    numbers = np.frombuffer(bytes.fromhex("".join(key or _NO_KEY for key in keys)), dtype=np.int64)
+    return torch.from_numpy(numbers.copy())
+
+
+def _keys(numbers: Tensor) -> tuple[str, ...]:
+    found = (pair.tobytes().hex() for pair in numbers.numpy().reshape(-1, 2))
+    return tuple("" if key == _NO_KEY else key for key in found)
+
+
 def _from_numbers(payload: Tensor) -> list[Microbatch]:
     """The inverse of ``_to_numbers``."""
     offset = 0
@@ -230,7 +267,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
 
     microbatches = []
     for _ in range(int(read(1))):
-        num_tokens, num_segments, num_images, num_samples = read(4).tolist()
+        num_tokens, num_segments, num_images, num_samples, feature_bytes, num_keys = read(6).tolist()
         microbatches.append(
             Microbatch(
                 token_ids=read(num_tokens),
@@ -241,6 +278,8 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
                 pixel_values=None,
                 samples=tuple(read(num_samples).tolist()),
                 normalisations=_normalisations(read(7 * num_images)),
+                feature_bytes=feature_bytes,
+                feature_keys=_keys(read(2 * num_keys)),
             )
         )
     assert offset == payload.numel()

@@ -86,7 +86,7 @@ class Store:
         for folder in self.folders:
             try:
                 for name, write in files.items():
-                    _replace(folder / name, write)
+                    replace_file(folder / name, write)
             except OSError as error:
                 reasons.append(f"{folder} cannot be written ({error.strerror})")
                 continue
@@ -121,7 +121,7 @@ def _text(value: Any) -> Callable[[IO[bytes]], Any]:
     return lambda stream: stream.write(json.dumps(value).encode())
 
 
-def _replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file beside and rename it: whoever reads ``path`` sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -136,18 +136,27 @@ class Device:
 
         That waits for the work queued before, not for what is queued between the two calls.
         """
+        on_host = self.start_copying_back(tensor)
+        return lambda: on_host().tolist()
+
+    def start_copying_back(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host; a call of the result, in any thread, waits for the copy and gives it.
+
+        On the CPU it is the tensor itself.
+        """
         if self.kind == "cpu":
-            return tensor.tolist
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        on_host.copy_(tensor, non_blocking=True)
+            return lambda: tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
         copied = getattr(torch, self.kind).Event()
         copied.record()
 
-        def numbers() -> list[float]:
+        def on_host() -> Tensor:
+            getattr(torch, self.kind).set_device(self.index)  # a new thread is on no device, or on device 0
             copied.synchronize()
-            return on_host.tolist()
+            return copy
 
-        return numbers
+        return on_host
 
     def mark(self) -> Any:
         """This moment; on an accelerator, the one when all work of the current stream so far will be done."""

@@ -79,7 +79,8 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
 
 
 def _vision_of(model: ModelConfig, totals: BatchTotals) -> Iterator[Block]:
-    return _vision(model.vision, totals.num_patches, totals.num_image_pairs, totals.num_window_pairs)
+    num_patches = totals.num_patches - totals.num_cached_patches
+    return _vision(model.vision, num_patches, totals.num_image_pairs, totals.num_window_pairs)
 
 
 def _vision(

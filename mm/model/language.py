@@ -98,7 +98,8 @@ def embedding_inputs(
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
-    token_ids = torch.where(is_visual, spread, microbatch.token_ids)
+    # Where no picture is, one that a model has answered with is a token like any other.
+    token_ids = torch.where(is_visual, spread, microbatch.token_ids) if microbatch.image_grids else microbatch.token_ids
     index, exchange, num_made = is_visual.nonzero().squeeze(1), None, int(is_visual.sum())
     if share is not None:
         token_ids = token_ids[share.here]

@@ -3,8 +3,8 @@
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.model.cache import LayerCache
 from mm.model.cut_rows import CutRows
 from mm.model.exchange import Ulysses
 from mm.model.linear import ColumnLinear, RowLinear
@@ -120,9 +121,12 @@ class AttentionInputs:
     cut: CutRows | None = None
     """Under sequence parallelism: a layer gets and gives a piece of the rows, and its attention has all of them, in the
     order of ``segments``.  None: rows are whole, and in that order."""
-    across: Ulysses | Ring | None = None
+    across: Ulysses | Ring | LayerCache | None = None
     """Under context parallelism: how attention sees the tokens of other ranks too.  Rows are those that this rank
-    holds, ``segments`` those of all ranks."""
+    holds, ``segments`` those of all ranks.  Of a layer that keeps keys and values: how it sees those of earlier
+    tokens."""
+    caches: Mapping[str, LayerCache] | None = None
+    """What each layer keeps, by its global number, where answers are made."""
 
 
 class SelfAttention(nn.Module):
@@ -218,4 +222,6 @@ class LayerStack(nn.Module):
     def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """Apply the layer with this global number."""
         module = self.layers[layer]
+        if inputs.caches is not None:
+            inputs = replace(inputs, across=inputs.caches[layer])
         return recomputing((module,), module, x, inputs) if layer in self.recomputed else module(x, inputs)

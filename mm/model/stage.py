@@ -5,7 +5,7 @@ only computes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,7 +23,7 @@ from mm.model.cut_rows import gather_rows
 from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
 from mm.model.layers import AttentionInputs, LayerContext
 from mm.model.loss import LossInputs, loss_inputs
-from mm.model.vision import Projector, VisionEncoder, VisionInputs, vision_inputs
+from mm.model.vision import Projector, VisionEncoder, VisionInputs, features_of, last_output, vision_inputs
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
@@ -40,6 +40,19 @@ class ChunkInputs:
     embedding: EmbeddingInputs | None
     language: AttentionInputs | None
     loss: LossInputs | None
+    kept: tuple[tuple[str, int], ...] = ()
+    """Key and patches of each image here whose features are to be kept ("": are not)."""
+
+
+@dataclass(frozen=True)
+class MadeFeatures:
+    """What the ViT has made of some images, for whoever keeps it."""
+
+    images: tuple[tuple[str, int], ...]
+    """Key, or "", and patches of each."""
+    read: Callable[[], Tensor]
+    """Gives [num_patches, hidden] on the host, image by image; waits for the device, in any thread."""
+    num_bytes: int
 
 
 class Chunk(nn.Module):
@@ -58,6 +71,9 @@ class Chunk(nn.Module):
         self.loss_unit: LossUnit = loss_unit
         self.journal = journal
         self.side = side
+        self.made: list[MadeFeatures] = []
+        """Of this step, where somebody keeps it."""
+        self.gives_features = spec.has_projector and mesh.tp_rank == 0  # one of the ranks that have the same
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         self.context = mesh.context
         self.visual_gradients = GradientPath.of(model).leads_to_images
@@ -90,9 +106,13 @@ class Chunk(nn.Module):
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         share = self.context.share(microbatch) if self.context.size > 1 else None
         vision = embedding = language = loss = None
-        if spec.vision_layers and (grids := self.context.image_grids(microbatch)):
+        grids, kept = self.context.image_grids(microbatch), ()
+        if grids and spec.vision_layers and (spec.has_projector or not microbatch.skips_vision):
             pixels = self._pixels(microbatch) if spec.has_patch_embedding else None
-            vision = vision_inputs(grids, pixels, model.vision, device, cut_group)
+            features = None if microbatch.features is None else (
+                device.copy(microbatch.features).view(self.config.params_dtype))
+            vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group)
+            kept = self._kept(microbatch)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
@@ -100,7 +120,16 @@ class Chunk(nn.Module):
             language = language_inputs(microbatch, model.language, self.config.params_dtype, device, cut_group, share)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
-        return ChunkInputs(vision, embedding, language, loss)
+        return ChunkInputs(vision, embedding, language, loss, kept)
+
+    def _kept(self, microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
+        """``ChunkInputs.kept``, on the rank that gives features and on those that hold pieces of them."""
+        keys = microbatch.feature_keys
+        if not keys or not (self.gives_features or (self.spec.has_projector and self.cut_group is not None)):
+            return ()
+        kept = tuple((keys[image], math.prod(microbatch.image_grids[image]))
+                     for image in self.context.images(microbatch))
+        return kept if any(key for key, _ in kept) else ()
 
     def _pixels(self, microbatch: Microbatch) -> Tensor | None:
         """The bytes of its images go to the device and become numbers there."""
@@ -132,14 +161,10 @@ class Chunk(nn.Module):
 
     def hidden_states(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor | None:
         """Everything but the output layer and loss; None where there is nothing to hand on."""
-        spec, x = self.spec, received
+        x = received
         if inputs.vision is not None:
-            x = inputs.vision.pixel_values if spec.has_patch_embedding else x
-            assert x is not None, "a microbatch with images came without their pixels or patches"
             with self.journal.during(Work.VISION_FORWARD):
-                x = self.image_encoder["encoder"](x, inputs.vision)
-                if spec.has_projector:
-                    x = self.image_encoder["projector"](x, inputs.vision)
+                x = self._vision(x, inputs, inputs.vision)
         if inputs.language is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 if inputs.embedding is not None:
@@ -147,6 +172,25 @@ class Chunk(nn.Module):
                 assert x is not None, "every microbatch has tokens"
                 x = self.text_decoder(x, inputs.language)
         return x
+
+    def _vision(self, x: Tensor | None, inputs: ChunkInputs, vision: VisionInputs) -> Tensor:
+        """ViT layers and projector, as far as they are here; what they gave once takes the place of the layers."""
+        spec = self.spec
+        if vision.features is not None:
+            seen: Tensor = last_output(vision.features, vision)
+        else:
+            x = vision.pixel_values if spec.has_patch_embedding else x
+            assert x is not None, "a microbatch with images came without their pixels or patches"
+            seen = self.image_encoder["encoder"](x, vision)
+            if inputs.kept:
+                self._keep(features_of(seen, vision), inputs.kept)
+        return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
+
+    def _keep(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
+        """Begin to copy ``features`` to the host: nobody waits for them before the step ends."""
+        if self.gives_features:
+            read = self.device.start_copying_back(features)
+            self.made.append(MadeFeatures(images, read, features.nbytes))
 
     def _loss(self, x: Tensor, inputs: ChunkInputs, targets: LossInputs) -> Tensor:
         if inputs.language is not None and inputs.language.cut is not None:
@@ -174,6 +218,22 @@ class Stage:
     @property
     def has_patch_embedding(self) -> bool:
         return any(chunk.spec.has_patch_embedding for chunk in self.chunks)
+
+    @property
+    def has_projector(self) -> bool:
+        return any(chunk.spec.has_projector for chunk in self.chunks)
+
+    @property
+    def gives_features(self) -> bool:
+        """Whether ``take_features`` has anything where features are to be kept."""
+        return any(chunk.gives_features for chunk in self.chunks)
+
+    def take_features(self) -> list[MadeFeatures]:
+        """What the ViT has made since the last call, as far as it is to be kept."""
+        made = [one for chunk in self.chunks for one in chunk.made]
+        for chunk in self.chunks:
+            chunk.made.clear()
+        return made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """In the order of the chunks."""

@@ -32,6 +32,8 @@ class VisionInputs:
 
     pixel_values: Tensor | None
     """In the model's dtype; None without the patch embedding."""
+    features: Tensor | None
+    """[num_patches, hidden], in the processor's order: what the last ViT layer gave once, where that was kept."""
     plan: VisionPlan
     window: AttentionInputs
     """Window layers: rows in window order."""
@@ -42,12 +44,12 @@ class VisionInputs:
 
 
 def vision_inputs(
-    grids: Sequence[Grid], pixels: Tensor | None, config: VisionConfig, device: Device,
+    grids: Sequence[Grid], pixels: Tensor | None, features: Tensor | None, config: VisionConfig, device: Device,
     cut_group: dist.ProcessGroup | None = None,
 ) -> VisionInputs:
     """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
 
-    ``pixels`` are there already, as numbers.
+    ``pixels``, as numbers, or ``features`` are there already.
 
     ``cut_group``: the ranks that cut rows among them.
     """
@@ -65,6 +67,7 @@ def vision_inputs(
         token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
     return VisionInputs(
         pixel_values=pixels,
+        features=features,
         plan=plan,
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), False, window_cut),
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, image_cut),
@@ -120,6 +123,19 @@ class VisionEncoder(nn.Module):
                 x = self.blocks.run(layer, plan.image_order(x), inputs.full)
                 x = plan.image_order.reversed()(x)
         return x
+
+
+def features_of(x: Tensor, inputs: VisionInputs) -> Tensor:
+    """What the last layer gave, of which ranks may hold pieces, as ``VisionInputs.features``.  Autograd sees nothing.
+    """
+    cut, x = inputs.window.cut, x.detach()
+    return (x if cut is None else cut.gather(x)).index_select(0, inputs.plan.patch_order.inverse)
+
+
+def last_output(features: Tensor, inputs: VisionInputs) -> Tensor:
+    """The inverse of ``features_of``: in window order, or this rank's piece of it."""
+    cut, order = inputs.window.cut, inputs.plan.patch_order.index
+    return features.index_select(0, order if cut is None else order[cut.pieces.here])
 
 
 class Projector(nn.Module):

@@ -43,6 +43,9 @@ class Mesh:
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
     """For each rank of the context axis, gloo: the data owner and those of its ranks with the patch embedding; None
     when that is one rank, or on other ranks.  Used by the data thread alone."""
+    feature_groups: tuple[dist.ProcessGroup | None, ...]
+    """The same with those of its ranks that hold the projector: for what was kept of the ViT's work.  () where the run
+    keeps nothing."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
@@ -74,19 +77,25 @@ class Mesh:
 
 def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
-    is_ring: bool = False,
+    is_ring: bool = False, keeps_features: bool = False,
 ) -> Mesh:
-    """Join the process group that the launcher describes in the environment, and build every group."""
+    """Join the process group that the launcher describes in the environment, and build every group.
+
+    Without a launcher this process is alone; it opens no port, so that others like it may run beside.
+    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.
+    """
     timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29400")):
-            os.environ.setdefault(name, value)
+    if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
-    return build_mesh(model, tp_size, timeout, cp_size, is_ring)
+    elif not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features)
 
 
 def build_mesh(
-    model: ModelConfig, tp_size: int, timeout: timedelta, cp_size: int = 1, is_ring: bool = False
+    model: ModelConfig, tp_size: int, timeout: timedelta, cp_size: int = 1, is_ring: bool = False,
+    keeps_features: bool = False,
 ) -> Mesh:
     """Build the groups inside an initialised process group; tests call it once per layout."""
     placement = model.placement()
@@ -107,21 +116,23 @@ def build_mesh(
     tps, cps, dps, pps = range(tp_size), range(cp_size), range(dp_size), range(pp_size)
     tp_rank, dp_rank = rank % tp_size, rank // (tp_size * cp_size) % dp_size
     pp_rank = rank // (tp_size * cp_size * dp_size)
-    patches = placement.patch_embedding_stage
     embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
-    pixel_ranks = [[sorted({at(0, dp, 0, 0)} | {at(patches, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
+    pixel_ranks, feature_ranks = (
+        [[sorted({at(0, dp, 0, 0)} | {at(stage, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
+        for stage in (placement.patch_embedding_stage, placement.projector_stage))
     tied_ranks = [[at(embedding, dp, cp, tp), at(head, dp, cp, tp)] for dp in dps for cp in cps for tp in tps]
     replicas = [[at(pp, dp, cp, tp) for pp in pps for cp in cps for tp in tps] for dp in dps]
     replica_group = _my_group(replicas, timeout, "gloo")
     owners_group = _my_group([[at(0, dp, 0, 0) for dp in dps]], timeout, "gloo")
-    pixel_groups = [_my_group(ranks, timeout, "gloo") if len(ranks[0]) > 1 else None for ranks in pixel_ranks]
+    pixel_groups = feature_groups = _groups_of_several(pixel_ranks, timeout)
+    if feature_ranks != pixel_ranks and keeps_features:
+        feature_groups = _groups_of_several(feature_ranks, timeout)
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
     gradient_group = _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP") if pp_size > 1 else groups.pp
-    assert replica_group is not None and control_group is not None, "every rank is in a replica and in the world"
-    assert gradient_group is not None, "every rank is in a pipeline"
+    assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -135,12 +146,18 @@ def build_mesh(
         groups=groups,
         replica_group=replica_group,
         owners_group=owners_group,
-        pixel_groups=tuple(pixel_groups),
+        pixel_groups=pixel_groups,
+        feature_groups=feature_groups if keeps_features else (),
         control_group=control_group,
         tied_group=tied_group,
         gradient_group=gradient_group,
         replica_owner=at(0, dp_rank, 0, 0),
     )
+
+
+def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+    """This rank's group of each list of lists; None of a single rank."""
+    return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 
 def _my_group(

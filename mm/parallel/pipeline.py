@@ -42,7 +42,7 @@ def message_shape(
     if not num_patches:
         return None
     if message is Message.PATCHES:
-        return num_patches, model.vision.hidden_size
+        return None if microbatch.skips_vision else (num_patches, model.vision.hidden_size)
     return num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
 
 

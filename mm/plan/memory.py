@@ -136,6 +136,8 @@ class ChunkMemory:
     """Into how many the rows between two linear layers are cut: ``tp_size`` under sequence parallelism."""
     ulysses_size: int = 1
     """Context-parallel ranks that exchange heads for tokens; a ring's ranks keep no more than one rank does."""
+    keeps_features: bool = False
+    """Whether what the ViT makes may come from a disk: then in whole rows, in place of pixels or a message."""
 
     @property
     def width(self) -> int:
@@ -150,7 +152,6 @@ class ChunkMemory:
         """What is there already of the next microbatch: its inputs, and room for the message that it works on."""
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
-        per_patch += vision.patch_elements * self.width if spec.has_patch_embedding else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
         per_token += INT64 if spec.has_embedding else 0
         message = {
@@ -158,8 +159,11 @@ class ChunkMemory:
             Message.PATCHES: rows.num_patches * vision.hidden_size,
             Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
             Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
-        }[spec.receives]
-        return rows.num_patches * per_patch + rows.num_tokens * per_token + message * self.width // self.num_pieces
+        }[spec.receives] * self.width // self.num_pieces
+        pixels = vision.patch_elements * self.width if spec.has_patch_embedding else 0
+        features = vision.hidden_size * self.width if self.keeps_features and spec.has_projector else 0
+        media = max(rows.num_patches * pixels + message, rows.num_patches * features)
+        return rows.num_patches * per_patch + rows.num_tokens * per_token + media
 
     def kept_logit_bytes(self, rows: Rows) -> int:
         """The logits that one microbatch keeps as well: those of its last chunk."""
@@ -255,11 +259,12 @@ class StageMemory:
     @classmethod
     def of(
         cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        num_pieces: int = 1, ulysses_size: int = 1,
+        num_pieces: int = 1, ulysses_size: int = 1, keeps_features: bool = False,
     ) -> "StageMemory":  # fmt: skip
         specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
         return cls(tuple(
-            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size) for spec in specs))
+            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size, keeps_features)
+            for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
         """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""

@@ -236,7 +236,8 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
     ulysses_size = 1 if run.is_ring else run.cp_size
     return StageMemory.of(
-        run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size)
+        run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size,
+        keeps_features=run.args.vision_feature_cache is not None)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:

@@ -48,6 +48,8 @@ class StepMetrics:
     """False when the step was skipped because a scaled gradient overflowed."""
     timers: Mapping[str, float] | None = None
     """With --log-timers, kind of work -> seconds on the rank that spent most on it."""
+    num_cached_images: int | None = None
+    """Of the images, those of which what the ViT makes came from --vision-feature-cache; None without it."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def log_line(steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_
         f"number of skipped iterations: {_num_skipped(steps):3d}",
         f"number of nan iterations: {0:3d}",
         *_timers(steps),
+        *_cached(steps),
     ]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 
@@ -118,6 +121,13 @@ def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
     if timed:
         means = (f"{label(work)} {1000 * fmean(one[seconds_key(work)] for one in timed):.1f}" for work in TIMED)
         yield f"most of any rank (ms): {', '.join(means)}"
+
+
+def _cached(steps: Sequence[StepMetrics]) -> Iterator[str]:
+    """With --vision-feature-cache, over ``steps``: "images from the cache: 30 of 40"."""
+    counts = [(one.num_cached_images, one.num_images) for one in steps if one.num_cached_images is not None]
+    if counts:
+        yield "images from the cache: {} of {}".format(*map(sum, zip(*counts, strict=True)))
 
 
 def _num_skipped(steps: Sequence[StepMetrics]) -> int:

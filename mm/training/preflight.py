@@ -26,7 +26,7 @@ from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
-from mm.weights.trained import freeze_problems
+from mm.weights.trained import feature_cache_problems, freeze_problems
 
 _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
@@ -50,6 +50,8 @@ def file_problems(run: Run) -> list[str]:
             problems += _export_problems(run, Path(base), Path(args.export_hf).resolve())
     with collected(problems):
         problems.extend(_output_problems(run))
+    if args.vision_feature_cache is not None:
+        problems += feature_cache_problems(run.model)
     return [*problems, *freeze_problems(run.model), *group_problems(args, run.model)]
 
 
@@ -144,7 +146,8 @@ def _export_problems(run: Run, base: Path, target: Path) -> list[str]:
 def _output_problems(run: Run) -> Iterator[str]:
     args = run.args
     directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir,
-                   "--wandb-save-dir": args.wandb_save_dir, "--swanlab-save-dir": args.swanlab_save_dir}
+                   "--wandb-save-dir": args.wandb_save_dir, "--swanlab-save-dir": args.swanlab_save_dir,
+                   "--vision-feature-cache": args.vision_feature_cache}
     for flag, path in directories.items():
         if path is None:
             continue

@@ -14,6 +14,7 @@ from mm.config.run import Run, resolved
 from mm.config.validation import is_due, validates
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
+from mm.data.features import FeatureCache
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
@@ -24,6 +25,7 @@ from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
 from mm.model import flops, load
+from mm.model.fingerprint import vision_fingerprint
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
@@ -31,6 +33,7 @@ from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
+from mm.training.keeper import FeatureKeeper
 from mm.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.preflight import qkv_order
@@ -83,6 +86,7 @@ class Trainer:
             decay_samples=run.lr_decay_iters * run.global_batch_size,
             decay_style=args.lr_decay_style,
         )
+        self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.metrics = None
         if self.reports:
             facts = {**resolved(run), "ran_on": self._ran_on(), "optimizer_groups": group_facts(args, run.model)}
@@ -100,7 +104,7 @@ class Trainer:
         observer = StepObserver(args, self.parts.stage, self.mesh, first + 1, last)
         for note in observer.notes:
             self._say(f"note: {note}")
-        data = self.data(last - first)
+        data, keeper = self.data(last - first), self._keeper()
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
             if self._has_stopped_early:
@@ -110,6 +114,8 @@ class Trainer:
                 with self.parts.stage.journal.during(Work.DATA):
                     self.watchdog.plan = plan = next(data)
                 result = self._step(plan, iteration)
+                if keeper is not None:
+                    keeper.keep(self.parts.stage.take_features())
             ended = time.perf_counter()  # the step has read its gradients' norm; Adam, still running, is the next one's
             self._report(plan, result, ended - started, observer.end())
             started = ended
@@ -125,6 +131,8 @@ class Trainer:
                     self._save(args.save)
                 started = time.perf_counter()
         data.close()
+        if keeper is not None:
+            keeper.close()
         if self._has_stopped_early:
             best = self.progress.best
             self._say(f"stopped early after iteration {self.progress.iteration} of {args.train_iters}: the last "
@@ -158,8 +166,8 @@ class Trainer:
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
-            loader = StepLoader(
-                dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor, skips_bad=skips)
+            loader = StepLoader(dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor,
+                                skips, self._feature_cache())
             return _Opened(loader, data, reader, quarantine, of_validation)
 
         opened = together(mesh, open_data)
@@ -172,8 +180,26 @@ class Trainer:
             self._begin_validations(self.validation)
             num_steps += sum(due) * self.validation.num_plans
         steps = opened and (in_between(opened.loader, due, reader.loader) if reader else opened.loader)
-        return DataOwner(steps, mesh, num_steps, self.parts.stage.has_patch_embedding, run.model, self.device,
-                         opened and opened.quarantine, opened and opened.validation_quarantine)
+        stage = self.parts.stage
+        return DataOwner(steps, mesh, num_steps, stage.has_patch_embedding, run.model, self.device,
+                         opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
+
+    def _feature_cache(self) -> FeatureCache | None:
+        """What the reader of the data finds of the ViT's work."""
+        if self.run.args.vision_feature_cache is None:
+            return None
+        assert self.fingerprint is not None, "it is made with the stage"
+        row_bytes = self.run.model.vision.hidden_size * self.parts.stage.config.params_dtype.itemsize
+        return FeatureCache(self.run.args.vision_feature_cache, self.fingerprint, row_bytes)
+
+    def _keeper(self) -> FeatureKeeper | None:
+        """On the ranks that have what the ViT makes, one for each picture."""
+        args, mesh = self.run.args, self.mesh
+        if args.vision_feature_cache is None or not self.parts.stage.gives_features:
+            return None
+        gib = args.vision_feature_cache_gib
+        max_bytes = None if gib is None else int(gib * 2**30)
+        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.cp_size)
 
     def _quarantine(self, dataset: Dataset, skipped: Sequence[BadSample]) -> Quarantine:
         """With what the check of the records has found already."""
@@ -263,6 +289,7 @@ class Trainer:
             mfu=rate / peak if peak else None,
             max_memory_bytes=self.device.max_memory_bytes(),
             timers=timers,
+            num_cached_images=totals.num_cached_images if self.run.args.vision_feature_cache else None,
             **asdict(result),
         ))
 

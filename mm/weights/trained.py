@@ -56,6 +56,22 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
                "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
 
 
+def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
+    """Why what the ViT makes of a picture cannot be kept: it changes while something up to its last layer is
+    trained."""
+    found = [weight for weight in model_weights(model)
+             if weight.place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER) and not is_frozen(weight, model)]
+    if not found:
+        return
+    named = [pattern for pattern in model.trainable_modules
+             if any(matches(pattern, stored_name(weight)) for weight in found)]
+    how = [] if model.vision.freeze else ["set image_encoder.vision_encoder.freeze to true in the model JSON"]
+    how += [f"take {', '.join(map(repr, named))} out of --trainable-modules"] if named else []
+    yield (f"--vision-feature-cache keeps what the ViT makes of each picture, but {len(found)} of its weights are "
+           f"trained, such as {found[0].name}: {' and '.join(how)}, or leave the flag out (the projector may be "
+           f"trained)")
+
+
 def freeze_notes(model: ModelConfig) -> Iterator[str]:
     """Where frozen first layers cost more than their forward pass, because the embedding before them is trained."""
     path = GradientPath.of(model)

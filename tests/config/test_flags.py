@@ -4,7 +4,8 @@ import typing
 
 import pytest
 
-from mm.config.flags import Arguments, flag_name, parse, read_flags, split, usage_notes
+from mm.config.command_line import flag_name
+from mm.config.flags import TRAIN, Arguments, parse
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.schema import NUMBERS, choices, fields_of
 from mm.errors import UserError
@@ -18,12 +19,12 @@ FIELDS = fields_of(Arguments)
 
 def problems(*argv: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        read_flags(split([*REQUIRED, *argv]))
+        TRAIN.read(TRAIN.split([*REQUIRED, *argv]))
     return list(caught.value.problems)
 
 
 def notes(*argv: str) -> tuple[str, ...]:
-    return tuple(usage_notes(split([*REQUIRED, *argv])))
+    return tuple(TRAIN.notes(TRAIN.split([*REQUIRED, *argv])))
 
 
 def test_defaults_are_megatrons():

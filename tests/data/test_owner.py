@@ -1,4 +1,5 @@
-"""Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded."""
+"""Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded, and what was kept of
+the ViT's work only where the projector is."""
 
 import json
 import math
@@ -13,7 +14,16 @@ from mm.batch import BatchTotals, Microbatch
 from mm.data.owner import deal_images
 from mm.data.sequence import in_pipeline_order
 from tests.launch import run_ranks
-from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint
+from tests.parallel.owner_worker import (
+    FAILING_STEP,
+    LAYOUTS,
+    STEPS,
+    WITH_FEATURES,
+    WITH_KEYS,
+    Layout,
+    batches,
+    fingerprint,
+)
 
 RANKS = range(4)
 
@@ -33,13 +43,15 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
     return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
 
 
-def with_pixels_of(microbatch: Microbatch, rank: int) -> Microbatch:
+def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
     """Of the images of one rank of the context axis."""
-    if microbatch.pixel_values is None or not microbatch.image_ranks:
-        return microbatch
-    parts = microbatch.pixel_values.split([math.prod(grid) for grid in microbatch.image_grids])
-    own = [part for part, holder in zip(parts, microbatch.image_ranks, strict=True) if holder == rank]
-    return replace(microbatch, pixel_values=torch.cat(own) if own else None)
+    for name in ("pixel_values", "features"):
+        rows = getattr(microbatch, name)
+        if rows is not None and microbatch.image_ranks:
+            parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
+            own = [part for part, holder in zip(parts, microbatch.image_ranks, strict=True) if holder == rank]
+            microbatch = replace(microbatch, **{name: torch.cat(own) if own else None})
+    return microbatch
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -47,14 +59,16 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
     placement = layout.config.placement()
     for rank in RANKS:
         mine = received[rank][layout.name]
-        holds_pixels = placement[mine["place"]["pp"]].has_patch_embedding
+        spec = placement[mine["place"]["pp"]]
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
             ordered = in_pipeline_order(layout.config, owned)
             dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in ordered]
-            expected = [fingerprint(with_pixels_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
-            if not holds_pixels:
+            expected = [fingerprint(with_media_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
+            if not spec.has_patch_embedding:
                 expected = [microbatch | {"pixels": None} for microbatch in expected]
+            if not spec.has_projector:
+                expected = [microbatch | {"features": None} for microbatch in expected]
             assert given["microbatches"] == expected, (rank, step)
             assert given["totals"] == expected_totals(layout, step), (rank, step)
 
@@ -62,8 +76,9 @@ def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layou
 @pytest.mark.parametrize("case", [layout.name for layout in LAYOUTS])
 def test_pixels_are_pinned_by_the_data_thread(received: list[dict], case: str) -> None:
     for rank in RANKS:
-        has_pixels = any(m["pixels"] for step in received[rank][case]["steps"] for m in step["microbatches"])
-        assert received[rank][case]["pinned_in"] == ["data"] * has_pixels
+        has_media = any(m["pixels"] or m["features"]
+                        for step in received[rank][case]["steps"] for m in step["microbatches"])
+        assert received[rank][case]["pinned_in"] == ["data"] * has_media
     assert any(received[rank][case]["pinned_in"] for rank in RANKS)
 
 
@@ -90,6 +105,14 @@ def test_the_steps_differ_and_some_have_images_on_one_replica_only() -> None:
     assert len(set(seen)) == len(seen)
     with_images = [[any(m.image_grids for m in batches(dp)[step]) for dp in (0, 1)] for step in range(len(STEPS))]
     assert [True, False] in with_images and [False, True] in with_images and [False, False] in with_images
+
+
+def test_some_have_keys_and_some_have_features() -> None:
+    """Or the tests above would have seen neither."""
+    keys = [key for dp in (0, 1) for m in batches(dp)[WITH_KEYS] for key in m.feature_keys]
+    assert "" in keys and any(len(key) == 32 for key in keys)
+    assert all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES] if m.image_grids)
+    assert not all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES])
 
 
 @pytest.mark.parametrize(

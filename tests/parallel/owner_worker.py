@@ -59,6 +59,8 @@ STEPS = (
 )
 """Image grids as ``[step][dp rank][microbatch][sample]``; one replica alone reads the first part."""
 FAILING_STEP = 2
+WITH_KEYS, WITH_FEATURES = 3, 4
+"""Steps whose images have keys, and whose images have what was kept of the ViT's work in place of pixels."""
 
 
 def batches(dp_rank: int) -> list[list[Microbatch]]:
@@ -72,7 +74,18 @@ def batches(dp_rank: int) -> list[list[Microbatch]]:
                 samples=tuple(100 * number + 10 * which + at for at in range(len(samples))))
             for which, samples in enumerate(replicas[dp_rank])
         ])  # fmt: skip
+    steps[WITH_KEYS] = [replace(one, feature_keys=tuple(
+        "" if image == 1 else sha256(bytes([dp_rank, number, image])).hexdigest()[:32]
+        for image in range(len(one.image_grids)))) for number, one in enumerate(steps[WITH_KEYS])]
+    steps[WITH_FEATURES] = [with_features(one) for one in steps[WITH_FEATURES]]
     return steps
+
+
+def with_features(one: Microbatch) -> Microbatch:
+    """Bytes of its pixels as what was kept."""
+    if one.pixel_values is None:
+        return one
+    return replace(one, pixel_values=None, features=one.pixel_values[:, :24].clone(), feature_bytes=24)
 
 
 def torch_generator(seed: int) -> "torch.Generator":  # noqa: F821
@@ -99,6 +112,9 @@ def fingerprint(one: Microbatch) -> dict:
         "samples": list(one.samples),
         "normalisations": [[rule.divisor, *rule.mean, *rule.std] for rule in one.normalisations],
         "pixels": None if one.pixel_values is None else of(one.pixel_values),
+        "features": None if one.features is None else of(one.features),
+        "feature_bytes": one.feature_bytes,
+        "feature_keys": list(one.feature_keys),
     }
 
 
@@ -139,17 +155,18 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
 
     config = layout.config
     placement = config.placement()
-    mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp)
+    mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp, keeps_features=True)
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     device = PinsOnCpu(**vars(Device.pick("cpu")))
-    owner = DataOwner(loader, mesh, len(STEPS), placement[mesh.pp_rank].has_patch_embedding, config,
-                      device)  # fmt: skip
+    spec = placement[mesh.pp_rank]
+    owner = DataOwner(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
+                      holds_projector=spec.has_projector)
     steps, error, pinned_in = [], None, set()
     try:
         for plan in owner:
-            pixels = [m.pixel_values for m in plan.microbatches if m.pixel_values is not None]
-            pinned_in |= {device.pinned.get(one.data_ptr(), "not pinned") for one in pixels}
+            rows = [rows for m in plan.microbatches for rows in (m.pixel_values, m.features) if rows is not None]
+            pinned_in |= {device.pinned.get(one.data_ptr(), "not pinned") for one in rows}
             steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
     except Exception as raised:
         if failure is None:

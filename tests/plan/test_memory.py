@@ -129,6 +129,20 @@ def test_chunks_of_a_stage_share_its_memory() -> None:
     assert last.kept_bytes(TOKENS, 4) == 3 * kept[0] + coming and kept[0] > kept[1]
 
 
+def test_what_the_vit_made_may_come_in_whole_rows() -> None:
+    """In place of pixels of 1176 numbers, or of a message that tensor-parallel ranks cut; only to the projector."""
+    first, second = (dataclasses.replace(chunk, tp_size=2, num_pieces=2) for chunk in stages([16, 16], [0, 36]))
+    (alone,) = stages([32], [36])
+    rows = Rows(100, 400, 0)
+
+    def more(chunk: ChunkMemory) -> int:
+        return dataclasses.replace(chunk, keeps_features=True).coming_bytes(rows) - chunk.coming_bytes(rows)
+
+    assert more(first) == 0
+    assert more(second) == 400 * 1280 * 2 // 2
+    assert more(alone) == 400 * (1280 - 1176) * 2
+
+
 def test_the_next_microbatch_is_there_already() -> None:
     """Its pixels, indices and tables, and what it works on; behind the last one there is none."""
     first, second, last = (StageMemory((chunk,)) for chunk in stages([16, 16, 0], [0, 0, 36]))

@@ -58,6 +58,12 @@ def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
     assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
 
 
+def test_images_from_the_cache_are_counted_over_the_steps_of_a_line() -> None:
+    steps = [replace(STEP, num_cached_images=count) for count in (0, 70)]
+    assert log_line(steps, 10000, False, False).endswith(" | images from the cache: 70 of 200 |")
+    assert "cache" not in log_line([STEP], 10000, False, False)
+
+
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:
     args = parse([
         "--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",

@@ -98,6 +98,16 @@ def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
     assert len(found) == 2
 
 
+def test_features_are_kept_of_a_frozen_vit_only(inputs: Path):
+    kept = ("--vision-feature-cache", str(inputs / "kept"))
+    (problem,) = problems(inputs, *kept)
+    assert "--vision-feature-cache keeps what the ViT makes" in problem and "vision_encoder.freeze to true" in problem
+    assert problems(inputs, *kept, "--freeze-modules", "image_encoder.encoder") == []
+    (problem,) = problems(inputs, "--vision-feature-cache", str(inputs / "data.json"), "--freeze-modules",
+                          "image_encoder.encoder")
+    assert problem.startswith("--vision-feature-cache is ") and "is a file; give a directory" in problem
+
+
 def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
     Image.new("RGB", (1000, 4)).save(inputs / "strip.png")
     records = json.loads((inputs / "samples.json").read_text())

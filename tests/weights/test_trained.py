@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig
 from mm.weights.table import OUTPUT_LAYER_NAME, Place, model_weights, stage_weights
-from mm.weights.trained import GradientPath, freeze_notes, freeze_problems, is_frozen
+from mm.weights.trained import GradientPath, feature_cache_problems, freeze_notes, freeze_problems, is_frozen
 from tests.tiny import our_config
 
 PARTS = ("vision", "projector", "language")
@@ -114,6 +114,29 @@ def _places(model: ModelConfig) -> dict[tuple[Place, int | None], list[str]]:
 def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> None:
     (problem,) = freeze_problems(model_of(*settings.pop("freeze", ()), **settings))
     assert what in problem
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({}, "41 of its weights are trained, such as image_encoder.encoder.patch_embed.proj.weight: set "
+         "image_encoder.vision_encoder.freeze to true in the model JSON, or leave the flag out"),
+    ({"vision": "0-3"}, "1 of its weights are trained"),
+    ({"vision": "0-2", "freeze_modules": ("patch_embed",)}, "10 of its weights are trained, such as image_encoder."
+                                                            "encoder.blocks.layers.3."),
+    ({"freeze": PARTS[:1], "trainable_modules": ("3.mlp", "final")}, ": take '3.mlp' out of --trainable-modules, or"),
+])  # fmt: skip
+def test_features_are_kept_of_a_vit_that_is_wholly_frozen(settings: dict, what: str) -> None:
+    settings = dict(settings)
+    (problem,) = feature_cache_problems(model_of(*settings.pop("freeze", ()), **settings))
+    assert what in problem and problem.startswith("--vision-feature-cache ")
+
+
+@pytest.mark.parametrize("settings", [
+    {"freeze": PARTS[:1]}, {"freeze": PARTS[:2]}, {"vision": "0-3", "freeze_modules": ("patch_embed",)},
+    {"freeze_modules": ("image_encoder.encoder",)}, {"freeze": PARTS[:1], "trainable_modules": ("projector",)},
+])  # fmt: skip
+def test_the_projector_may_be_trained(settings: dict) -> None:
+    settings = dict(settings)
+    assert list(feature_cache_problems(model_of(*settings.pop("freeze", ()), **settings))) == []
 
 
 @pytest.mark.parametrize(("settings", "num_notes"), [

@@ -1,0 +1,248 @@
+"""What ``python -m mm.generate`` is asked: its flags, the JSON files that they name, and how tokens are chosen."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mm.config.command_line import CommandLine, flag_name
+from mm.config.data import DataConfig, read_data
+from mm.config.flags import Arguments, DeviceName, NaturalNumber, VitQkvOrder
+from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
+from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
+from mm.config.schema import STRICT, Count, NotNegative, Patterns, Positive, fields_of
+from mm.errors import UserError, collected, refuse
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerateArguments:
+    """Everything that the command line says."""
+
+    # The model
+    load: str = Field(description="weights: a Hugging Face directory, converted weights, or training checkpoints")
+    mm_model: str | None = Field(
+        None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model that --load holds")
+    model_name_or_path: str | None = Field(None, description=(
+        "Hugging Face directory of tokenizer, chat template and processor; absent = as the JSON says, or --load"))
+    mm_data: str | None = Field(None, description=(
+        "data JSON of the training: pictures and videos get the sizes that they were trained with"))
+    vit_qkv_order: VitQkvOrder | None = Field(
+        None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
+
+    # Machines
+    device: DeviceName = Field("auto", description="what to run on")
+    tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
+    pipeline_model_parallel_size: Count | None = Field(None, description=(
+        "pipeline stages; absent = as the model JSON's lists say where so many ranks are there, else 1"))
+    distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
+    bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
+    fp16: bool = Field(False, description="compute in float16")
+
+    # What is asked
+    prompt: str | None = Field(None, description="one question; <image> and <video> in it say where these stand")
+    image: Patterns = Field((), description="pictures of the question, in their order")
+    video: Patterns = Field((), description="videos of the question, in their order")
+    system: str | None = Field(None, description="system message; absent = the chat template's own")
+    chat: bool = Field(False, description="ask in the terminal, one question after another")
+    prompts: str | None = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
+    output: str | None = Field(
+        None, description="JSONL file of answers; prompts that are answered there are not asked again")
+    media_roots: Patterns = Field(
+        (), description="more folders below which pictures and videos of --prompts may lie, beside the file's own")
+    batch_size: Count = Field(8, description="prompts of --prompts that are answered at a time")
+
+    # Pictures and videos
+    image_min_pixels: NaturalNumber | None = Field(None, description="least pixels of a picture")
+    image_max_pixels: Count | None = Field(None, description="most pixels of a picture; absent = the checkpoint's")
+    video_max_pixels: Count | None = Field(None, description="most pixels of a frame")
+    video_fps: Positive | None = Field(None, description="frames that are taken of a second")
+    video_maxlen: Count | None = Field(None, description="most frames of a video")
+
+    # How tokens are chosen
+    max_new_tokens: Count | None = Field(None, description="most tokens of an answer; absent = the files', or 512")
+    greedy: bool = Field(False, description="take the likeliest token, as --temperature 0")
+    temperature: NotNegative | None = Field(
+        None, description="draw tokens at this temperature; 0 = take the likeliest")
+    top_k: NaturalNumber | None = Field(None, description="draw from so many likeliest tokens; 0 = from all")
+    top_p: Positive | None = Field(
+        None, description="draw from the likeliest tokens that have this share; 1 = from all")
+    repetition_penalty: Positive | None = Field(None, description="above 1: tokens that were there become less likely")
+    stop_tokens: Patterns = Field((), description="tokens or their ids that end an answer, in place of the files'")
+    seed: NaturalNumber = Field(1234, description="seed of drawn tokens")
+
+    @property
+    def precision(self) -> str:
+        """"fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+_TRAINING = Inert("it concerns training")
+_OTHER_FLAGS: Mapping[str, FlagRow] = {
+    **{flag_name(name): _TRAINING for name in fields_of(Arguments)},
+    **FLAGS,
+    "--context-parallel-size": Fixed(("1",), "expected 1: the tokens of a prompt are not shared out over ranks"),
+}
+GENERATE = CommandLine(
+    "mm.generate", "Ask Qwen2.5-VL, by the trainer's own forward pass, on any layout.",
+    "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
+    {flag: row for flag, row in _OTHER_FLAGS.items() if flag.removeprefix("--").replace("-", "_")
+     not in fields_of(GenerateArguments)})
+
+
+_NO_BOUND = 1 << 40
+"""Pixels; the checkpoint's own bound is below it."""
+
+
+@plain_dataclass(frozen=True)
+class Decoding:
+    """How the tokens of an answer are chosen."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 takes the likeliest token."""
+    top_k: int
+    """0 is all."""
+    top_p: float
+    repetition_penalty: float
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+DEFAULT = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,
+           "max_new_tokens": 512, "eos_token_id": ()}
+"""Transformers' (``_get_default_generation_params``), but for the length of an answer, which is 20 there."""
+
+
+@plain_dataclass(frozen=True)
+class Asking:
+    """The settings of one call of ``mm.generate``.  Every rule between them holds."""
+
+    args: GenerateArguments
+    inference: InferenceConfig | None
+    """Of ``--mm-model``."""
+    data: DataConfig | None
+    """Of ``--mm-data``."""
+    world_size: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def directory(self) -> str | None:
+        """The Hugging Face directory beside the weights, where one is named."""
+        return self.args.model_name_or_path or (self.inference and self.inference.directory) or (
+            self.data and self.data.model_name_or_path) or None
+
+    def media_config(self, directory: str) -> DataConfig:
+        """How pictures and videos are read: by flags, else the data JSON, else the inference JSON.
+
+        Without any: pictures by the checkpoint's ``directory`` alone, and videos as qwen-vl-utils 0.0.14 does.
+        """
+        args: Any = self.args
+        changes: dict[str, Any] = {"model_name_or_path": directory}
+        base = self.data or DataConfig(
+            model_name_or_path=directory, dataset=("-",), image_min_pixels=0, image_max_pixels=_NO_BOUND,
+            video_min_pixels=128 * 28 * 28, video_max_pixels=768 * 28 * 28, video_maxlen=768)
+        if self.inference is not None and self.data is None:
+            changes |= {"image_min_pixels": self.inference.min_pixels, "image_max_pixels": self.inference.max_pixels}
+        for name in ("image_min_pixels", "image_max_pixels", "video_max_pixels", "video_fps", "video_maxlen"):
+            if getattr(args, name) is not None:
+                changes[name] = getattr(args, name)
+        changes = {name: value for name, value in changes.items() if value is not None}
+        most = changes.get("video_max_pixels", base.video_max_pixels)
+        return replace(base, **changes, video_min_pixels=min(base.video_min_pixels, most))
+
+    def decoding(self, checkpoint: GenerationSettings) -> Decoding:
+        """What flags say, else the inference JSON, else the ``checkpoint``, else transformers.
+
+        ``stop_token_ids`` are the files'; what ``--stop-tokens`` names, the tokenizer knows.
+        """
+        args, files = self.args, (*((self.inference.generation,) if self.inference else ()), checkpoint)
+
+        def said(name: str) -> Any:
+            given = (getattr(one, name, None) for one in (args, *files))
+            return next((value for value in given if value is not None), DEFAULT[name])
+
+        is_asked = any(value is not None for value in (args.temperature, args.top_k, args.top_p))
+        samples = not args.greedy and args.temperature != 0 and (is_asked or said("do_sample"))
+        return Decoding(
+            max_new_tokens=said("max_new_tokens"),
+            temperature=said("temperature") if samples else 0.0,
+            top_k=said("top_k"), top_p=said("top_p"), repetition_penalty=said("repetition_penalty"),
+            stop_token_ids=tuple(said("eos_token_id")), seed=args.seed)
+
+
+def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking:
+    """Read and check flags and JSON files; raises UserError with all problems."""
+    words = GENERATE.split(argv)
+    problems: list[str] = []
+    inference = data = None
+    found: list[GenerateArguments] = []
+    with collected(problems):
+        found.append(GENERATE.read(words))
+    if path := words.last("--mm-model"):
+        with collected(problems):
+            inference = read_inference(path)
+    if path := words.last("--mm-data"):
+        with collected(problems):
+            data = read_data(path)
+    if not found:
+        raise UserError(problems)
+    (args,) = found
+    launched = environment.get("WORLD_SIZE", "1")
+    asking = Asking(args, inference and inference.value, data and data.value,
+                    int(launched) if launched.isdecimal() else 1)
+    notes = (*GENERATE.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()),
+             *_peer_notes(asking))
+    asking = replace(asking, notes=notes)
+    refuse((*problems, *_problems(args), *_question_problems(asking)))
+    return asking
+
+
+def _problems(args: GenerateArguments) -> Iterator[str]:
+    """Rules between flags."""
+    if args.bf16 and args.fp16:
+        yield "--bf16 and --fp16 are both given; keep one"
+    if args.greedy and args.temperature:
+        yield f"--greedy and --temperature {args.temperature:g} are both given; keep one"
+    yield from (f"--{problem.replace('_', '-', 1)}" for problem in settings_problems(
+        GenerationSettings(top_p=args.top_p)))
+    if args.image_min_pixels is not None and args.image_max_pixels is not None and (
+            args.image_min_pixels > args.image_max_pixels):
+        yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
+    if not Path(args.load).is_dir():
+        yield f"--load is {args.load!r}, which is not a directory"
+    if args.prompts is not None and not Path(args.prompts).is_file():
+        yield f"--prompts is {args.prompts!r}, which is no file; expected a JSON or JSONL file of prompts"
+    if args.prompts is not None and args.output is None:
+        yield "--prompts is given, but --output is missing: the JSONL file for the answers"
+    if args.prompts is None and args.output is not None:
+        yield "--output is given, but --prompts is missing: the file of what is asked"
+    if args.output is not None and Path(args.output).is_dir():
+        yield f"--output is {args.output!r}, which is a directory; give a file"
+
+
+def _question_problems(asking: Asking) -> Iterator[str]:
+    """Whether it is known what is asked, and once."""
+    args, inference = asking.args, asking.inference
+    given = [flag for flag, value in (("--prompt", args.prompt), ("--chat", args.chat), ("--prompts", args.prompts))
+             if value]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are given; keep one"
+    if args.prompts is not None and (args.image or args.video):
+        yield "--image and --video go with --prompt or --chat; in --prompts each prompt names its own"
+    if not given and not (inference and inference.prompts) and not (args.image or args.video):
+        yield "nothing is asked: give --prompt TEXT, --chat, or --prompts FILE and --output FILE"
+
+
+def _peer_notes(asking: Asking) -> Iterator[str]:
+    """What is otherwise than in MindSpeed-MM."""
+    inference, args = asking.inference, asking.args
+    if inference is None or asking.data is not None or (inference.min_pixels, inference.max_pixels) == (None, None):
+        return
+    if args.image_min_pixels is None and args.image_max_pixels is None:
+        yield (f"{args.mm_model}: min_pixels and max_pixels count here; MindSpeed-MM's pipeline takes those of the "
+               f"checkpoint: --image-min-pixels 3136 --image-max-pixels 12845056 for every published one")

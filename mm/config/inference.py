@@ -1,0 +1,150 @@
+"""How tokens are chosen, as files say it: ``generation_config.json`` of a checkpoint, and MindSpeed-MM's
+``inference_*.json``, which has the model, the same settings and a prompt in one file.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import BeforeValidator, Field, Strict
+from pydantic.dataclasses import dataclass
+
+from mm.config.foreign import MODEL_KEYS, Fixed, Inert, Row
+from mm.config.model import ModelConfig, model_problems, with_picture_token
+from mm.config.read import read_json
+from mm.config.schema import STRICT, Count, Int, Key, NotNegative, Positive, Read, read_settings
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Ids = Annotated[tuple[Int, ...], Strict(False), BeforeValidator(_one_or_more)]
+_IDS_OR_NULL = Field(title="a token id, a list of them, or null")
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationSettings:
+    """What one file says of how tokens are chosen; None where it says nothing."""
+
+    do_sample: bool | None = None
+    """Draw tokens; else the likeliest is taken, whatever temperature, top_k and top_p say."""
+    temperature: NotNegative | None = None
+    top_k: Annotated[Int, Ge(0)] | None = None
+    """The likeliest tokens to draw from; 0 is all."""
+    top_p: NotNegative | None = None
+    """The likeliest tokens whose probabilities come to this share; 1 is all."""
+    repetition_penalty: Positive | None = None
+    max_new_tokens: Count | None = None
+    eos_token_id: Annotated[Ids | None, _IDS_OR_NULL] = None
+    """Tokens that end an answer."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class InferenceConfig:
+    """A model JSON, with what MindSpeed-MM's ``inference_*.json`` has beside the model."""
+
+    model: Annotated[ModelConfig, Key("")]
+    generation: Annotated[GenerationSettings, Key("generation_config.")] = GenerationSettings()
+    directory: Annotated[str | None, Key("tokenizer.from_pretrained")] = None
+    """Hugging Face directory of tokenizer, chat template and preprocessor config."""
+    image_path: str | None = None
+    video_path: str | None = None
+    prompts: str | None = None
+    """One question, asked before the picture is shown, as MindSpeed-MM's pipeline does."""
+    min_pixels: Annotated[Int, Ge(0)] | None = None
+    """Of a picture."""
+    max_pixels: Count | None = None
+
+
+_OUTPUT = Inert("an answer is its tokens; nothing else is kept")
+_SPEED = Inert("it changes speed only; keys and values are always kept")
+_BEAMS = Inert("it concerns beam search")
+_IDS = Inert("the tokenizer and the model JSON have the tokens")
+_NOT_HERE = "not supported by this version"
+
+
+def _rows(row: Row, words: str) -> dict[str, Row]:
+    return dict.fromkeys(words.split(), row)
+
+
+GENERATION_KEYS: Mapping[str, Row] = {
+    **_rows(_OUTPUT, "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate"),
+    **_rows(_SPEED, "kv_cache use_cache use_mtp cache_implementation cache_config return_legacy_cache max_cache_len "
+                    "low_memory is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+                    "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+                    "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+                    "speculation_type compile_config disable_compile continuous_batching_config prefill_chunk_size "
+                    "split_batch"),
+    **_rows(_BEAMS, "early_stopping length_penalty num_return_groups"),
+    **_rows(_IDS, "bos_token_id pad_token_id decoder_start_token_id vision_start_token_id image_token_id "
+                  "video_token_id"),
+    **_rows(Inert("it says who wrote the file"), "transformers_version _from_model_config"),
+    "max_length": Inert("max_new_tokens says how long an answer may become"),
+    **_rows(Fixed((None, 1), _NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
+    **_rows(Fixed((None, 0), _NOT_HERE),
+            "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
+            "min_new_tokens penalty_alpha"),
+    **_rows(Fixed((None, 1.0), _NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
+    **_rows(Fixed((None, False), _NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
+    **_rows(Fixed((None,), _NOT_HERE),
+            "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
+            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
+            "dola_layers watermarking_config max_time"),
+    "stop_strings": Fixed((None,), "give --stop-tokens"),
+}
+"""Keys of transformers 4 and 5 that are no fields of ``GenerationSettings``."""
+
+_PRECISION = ("bf16", "fp16", "fp32", "bfloat16", "float16", "float32", None)
+INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
+    **MODEL_KEYS,
+    "": {
+        **MODEL_KEYS[""],
+        "pipeline_class": Fixed(("Qwen2VlPipeline",), "the pipeline of Qwen2.5-VL"),
+        "dtype": Fixed(_PRECISION, "it repeats --bf16 or --fp16, which decide"),
+        "device": Inert("--device decides"),
+    },
+    "text_decoder": {
+        **MODEL_KEYS["text_decoder"],
+        "tokenizer_type": Inert("tokenizer.from_pretrained decides"),
+        "is_encoder_decoder": Fixed((False,)),
+        "use_infer_fa": Inert("the device chooses its kernels"),
+    },
+    "tokenizer": {
+        "hub_backend": Fixed(("hf",), "a directory on this machine is read"),
+        "autotokenizer_name": Fixed(("AutoTokenizer",), "the tokenizer of the directory"),
+    },
+    "generation_config": GENERATION_KEYS,
+}
+_OPTIONAL = ("tokenizer", "generation_config")
+"""Objects that a model JSON of the trainer does not have."""
+
+
+def read_inference(path: str | Path) -> Read[InferenceConfig]:
+    """Read a model JSON or MindSpeed-MM's ``inference_*.json``; raises UserError with every problem in the file."""
+    document = read_json(path)
+    tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
+    read = read_settings(path, InferenceConfig, tables, _inference_problems)
+    model, notes = with_picture_token(read.value.model, path)
+    return replace(read, value=replace(read.value, model=model), notes=(*read.notes, *notes))
+
+
+def _inference_problems(inference: InferenceConfig) -> Iterator[str]:
+    yield from model_problems(inference.model)
+    least, most = inference.min_pixels, inference.max_pixels
+    if least is not None and most is not None and least > most:
+        yield f"min_pixels is {least}, above max_pixels = {most}"
+    yield from (f"generation_config.{problem}" for problem in settings_problems(inference.generation))
+
+
+def read_generation(path: str | Path) -> GenerationSettings:
+    """Read a checkpoint's ``generation_config.json``; raises UserError with every problem in the file."""
+    return read_settings(path, GenerationSettings, {"": GENERATION_KEYS}, settings_problems).value
+
+
+def settings_problems(settings: GenerationSettings) -> Iterator[str]:
+    """What no annotation of a field says."""
+    if settings.top_p is not None and not 0 < settings.top_p <= 1:
+        yield f"top_p is {settings.top_p:g}; expected above 0 and at most 1"

@@ -1,0 +1,73 @@
+"""How a program of ours ends: what it reports, on which rank, and with which status.  For entry points.
+
+What a program does is not known here.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mm.errors import AgreedError, ReportedError, UserError
+
+_LAUNCHER_SECONDS = 60.0
+"""How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
+
+
+def refused(error: UserError) -> int:
+    """Report a mistake that every rank of a node finds before ranks talk; the first one does it at once."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        _wait_for_the_launcher()
+    return _report(error)
+
+
+def status_of(action: Callable[[], int]) -> int:
+    """Run what the ranks do together, and return its status: what ``action`` returns, or 2 after a report.
+
+    Does not return after a failure that all ranks end because of.
+    """
+    try:
+        return action()
+    except AgreedError as error:  # every rank raises it; rank 0 reports it
+        if os.environ.get("RANK", "0") != "0":
+            _wait_for_the_launcher()
+            return 2
+        return _report(error)
+    except UserError as error:
+        return _report(error)
+    except ReportedError as error:
+        _tell_the_launcher([str(error)])
+        sys.stdout.flush()
+        os._exit(1)  # at a usual end, process groups that other threads still hold would abort this process
+
+
+def _wait_for_the_launcher() -> None:
+    """Leave the report to another rank, whose exit makes the launcher end this process in its sleep.
+
+    The limit is for a mistake that only this rank has found.
+    """
+    time.sleep(_LAUNCHER_SECONDS)
+
+
+def _report(error: UserError) -> int:
+    rank = os.environ.get("RANK", "0")
+    start = "error: " if rank == "0" else f"[rank {rank}] error: "
+    sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
+    sys.stderr.flush()
+    _tell_the_launcher(error.problems)
+    return 2
+
+
+def _tell_the_launcher(problems: Sequence[str]) -> None:
+    """Give torchrun what it shows as the root cause, in its own format, in place of a hint how to get a traceback.
+
+    torchrun itself ends with 1 and a traceback of its own whenever a rank ends with another status than 0.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    others = f" ({len(problems) - 1} more stand above)" if len(problems) > 1 else ""
+    message = {"message": f"{problems[0]}{others}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")

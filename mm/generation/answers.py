@@ -1,0 +1,97 @@
+"""The file of answers: one JSON object a line, added whole, kept over interruptions, and sorted at the end.
+
+How answers come about is not known here.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mm.errors import UserError
+
+_AGAIN = "give another --output, or remove the file to ask everything again"
+
+
+class AnswerFile:
+    """The answers of one file, which one process at a time may add to.
+
+    Every line has the prompt's ``number``, and the ``key`` of what it answers: content of the prompt, weights and
+    settings.  Other keys are the caller's.
+    """
+
+    def __init__(self, path: str | Path, keys: Mapping[int, str]) -> None:
+        """Open or begin the file, and cut off half a line that an interruption has left.
+
+        ``keys``: of every prompt, by number.  Raises UserError when the file cannot be written, another process adds to
+        it, or it holds anything else than answers to these prompts.
+        """
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise UserError(f"--output {path} cannot be written: {error.strerror}; give another file.") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise UserError(f"--output {path} is being written by another run; wait for its end, or give another "
+                            f"file.") from error
+        self._lines: dict[int, bytes] = {}
+        try:
+            self._read(keys)
+        except UserError:
+            os.close(self._file)
+            raise
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Of the prompts that are answered."""
+        return frozenset(self._lines)
+
+    def _read(self, keys: Mapping[int, str]) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(keepends=True), start=1):
+            where = f"{self.path}:{number}: "
+            try:
+                answer = json.loads(line)
+                prompt, key = int(answer["number"]), answer["key"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{where}is no answer of mm.generate; {_AGAIN}.") from error
+            if keys.get(prompt) != key:
+                raise UserError(f"{where}is the answer to another prompt {prompt}, or was made with other weights or "
+                                f"settings; {_AGAIN}.")
+            if prompt in self._lines:
+                raise UserError(f"{where}is a second answer to prompt {prompt}; {_AGAIN}.")
+            self._lines[prompt] = line
+        os.ftruncate(self._file, len(whole))
+
+    def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Add answers that are not there yet, in one write, and put them on the disk."""
+        new = {int(one["number"]): _line(one) for one in answers if one["number"] not in self._lines}
+        left = b"".join(new.values())
+        while left:
+            left = left[os.write(self._file, left) :]
+        os.fsync(self._file)
+        self._lines |= new
+
+    def close(self) -> None:
+        """Put the lines in the order of the prompts: the file appears so at once, or stays as it was."""
+        lines = b"".join(self._lines[number] for number in sorted(self._lines))
+        if self.path.read_bytes() != lines:
+            part = self.path.with_name(f".{self.path.name}.part")
+            with part.open("wb") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            part.chmod(os.stat(self.path).st_mode & 0o777)
+            part.replace(self.path)
+        os.close(self._file)
+
+
+def _line(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,198 @@
+"""Answers token by token: the trainer's forward pass over the stages of a replica, with keys and values kept.
+
+Every rank of a replica calls this together with the same prompts.  The stage with the output layer chooses each token
+and tells the others.  Where prompts come from, and what becomes of answers, is not known here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.batch import IGNORE_INDEX, Microbatch
+from mm.config.generate import Decoding
+from mm.generation.choice import next_tokens, penalized
+from mm.model.cache import KeyValueCache, Places
+from mm.model.stage import Stage
+from mm.parallel.mesh import Mesh
+from mm.parallel.pipeline import message_shape
+from mm.placement import StageSpec
+
+
+@dataclass
+class Answer:
+    """The answer to one prompt, as far as it is there."""
+
+    prompt: int
+    """The prompt's own number, which its random numbers depend on."""
+    token_ids: list[int] = field(default_factory=list)
+    """With the token that ended it."""
+    ended: str | None = None
+    """"stop" by a token that ends answers, "length" by their longest length; None: it goes on."""
+
+
+@dataclass
+class _Sequence:
+    """A prompt with its answer so far: one slot of the cache."""
+
+    answer: Answer
+    num_tokens: int
+    """Of the prompt and the answer."""
+    next_position: int
+    """Of the next token, on all three axes."""
+
+
+Listener = Callable[[Answer], None]
+"""Hears of each token; called on every rank."""
+
+
+class Answerer:
+    """One rank's part of the model, which answers batches of prompts together with the rest of its replica."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, decoding: Decoding) -> None:
+        self._stage, self._mesh, self._decoding = stage, mesh, decoding
+        self._placement = stage.model.placement()
+        self._device = stage.device.torch_device
+        self._like = torch.empty(0, dtype=stage.config.params_dtype, device=self._device)
+        self._stages = dist.get_process_group_ranks(mesh.groups.pp)
+        self._caches: dict[int, KeyValueCache] = {}
+        """By chunk, of those with LLM layers."""
+        self._was_there: Tensor | None = None
+        """bool [slots, vocabulary] on the stage that chooses, where tokens that were there become less likely."""
+
+    @torch.no_grad()
+    def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: Listener | None = None) -> list[Answer]:
+        """Answer prompts, one a segment, which ``numbers`` tell apart; answers are in their order."""
+        slots = _sequences(prompts, numbers)
+        answers = [slot.answer for slot in slots]
+        language = self._stage.model.language
+        groups, width = language.num_query_groups // self._mesh.tp_size, language.head_dim
+        self._caches = {number: KeyValueCache(map(str, chunk.spec.language_layers), groups, self._like.new_empty(width))
+                        for number, chunk in enumerate(self._stage.chunks) if chunk.spec.language_layers}
+        logits = self._forward(prompts, Places.of_sequences(prompts.segment_lengths, self._device))
+        self._remember(prompts, logits)
+        while True:
+            self._take(slots, self._chosen(logits, slots))
+            if listen is not None:
+                for slot in slots:
+                    listen(slot.answer)
+            going_on = [number for number, slot in enumerate(slots) if slot.answer.ended is None]
+            if not going_on:
+                return answers
+            if 2 * len(going_on) <= len(slots):  # those that have ended cost as much as the others
+                slots = [slots[number] for number in going_on]
+                self._keep(going_on)
+            lengths = [slot.num_tokens for slot in slots]
+            logits = self._forward(_new_tokens(slots), Places.of_new_tokens(lengths, self._device))
+
+    def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
+        """One pass through all slots of the pipeline: float32 [segments, vocabulary], of the last row of each segment,
+        on the ranks that have the output layer; None elsewhere."""
+        logits = None
+        for spec in self._placement.slots:
+            if spec.stage != self._mesh.pp_rank:
+                continue
+            chunk = self._stage.chunks[spec.chunk]
+            inputs = chunk.prepare(microbatch, None)
+            if inputs.language is not None:
+                caches = self._caches[spec.chunk].during(places)
+                inputs = replace(inputs, language=replace(inputs.language, caches=caches))
+            x = chunk.hidden_states(inputs, self._receive(spec, microbatch))
+            if spec.has_head:
+                assert x is not None, "every microbatch has tokens"
+                last = torch.tensor(microbatch.segment_lengths).cumsum(0) - 1
+                logits = self._whole(chunk.text_decoder.logits(x[last.to(self._device)])).float()
+            else:
+                self._send(spec, microbatch, x)
+        return logits
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, of which each tensor-parallel rank makes some columns."""
+        group = self._mesh.groups.tp
+        if group.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    def _receive(self, spec: StageSpec, microbatch: Microbatch) -> Tensor | None:
+        shape = message_shape(spec.receives, microbatch, self._stage.model, self._mesh.context)
+        if shape is None:
+            return None
+        received = self._like.new_empty(shape)
+        dist.recv(received, src=self._stages[spec.stage - 1], group=self._mesh.groups.pp)
+        return received
+
+    def _send(self, spec: StageSpec, microbatch: Microbatch, x: Tensor | None) -> None:
+        if message_shape(spec.sends, microbatch, self._stage.model, self._mesh.context) is not None:
+            assert x is not None, f"slot of stage {spec.stage} has nothing to hand on"
+            following = self._stages[(spec.stage + 1) % len(self._stages)]
+            dist.send(x.contiguous(), dst=following, group=self._mesh.groups.pp)
+
+    def _chosen(self, logits: Tensor | None, slots: Sequence[_Sequence]) -> list[int]:
+        """The next token of each slot, on every rank."""
+        chosen = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        if logits is not None:
+            if self._was_there is not None:
+                logits = penalized(logits, self._was_there, self._decoding.repetition_penalty)
+            answers = [slot.answer for slot in slots]
+            chosen = next_tokens(logits, self._decoding, [one.prompt for one in answers],
+                                 [len(one.token_ids) for one in answers])
+            if self._was_there is not None:
+                self._was_there.scatter_(1, chosen[:, None], True)
+        if len(self._stages) > 1:
+            dist.broadcast(chosen, src=self._stages[self._placement.head_slot.stage], group=self._mesh.groups.pp)
+        return chosen.tolist()
+
+    def _take(self, slots: Sequence[_Sequence], token_ids: Sequence[int]) -> None:
+        """Add a token to each answer that goes on, and end those that are complete."""
+        decoding, most = self._decoding, self._stage.model.language.max_position_embeddings
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            slot.num_tokens += 1
+            if slot.answer.ended is None:
+                slot.answer.token_ids.append(token_id)
+                if token_id in decoding.stop_token_ids:
+                    slot.answer.ended = "stop"
+                elif len(slot.answer.token_ids) == decoding.max_new_tokens or slot.num_tokens >= most:
+                    slot.answer.ended = "length"
+
+    def _remember(self, prompts: Microbatch, logits: Tensor | None) -> None:
+        """Which tokens were there, those of the prompt included, as in transformers."""
+        self._was_there = None
+        if logits is not None and self._decoding.repetition_penalty != 1.0:
+            self._was_there = torch.zeros_like(logits, dtype=torch.bool)
+            for row, token_ids in zip(self._was_there, prompts.token_ids.split(prompts.segment_lengths), strict=True):
+                row[token_ids.to(self._device)] = True
+
+    def _keep(self, slots: list[int]) -> None:
+        for cache in self._caches.values():
+            cache.keep(slots)
+        if self._was_there is not None:
+            self._was_there = self._was_there[torch.tensor(slots, device=self._device)]
+
+
+def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
+    """After a prompt, positions go on from the largest of its three axes (transformers' ``rope_deltas``)."""
+    positions = prompts.positions.split(prompts.segment_lengths, dim=1)
+    return [_Sequence(Answer(number), length, int(one.max()) + 1) for number, length, one in
+            zip(numbers, prompts.segment_lengths, positions, strict=True)]
+
+
+def _new_tokens(slots: Sequence[_Sequence]) -> Microbatch:
+    """The newest token of each slot as a segment of its own; moves the positions on.
+
+    A slot that has ended repeats its last token, which nobody looks at.
+    """
+    positions = torch.tensor([slot.next_position for slot in slots])
+    for slot in slots:
+        slot.next_position += 1
+    return Microbatch(
+        token_ids=torch.tensor([slot.answer.token_ids[-1] for slot in slots]),
+        labels=torch.full((len(slots),), IGNORE_INDEX),
+        positions=positions.repeat(3, 1),
+        segment_lengths=(1,) * len(slots),
+        image_grids=(),
+        pixel_values=None,
+    )

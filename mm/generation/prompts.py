@@ -1,0 +1,144 @@
+"""Prompts: out of a file, off the command line, or typed.
+
+A record of a file is a conversation in any form that the trainer reads, up to a question, or simply
+``{"prompt": TEXT, "images": [...], "videos": [...], "system": TEXT}``.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mm.config.data import Attributes
+from mm.config.generate import Asking
+from mm.data.formats import read_sample
+from mm.data.media import KnownMedia, MediaRoots
+from mm.data.parts import Parts, parts_of
+from mm.data.records import RecordFile
+from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Sample, Turn, Video
+from mm.errors import UserError
+
+_ATTRIBUTES = Attributes(system="system")
+"""The usual names of columns and roles are found beside these."""
+_ROOT_SETTINGS = ("the path, which begins beside the file of prompts", "--media-roots")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question with what comes before it."""
+
+    number: int
+    """Counted from 0: the index of its record in the file."""
+    sample: Sample
+    name: str | int | None = None
+    """The record's own ``id``."""
+    digest: str = ""
+    """Of the record's content."""
+
+    @property
+    def question(self) -> str:
+        return self.sample.turns[-1].text
+
+
+def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], list[str]]:
+    """The prompts of a file, and what is wrong with records of it: each problem names file and line.
+
+    Raises UserError when the file cannot be read to its end, or holds no record.
+    """
+    directory = os.path.dirname(os.path.abspath(path))
+    media = KnownMedia(MediaRoots(directory, tuple(media_roots), _ROOT_SETTINGS))
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    unreadable: list[str] = []
+    file, num_records = RecordFile.open(path), 0
+    for block in file.blocks(unreadable):
+        for raw in file.read_block(block):
+            num_records += 1
+            where = f"{path}:{raw.line}: " if raw.line else f"{path}: record {raw.index}: "
+            try:
+                if raw.problem is not None:
+                    raise UserError(raw.problem.partition(": ")[2] or raw.problem)
+                sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where.removesuffix(": "), True)
+            except UserError as error:
+                problems += [f"{where}prompt {raw.index} {problem}" for problem in error.problems]
+                continue
+            name = raw.value.get("id")
+            digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True).encode()).hexdigest()
+            prompts.append(Prompt(raw.index, sample, name if isinstance(name, str | int) else None, digest))
+    if unreadable or not num_records:
+        raise UserError(unreadable or f"{path}: holds no prompt; expected a JSON list of objects, or one a line.")
+    return prompts, problems
+
+
+def _conversation(record: Any) -> Any:
+    """A record that only has a prompt as one of messages; others as they are."""
+    if not isinstance(record, dict):
+        return record
+    if "instruction" in record and "output" not in record:
+        return {**record, "output": "-"}  # which is left out as an answer
+    if not isinstance(text := record.get("prompt"), str) or {"messages", "conversations"} & record.keys():
+        return record
+    counts = {kind: _count(record, kind) for kind in ("image", "video")}
+    content = with_places(text, counts["image"], counts["video"])
+    return {**record, "messages": [{"role": "user", "content": content}]}
+
+
+def _count(record: dict[str, Any], kind: str) -> int:
+    """How many pictures or videos the columns of a record name."""
+    found = record.get(f"{kind}s") or record.get(kind) or []
+    return len(found) if isinstance(found, list) else 1
+
+
+def with_places(text: str, num_images: int, num_videos: int) -> str:
+    """``text`` with a place for each picture and video: in front, unless it says itself where they stand."""
+    images = "" if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * num_images
+    videos = "" if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * num_videos
+    return images + videos + text
+
+
+def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_last: bool = False) -> Turn:
+    """A question to which the user gives files by name, anywhere on this machine.
+
+    ``media_last``: without places in the text they come after it, as in MindSpeed-MM's pipeline.  Raises UserError
+    naming each file that is not there, and when there are more or fewer places than files.
+    """
+    problems = [f"{kind} {path!r} is no regular file; give the path of a file that is there"
+                for kind, paths in (("image", images), ("video", videos)) for path in paths if not os.path.isfile(path)]
+    placed = with_places(text, len(images), len(videos))
+    if media_last and placed.endswith(text):
+        placed = text + placed.removesuffix(text)
+    parts = parts_of(placed, "user", "the question", "prompt")
+    for kind, cls, paths in (("image", Image, images), ("video", Video, videos)):
+        places = sum(isinstance(part, cls) for part in parts)
+        if places != len(paths):
+            problems.append(f"the question has {places} <{kind}> but {len(paths)} {kind}s; remove or add some")
+    if not text.strip() and not images and not videos:
+        problems.append("the question is empty; give it text, a picture or a video")
+    if problems:
+        raise UserError(problems)
+    return Turn("user", _filled(parts, images, videos))
+
+
+def prompt_of(asking: Asking) -> Sample:
+    """What flags ask, or else the inference JSON: its text counts without ``--prompt``, its media without any flag.
+
+    Raises UserError as ``question`` does.
+    """
+    args, inference = asking.args, asking.inference
+    text, images, videos = args.prompt or "", args.image, args.video
+    is_theirs = False
+    if args.prompt is None and inference is not None and inference.prompts is not None:
+        text, is_theirs = inference.prompts, True
+        if not images and not videos:
+            images, videos = ((path,) if path else () for path in (inference.image_path, inference.video_path))
+    asked = question(text, images, videos, media_last=is_theirs)
+    return Sample((asked,) if args.system is None else (Turn("system", (args.system,)), asked), "the question")
+
+
+def _filled(parts: Parts, images: Sequence[str], videos: Sequence[str]) -> Parts:
+    coming = {Image: iter(images), Video: iter(videos)}
+    filled: list[str | Media] = [part if isinstance(part, str) else type(part)(next(coming[type(part)]))
+                                 for part in parts]
+    return tuple(filled)

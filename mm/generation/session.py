@@ -1,0 +1,155 @@
+"""A model that is ready to be asked, on the ranks of its layout: prompts in, answers with their text out.
+
+Every rank calls the same methods together; what prompts are is known to the owner of each replica alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mm.batch import Microbatch
+from mm.config.generate import Asking, Decoding
+from mm.data.encode import SampleEncoder
+from mm.device.device import Device
+from mm.errors import UserError, nearest, refuse
+from mm.generation.decode import Answer, Answerer, Listener
+from mm.generation.prompts import Prompt
+from mm.generation.source import Found
+from mm.model import load
+from mm.model.stage import Stage
+from mm.parallel.agreement import on_first, together
+from mm.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer in words."""
+
+    prompt: Prompt
+    text: str
+    ended: str
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    """With the one that ended it."""
+
+
+class Session:
+    """The model, its tokenizer, and how tokens are chosen."""
+
+    def __init__(self, asking: Asking, found: Found, device: Device, mesh: Mesh) -> None:
+        """Build this rank's part and read its weights.  Raises UserError, the same on every rank."""
+        self.mesh, self._found, self._precision = mesh, found, asking.args.precision
+        self._media = asking.media_config(found.directory)
+        model = found.model
+
+        def read() -> SampleEncoder | None:
+            most = model.language.max_position_embeddings
+            return SampleEncoder.from_config(self._media, model, most) if mesh.owns_data else None
+
+        self._encoder = together(mesh, read)
+        words = asking.args.stop_tokens
+        stop_token_ids = on_first(mesh, lambda: self._stop_tokens(words, found.decoding.stop_token_ids))
+        self.decoding: Decoding = replace(found.decoding, stop_token_ids=stop_token_ids)
+        self.stage = Stage(model, mesh, asking.args.precision, device)
+        load.fill(self.stage, self.stage.weights, found.source, mesh)
+        self._answerer = Answerer(self.stage, mesh, self.decoding)
+
+    @property
+    def encoder(self) -> SampleEncoder:
+        """On the owner of a replica."""
+        assert self._encoder is not None, "only the owner of a replica reads prompts"
+        return self._encoder
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Without control tokens."""
+        decode: Callable[..., Any] = self.encoder.chat.tokenizer.decode
+        return decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, on the owner.  Raises UserError for one that cannot be asked."""
+        return self._fitting(prompt, self.encoder.prompt_length(prompt.sample))
+
+    def _fitting(self, prompt: Prompt, num_tokens: int) -> int:
+        most = self._found.model.language.max_position_embeddings
+        if num_tokens >= most:
+            raise UserError(f"{prompt.sample.source}: has {num_tokens} tokens, but the model has positions for {most}, "
+                            f"the answer included; shorten it, or lower --image-max-pixels")
+        return num_tokens
+
+    def key(self, prompt: Prompt) -> str:
+        """Another one where the prompt, the weights or the settings are other ones."""
+        facts = [prompt.digest, self._found.source.fingerprint, asdict(self.decoding), asdict(self._media),
+                 self._precision]
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+
+    def respond(
+        self, prompts: Sequence[Prompt], listen: Listener | None = None
+    ) -> tuple[list[Told], tuple[str, ...]]:
+        """Answer ``prompts``, which the owner has, as one batch.
+
+        Returns the answers, on the owner, shortest prompt first, and what is wrong with prompts that have none.
+        """
+        batch, numbers, problems = self._shared(prompts)
+        if batch is None:
+            return [], problems
+        answers = self._answerer.answer(batch, numbers, listen)
+        if not self.mesh.owns_data:
+            return [], problems
+        by_number = {prompt.number: prompt for prompt in prompts}
+        return [self._told(by_number[answer.prompt], answer, length)
+                for answer, length in zip(answers, batch.segment_lengths, strict=True)], problems
+
+    def _told(self, prompt: Prompt, answer: Answer, length: int) -> Told:
+        assert answer.ended is not None, "every answer has come to its end"
+        return Told(prompt, self.text(answer.token_ids), answer.ended, length, tuple(answer.token_ids))
+
+    def _shared(self, prompts: Sequence[Prompt]) -> tuple[Microbatch | None, list[int], tuple[str, ...]]:
+        """The prompts as one microbatch on every rank of the replica, with pixels where they are needed; their numbers,
+        in its order, and what is wrong with others.  None when there is none to ask."""
+        mesh, whole, pixels = self.mesh, None, None
+        numbers: list[int] = []
+        problems: list[str] = []
+        if mesh.owns_data:
+            whole, numbers, problems = self._encoded(prompts)
+            pixels = None if whole is None else whole.pixel_values
+        outcome: list[Any] = [None if whole is None else replace(whole, pixel_values=None), numbers, tuple(problems)]
+        if mesh.tp_size * mesh.pp_size > 1:
+            dist.broadcast_object_list(outcome, src=mesh.replica_owner, group=mesh.replica_group)
+        light, numbers, found = outcome
+        if light is None or not light.image_grids:
+            return light, numbers, found
+        (group,) = mesh.pixel_groups
+        if group is not None:
+            if pixels is None:
+                shape = (light.num_patches, self._found.model.vision.patch_elements)
+                pixels = torch.empty(shape, dtype=torch.uint8)
+            dist.broadcast(pixels, src=mesh.replica_owner, group=group)
+        return replace(light, pixel_values=pixels if self.stage.has_patch_embedding else None), numbers, found
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> tuple[Microbatch | None, list[int], list[str]]:
+        ready: list[tuple[int, Microbatch]] = []
+        problems: list[str] = []
+        for prompt in prompts:
+            try:
+                encoded = self.encoder.encode_prompt(prompt.sample)
+                self._fitting(prompt, encoded.num_tokens)
+                ready.append((prompt.number, encoded))
+            except UserError as error:
+                problems += error.problems
+        ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does
+        whole = Microbatch.join(one for _, one in ready) if ready else None
+        return whole, [number for number, _ in ready], problems
+
+    def _stop_tokens(self, words: Sequence[str], ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids of the ``words``, which are tokens or ids; without any ``ids``, else the token that ends turns."""
+        vocabulary = self.encoder.chat.tokenizer.get_vocab()
+        found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
+        most = self._found.model.language.vocab_size
+        refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
+               f"{most}" for word, one in zip(words, found, strict=True) if one is None or one >= most)
+        return tuple(one for one in found if one is not None) or ids or (vocabulary["<|im_end|>"],)

@@ -1,0 +1,69 @@
+"""What is asked, found before any device or process group is touched: weights, model, tokenizer's directory, settings.
+
+Only headers and JSON files are read.  Every rank does it, and finds the same.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.formats import source as weights
+from checkpoint.formats.hf_config import hf_problems, model_from_hf
+from checkpoint.formats.qkv_order import QkvOrder
+from checkpoint.formats.source import Kind, Source
+from mm.config.generate import Asking, Decoding
+from mm.config.inference import GenerationSettings, read_generation
+from mm.config.model import ModelConfig
+from mm.config.read import read_json
+from mm.errors import UserError, refuse
+from mm.generation.layout import placed
+
+
+@dataclass(frozen=True)
+class Found:
+    """The weights and everything that belongs to them."""
+
+    source: Source
+    model: ModelConfig
+    """On the stages of this call."""
+    directory: str
+    """Hugging Face directory of tokenizer, chat template and processor."""
+    decoding: Decoding
+    """``stop_token_ids`` are the files'."""
+    notes: tuple[str, ...]
+
+
+def find(asking: Asking) -> Found:
+    """Open the weights, and put the model on its stages; raises UserError with what is wrong."""
+    args, stated = asking.args, asking.inference.model if asking.inference else None
+    base = asking.directory
+    if base is not None and not Path(base).is_dir():
+        raise UserError(f"{base!r} is no directory; give --model-name-or-path, the Hugging Face directory with the "
+                        f"tokenizer and processor of the model.")
+    order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
+    source = weights.open(args.load, "--load", model=stated or _model_of(base), qkv=order)
+    if source.is_vit_only:
+        raise UserError(f"--load {args.load} holds no LLM (it was made with save_vit_only); give a whole model.")
+    if stated is not None:
+        source.check_model(stated)
+    if base is None and source.kind is not Kind.HUGGING_FACE:
+        raise UserError(f"--load {args.load} is a {source.kind.value}, which has no tokenizer; give "
+                        f"--model-name-or-path, the Hugging Face directory that the model comes from.")
+    directory = str(source.path) if base is None else base
+    model, notes = placed(stated or source.model, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+                          asking.world_size)
+    refuse(hf_problems(model, directory, args.mm_model or args.load))
+    return Found(source, model, directory, asking.decoding(_settings(source, directory)), (*source.notes, *notes))
+
+
+def _model_of(directory: str | None) -> ModelConfig | None:
+    """The model that a Hugging Face directory describes, for weights that do not say what they are."""
+    path = None if directory is None else Path(directory) / "config.json"
+    return model_from_hf(read_json(path).root) if path is not None and path.is_file() else None
+
+
+def _settings(source: Source, directory: str) -> GenerationSettings:
+    """What ``generation_config.json`` says, beside the weights or else beside the tokenizer."""
+    for folder in (source.path, Path(directory)):
+        if (folder / "generation_config.json").is_file():
+            return read_generation(folder / "generation_config.json")
+    return GenerationSettings()

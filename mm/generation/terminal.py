@@ -1,0 +1,138 @@
+"""One question, or a talk in the terminal: the answer is shown while it comes about."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from mm.data.sample import Sample, Turn
+from mm.errors import AgreedError, UserError
+from mm.generation.decode import Answer
+from mm.generation.prompts import Prompt, question
+from mm.generation.session import Session, Told
+from mm.parallel.agreement import on_first
+
+HELP = """\
+Ask anything.  A line that begins with / is a command:
+  /image FILE   show a picture with the next question    /clear   begin a new talk
+  /video FILE   show a video with the next question      /exit    end, as at the end of the input
+"""
+
+
+class TextStream:
+    """Writes an answer as far as its characters are complete: some need several tokens."""
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str], stream: TextIO) -> None:
+        self._text_of, self._stream, self._shown = text_of, stream, ""
+
+    def listen(self, answer: Answer) -> None:
+        """Of one answer; called with each of its tokens."""
+        text = self._text_of(answer.token_ids)
+        if text.endswith("\ufffd") and answer.ended is None:
+            return
+        self._stream.write(text[len(self._shown) :])
+        self._stream.flush()
+        self._shown = text
+
+
+def ask_once(session: Session, make: Callable[[], Sample]) -> None:
+    """Answer the prompt that ``make`` gives on rank 0, on its standard output.  Every rank calls it.
+
+    Raises AgreedError when it cannot be asked.
+    """
+    prompt = Prompt(0, on_first(session.mesh, make))
+    _, problems = _shown_answer(session, prompt)
+    if problems:
+        raise AgreedError(problems)
+
+
+def _shown_answer(session: Session, prompt: Prompt) -> tuple[list[Told], tuple[str, ...]]:
+    is_first = session.mesh.rank == 0
+    stream = TextStream(session.text, sys.stdout) if is_first else None
+    told, problems = session.respond((prompt,), stream.listen if stream else None)
+    if is_first and not problems:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return told, problems
+
+
+@dataclass
+class Chat:
+    """A talk: what was said so far, and what is shown with the next question."""
+
+    system: str | None
+    images: list[str] = field(default_factory=list)
+    videos: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    number: int = 0
+    """Of the next question; random numbers depend on it."""
+
+    def run(self, session: Session) -> None:
+        """Ask and answer until the input of rank 0 ends.  Every rank calls it."""
+        if session.mesh.rank == 0 and sys.stdin.isatty():
+            sys.stdout.write(HELP)
+        while True:
+            outcome: list[Any] = [self._next() if session.mesh.rank == 0 else None]
+            dist.broadcast_object_list(outcome, src=0, group=session.mesh.control_group)
+            prompt = outcome[0]
+            if prompt is None:
+                return
+            told, problems = _shown_answer(session, prompt)
+            if session.mesh.rank != 0:
+                continue
+            if problems:
+                self._complain(problems)
+            else:
+                self.turns += [prompt.sample.turns[-1], Turn("assistant", (told[0].text,))]
+                self.images, self.videos = [], []
+
+    def _next(self) -> Prompt | None:
+        """The next question; None at the end."""
+        while True:
+            if sys.stdin.isatty():
+                sys.stdout.write("> ")
+                sys.stdout.flush()
+            line = sys.stdin.readline()
+            if not line:
+                return None
+            command, _, rest = line.strip().partition(" ")
+            match command:
+                case "":
+                    continue
+                case "/exit":
+                    return None
+                case "/clear":
+                    self.turns, self.images, self.videos = [], [], []
+                case "/image" | "/video":
+                    self._show(command.removeprefix("/"), rest.strip())
+                case _ if command.startswith("/"):
+                    sys.stdout.write(HELP)
+                case _:
+                    try:
+                        return self._prompt(line.strip())
+                    except UserError as error:
+                        self._complain(error.problems)
+
+    def _prompt(self, text: str) -> Prompt:
+        asked = question(text, self.images, self.videos)
+        before = [] if self.system is None else [Turn("system", (self.system,))]
+        self.number += 1
+        sample = Sample((*before, *self.turns, asked), f"question {self.number}")
+        return Prompt(self.number - 1, sample)
+
+    def _show(self, kind: str, path: str) -> None:
+        """Keep a file for the next question, if it is there."""
+        try:
+            question("", [path] if kind == "image" else [], [path] if kind == "video" else [])
+        except UserError as error:
+            self._complain(error.problems)
+            return
+        (self.images if kind == "image" else self.videos).append(path)
+
+    def _complain(self, problems: Sequence[str]) -> None:
+        """The talk goes on without the question and what was to be shown with it."""
+        self.images, self.videos = [], []
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+        sys.stderr.flush()

@@ -1,0 +1,24 @@
+"""``mm.generate`` on several ranks, of which the last one fails while the third token is chosen."""
+
+import os
+import sys
+
+from mm.device.device import Device
+
+Device.pick("cpu")
+
+from mm.generate import main  # noqa: E402
+from mm.generation import session  # noqa: E402
+from mm.generation.decode import Answerer  # noqa: E402
+
+
+class Failing(Answerer):
+    def _take(self, slots, token_ids):
+        super()._take(slots, token_ids)
+        if len(slots[0].answer.token_ids) == 2 and os.environ["RANK"] == "1":
+            raise RuntimeError("no third token")
+
+
+if __name__ == "__main__":
+    session.Answerer = Failing
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""``mm.generate`` as a user calls it: one question, a talk, a file that is killed and started again, and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.data.oracle import photo
+from tests.generation.commands import run_commands
+from tests.launch import run_ranks
+from tests.tiny_inputs import write_inputs
+
+NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]
+SHORT = ("--device", "cpu", "--max-new-tokens", "6")
+
+
+def write_prompts(directory: Path) -> None:
+    """Two of them cannot be asked: a picture is not there, another one is cut off in the middle."""
+    photo(84, 56, seed=1).save(directory / "wide.png")
+    Image.fromarray(_noise()).save(directory / "cut.png")
+    content = (directory / "cut.png").read_bytes()
+    (directory / "cut.png").write_bytes(content[: len(content) // 2])
+    records = [{"prompt": f"What is in it, {number}?" + " there" * (number % 5), "image": "wide.png"}
+               for number in range(NUM_PROMPTS)]
+    records[3]["image"] = "missing.png"
+    records[7]["image"] = "cut.png"
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _noise():
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, 256, (84, 84, 3), dtype=np.uint8)
+
+
+def commands(root: Path) -> dict[str, dict]:
+    """By name, in their order."""
+    load = ["--load", str(root / "hf"), *SHORT]
+    wide, prompts = str(root / "wide.png"), ["--prompts", str(root / "prompts.jsonl"), "--batch-size", "2"]
+    talk = f"/image {wide}\nWhat is this?\n\nAnd now?\n/image none.png\n/nothing\n/clear\nWhat is this?\n/exit\nno\n"
+    return {
+        "one": {"argv": [*load, "--prompt", "What is this?", "--image", wide]},
+        "again": {"argv": [*load, "--prompt", "What is this?", "--image", wide, "--system", "Be short."]},
+        "drawn": {"argv": [*load, "--prompt", "What?", "--temperature", "1.5", "--seed", "3", "--stop-tokens", "290"]},
+        "half": {"argv": [*load, "--prompt", "What?", "--bf16", "--repetition-penalty", "1.2"]},
+        "talk": {"argv": [*load, "--chat"], "input": talk},
+        "whole": {"argv": [*load, *prompts, "--output", str(root / "whole.jsonl")]},
+        "killed": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")], "kill_after": 4},
+        "started again": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
+        "nothing left": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
+        "other settings": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl"), "--temperature", "1"]},
+        "no picture": {"argv": [*load, "--prompt", "What?", "--image", "none.png"]},
+        "no token": {"argv": [*load, "--prompt", "What?", "--stop-tokens", "<|im_ende|>"]},
+        "two ranks": {"argv": [*load, "--prompt", "What?", "--tensor-model-parallel-size", "2"]},
+        "no tokenizer": {"argv": ["--load", str(root / "mm"), "--prompt", "What?", *SHORT]},
+        "another model": {"argv": [*load, "--prompt", "What?", "--mm-model", str(root / "other.json")]},
+        "no setting": {"argv": ["--load", str(root / "beams"), "--prompt", "What?", *SHORT]},
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from checkpoint import convert
+    from checkpoint.convert import Options
+    from checkpoint.formats.layout import Layout
+
+    directory = write_inputs(tmp_path_factory.mktemp("commands"))
+    write_prompts(directory)
+    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((8,),), ((4,),), 1)).run(Options(num_workers=1))
+    other = json.loads((directory / "model_1.json").read_text())
+    other["text_decoder"]["num_query_groups"] = 4
+    (directory / "other.json").write_text(json.dumps(other))
+    (directory / "beams").mkdir()
+    for file in (directory / "hf").iterdir():
+        (directory / "beams" / file.name).symlink_to(file)
+    (directory / "beams" / "generation_config.json").unlink()
+    (directory / "beams" / "generation_config.json").write_text('{"num_beams": 4}')
+    return directory
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> dict[str, dict]:
+    asked = commands(root)
+    found = run_commands(root, list(asked.values()))
+    return dict(zip(asked, found, strict=True))
+
+
+def test_one_question(done: dict):
+    for name in ("one", "again", "drawn", "half"):
+        assert done[name]["status"] == 0, done[name]
+        assert done[name]["out"].endswith("\n") and len(done[name]["out"]) > 1
+    assert done["one"]["out"] != done["again"]["out"]
+
+
+def test_a_talk(done: dict):
+    """After /clear the picture is gone too."""
+    talk = done["talk"]
+    assert talk["status"] == 0, talk
+    assert talk["out"].startswith(done["one"]["out"])
+    assert talk["err"].count("error: ") == 1 and "image 'none.png' is no regular file" in talk["err"]
+    assert "/image FILE" in talk["out"]
+
+
+def test_an_error_of_one_rank_ends_all(root: Path):
+    """In the middle of an answer on two stages: nobody waits for the other for ever."""
+    with pytest.raises(AssertionError, match="rank 1 failed with RuntimeError: no third token"):
+        run_ranks(2, "tests.generation.failing_worker", "--load", str(root / "hf"), "--prompt", "What?", *SHORT,
+                  "--pipeline-model-parallel-size", "2", timeout_seconds=240)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_file_of_prompts(done: dict, root: Path):
+    answers = lines(root / "whole.jsonl")
+    assert done["whole"]["status"] == 2
+    assert [answer["number"] for answer in answers] == GOOD
+    assert all(answer["answer"] and answer["question"].startswith("<image>What is in it") for answer in answers)
+    assert {answer["ended"] for answer in answers} <= {"stop", "length"}
+    errors = [line for line in done["whole"]["err"].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2
+    assert "prompts.jsonl:4: prompt 3 image 'missing.png' is no regular file" in errors[0]
+    assert "prompts.jsonl:8" in errors[1] and "cut.png" in errors[1]
+
+
+def test_killed_in_the_middle_and_started_again(done: dict, root: Path):
+    """The same bytes as of a run that nothing interrupted."""
+    assert done["killed"]["status"] == -9
+    assert done["started again"]["status"] == 2
+    assert "answers already" in done["started again"]["err"]
+    assert (root / "b.jsonl").read_bytes() == (root / "whole.jsonl").read_bytes()
+    assert done["nothing left"]["status"] == 2
+
+
+def test_answers_by_other_settings_are_not_mixed(done: dict):
+    assert done["other settings"]["status"] == 2
+    assert "made with other weights or settings" in done["other settings"]["err"]
+
+
+@pytest.mark.parametrize(("name", "what"), [
+    ("no picture", "image 'none.png' is no regular file; give the path of a file that is there"),
+    ("no token", "--stop-tokens has '<|im_ende|>' (did you mean '<|im_end|>'?)"),
+    ("two ranks", "1 ranks are no multiple of tensor x pipeline parallel size = 2 x 1"),
+    ("no tokenizer", "has no tokenizer; give --model-name-or-path"),
+    ("another model", "num_query_groups"),
+    ("no setting", "num_beams is 4; supported: null or 1"),
+])
+def test_mistakes_are_told(done: dict, name: str, what: str):
+    assert done[name]["status"] == 2, done[name]
+    assert what in done[name]["err"]
+    assert "Traceback" not in done[name]["err"] and done[name]["out"] == ""

@@ -1,0 +1,58 @@
+"""On which stages a model is put to be asked."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm.config.model import read_model
+from mm.errors import UserError
+from mm.generation.layout import even_lists, placed
+from mm.placement import layout_problems
+from mm.weights.table import stage_weights
+from tests.test_examples import EXAMPLES
+from tests.tiny import our_config
+
+TWO = our_config(((3, 1),), ((0, 4),))
+
+
+@pytest.mark.parametrize(("num_stages", "world_size", "expected"), [
+    (None, 1, ((4,), (4,))), (None, 2, ((3, 1), (0, 4))), (2, 2, ((3, 1), (0, 4))), (1, 2, ((4,), (4,))),
+])
+def test_lists_count_where_ranks_suffice(num_stages, world_size, expected):
+    model, _ = placed(TWO, 1, num_stages, world_size)
+    assert (model.vision.pipeline_num_layers[0], model.language.pipeline_num_layers[0]) == expected
+
+
+def test_another_number_of_stages_is_told():
+    model, notes = placed(TWO, 1, 4, 4)
+    assert model.num_stages == 4 and "are for 2 stages; on 4" in notes[0]
+    assert placed(TWO, 1, 2, 2)[1] == ()
+
+
+def test_chunks_need_more_than_one_stage():
+    model, _ = placed(our_config(((2,), (2,)), ((0,), (4,))), 1, None, 1)
+    assert (model.num_stages, model.num_chunks) == (1, 1)
+
+
+@given(size=st.sampled_from(("3b", "7b", "32b", "72b")), num_stages=st.integers(1, 16))
+def test_even_lists_are_legal_and_about_even(size: str, num_stages: int):
+    model = read_model(EXAMPLES / f"model_{size}.json").value
+    vision, language = even_lists(model, num_stages)
+    assert layout_problems(vision, language, model.vision.num_layers, model.language.num_layers) == []
+    model = replace(model, vision=replace(model.vision, pipeline_num_layers=vision),
+                    language=replace(model.language, pipeline_num_layers=language))
+    loads = [sum(math.prod(weight.shape) for weight in stage_weights(model, spec)) for spec in model.placement().slots]
+    heaviest = 2 * model.language.vocab_size * model.language.hidden_size  # a layer with the output layer is lighter
+    assert max(loads) <= sum(loads) / num_stages + heaviest
+
+
+@pytest.mark.parametrize(("tp_size", "num_stages", "world_size", "what"), [
+    (3, 1, 3, "--tensor-model-parallel-size is 3"), (2, 2, 2, "2 ranks are no multiple of tensor x pipeline"),
+    (1, 2, 3, "3 ranks are no multiple"),
+])
+def test_what_does_not_divide_is_refused(tp_size, num_stages, world_size, what):
+    with pytest.raises(UserError, match=what):
+        placed(replace(TWO), tp_size, num_stages, world_size)

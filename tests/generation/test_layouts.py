@@ -1,0 +1,105 @@
+"""Greedy answers are transformers', token for token, on any layout and from any directory; drawn ones repeat."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint import convert
+from checkpoint.convert import Options
+from checkpoint.formats.layout import Layout
+from mm.config.generate import load_asking
+from mm.config.model import read_model
+from mm.data.encode import SampleEncoder
+from mm.generation.prompts import read_prompts
+from tests.generation.layouts_worker import CASES, FEW
+from tests.generation.questions import NUM_PROMPTS, Reference, write_questions
+from tests.launch import run_ranks
+
+LOGITS_TOLERANCE = 1e-4
+"""Largest difference measured, fp32 on the CPU: 1.0e-5 (TP2), 6.9e-6 without tensor parallelism."""
+LAYOUTS = [case.name for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_questions(tmp_path_factory.mktemp("questions"))
+    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((5, 3),), ((0, 4),), 2)).run(Options(num_workers=1))
+    run_ranks(4, "tests.generation.layouts_worker", str(directory), timeout_seconds=1800)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> dict[str, dict[str, dict[int, list[int]]]]:
+    """Token ids by layout, way and prompt."""
+    results = json.loads((root / "results.json").read_text())
+    return {case: {way: {int(number): ids for number, ids in answers.items()} for way, answers in ways.items()}
+            for case, ways in results.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> Reference:
+    argv = ["--load", str(root / "hf"), "--prompt", "-", "--image-max-pixels", "9408", "--video-max-pixels", "9408"]
+    model = read_model(root / "model_1.json").value
+    encoder = SampleEncoder.from_config(load_asking(argv).media_config(str(root / "hf")), model, 4096)
+    return Reference(root / "hf", encoder)
+
+
+@pytest.fixture(scope="module")
+def prompts(root: Path) -> list:
+    return read_prompts(str(root / "prompts.jsonl"), ())[0]
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference, prompts: list) -> list[tuple[list[int], torch.Tensor]]:
+    return [reference.answer(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("batch_size", ["8", "1"])
+def test_greedy_answers_are_those_of_transformers(case: str, batch_size: str, found: dict, expected: list):
+    answers = found[case][batch_size]
+    (has_all,) = (one.has_all for one in CASES if one.name == case)
+    assert len(answers) == (NUM_PROMPTS if case == "one" or (batch_size == "8" and has_all) else FEW.stop)
+    wrong = {number: (ids, expected[number][0]) for number, ids in answers.items() if ids != expected[number][0]}
+    assert not wrong
+
+
+def test_answers_differ_and_some_end_early(expected: list):
+    """Else equality would show little."""
+    answers = [tuple(ids) for ids, _ in expected]
+    assert len(set(answers)) > NUM_PROMPTS // 2
+    assert len({len(ids) for ids in answers}) > 1
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_logits_are_those_of_transformers(case: str, root: Path, expected: list):
+    logits = load_file(root / f"{case}.safetensors")
+    assert set(logits) == {str(number) for number in range(5)}
+    for name, ours in logits.items():
+        theirs = expected[int(name)][1]
+        assert ours.shape == theirs.shape
+        assert float((ours - theirs).abs().max()) <= LOGITS_TOLERANCE
+
+
+def test_the_repetition_penalty_is_that_of_transformers(
+    found: dict, expected: list, reference: Reference, prompts: list
+):
+    answers = found["one"]["penalty"]
+    for number in range(FEW.stop):
+        assert answers[number] == reference.answer(prompts[number], repetition_penalty=1.3)[0]
+    assert any(answers[number] != expected[number][0] for number in answers)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_seed_draws_the_same_on_any_layout(case: str, found: dict):
+    assert found[case]["drawn"] == found["one"]["drawn"]
+
+
+def test_what_is_drawn_depends_on_the_seed_alone(found: dict, expected: list):
+    drawn = found["one"]["drawn"]
+    assert found["one"]["drawn alone"] == drawn
+    assert sum(found["one"]["drawn by 8"][number] != drawn[number] for number in drawn) > len(drawn) // 2
+    assert sum(expected[number][0] != drawn[number] for number in drawn) > len(drawn) // 2

@@ -1,0 +1,148 @@
+"""Trains two epochs with what a frozen ViT makes kept on disk, and without, and writes what differed as JSON.
+
+Launched by tests/training/test_feature_cache.py: ``feature_worker DIR NAME...``, where DIR has what ``write_cases`` has
+written.  Both runs of a case start from the same checkpoint and read the same samples in the same order.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import current_thread, main_thread
+
+from mm.device.device import Device
+
+DEVICE = Device.pick("cpu")  # before megatron is imported
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from mm.config.run import load_run  # noqa: E402
+from mm.model.fingerprint import vision_fingerprint  # noqa: E402
+from mm.model.stage import Stage  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.training.preflight import sample_problems  # noqa: E402
+from mm.training.run import Trainer  # noqa: E402
+from tests.parallel.pipeline_worker import READ_BACK, Trace, watch  # noqa: E402
+
+NUM_EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one rank did in it."""
+
+    num_vision_layer_runs: int
+    num_sends: int
+    """Messages to other stages."""
+    num_read_back: int
+    """Times that the host waited for a number of the device."""
+
+
+@dataclass
+class Result:
+    """Of one run, on one rank."""
+
+    fingerprint: str | None
+    fingerprint_of_others: list[str] = field(default_factory=list)
+    """Of other LLMs and projectors with this ViT, and of another ViT."""
+    epochs: list[Epoch] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: list[dict] = field(default_factory=list)
+    """On the rank that writes them."""
+
+
+@contextmanager
+def counting(trace: Trace, stage: Stage) -> Iterator[None]:
+    """Count runs of ViT layers, and what the thread that trains reads back in ways that torch's dispatcher does not see
+    on a CPU."""
+    originals = {name: getattr(torch.Tensor, name) for name in READ_BACK}
+
+    def counted(name: str) -> Callable:
+        def read(tensor, *args, **kwargs):
+            trace.num_read_back += current_thread() is main_thread()
+            return originals[name](tensor, *args, **kwargs)
+
+        return read
+
+    def count_layer(*_) -> None:
+        trace.num_vision_layer_runs += 1
+
+    hooks = [layer.register_forward_pre_hook(count_layer)
+             for chunk in stage.chunks if hasattr(chunk, "image_encoder")
+             for layer in chunk.image_encoder["encoder"].blocks.layers.values()]
+    for name in READ_BACK:
+        setattr(torch.Tensor, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+        for hook in hooks:
+            hook.remove()
+
+
+def train(directory: Path, name: str, *flags: str) -> Result:
+    """The whole of a run but its export, epoch by epoch."""
+    argv = [*json.loads((directory / f"{name}.argv.json").read_text()), *flags]
+    run = load_run(argv, dist.get_world_size(), {})
+    sample_problems(run, [])  # makes the index of the samples, which is no part of what is counted
+    mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring,
+                          keeps_features=run.args.vision_feature_cache is not None)
+    with Watchdog(mesh, None) as watchdog:
+        trainer = Trainer(run, DEVICE, mesh, watchdog)
+        result = Result(trainer.fingerprint)
+        for _ in range(NUM_EPOCHS):
+            trace = Trace(operations=[])
+            with counting(trace, trainer.parts.stage), watch(trace):
+                trainer.run_steps()
+            sends = [one for one in trace.operations if one["name"] == "send"]
+            result.epochs.append(Epoch(trace.num_vision_layer_runs, len(sends), trace.num_read_back))
+        if trainer.metrics is not None:
+            trainer.metrics.close()
+            lines = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines()
+            result.metrics = [json.loads(line) for line in lines]
+        result.weights = {one: parameter.detach().clone() for one, parameter in trainer.parts.stage.named_parameters()}
+        if trainer.fingerprint is not None:
+            result.fingerprint_of_others += [
+                changed(trainer, "text_decoder", "image_encoder.projector"), changed(trainer, "blocks.layers.7.mlp")]
+    parallel.stop_mesh()
+    return result
+
+
+def changed(trainer: Trainer, *names: str) -> str:
+    """The fingerprint after one number of every weight with one of ``names`` in its name has changed a little."""
+    with torch.no_grad():
+        for name, parameter in trainer.parts.stage.named_parameters():
+            if any(part in name for part in names):
+                parameter.view(-1)[0] += 1e-3
+    return vision_fingerprint(trainer.parts.stage, trainer.mesh)
+
+
+def compare(directory: Path, name: str) -> dict:
+    """What the ranks found, and whether all weights are the same bits."""
+    off = train(directory, name, "--log-dir", str(directory / name / "off"))
+    on = train(directory, name, "--log-dir", str(directory / name / "on"),
+               "--vision-feature-cache", str(directory / name / "cache"))
+    differing = [one for one, weight in off.weights.items() if not torch.equal(weight, on.weights[one])]
+    mine = {"differing": differing, "off": [asdict(one) for one in off.epochs], "fingerprint": on.fingerprint,
+            "fingerprint_of_others": on.fingerprint_of_others,
+            "on": [asdict(one) for one in on.epochs], "metrics": {"off": off.metrics, "on": on.metrics}}
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return {"metrics": gathered[-1]["metrics"], "ranks": gathered}
+
+
+def main(directory: Path, names: list[str]) -> None:
+    dist.init_process_group("gloo")
+    results = {name: compare(directory, name) for name in names}
+    if dist.get_rank() == 0:
+        (directory / f"results_{dist.get_world_size()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
