@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments, flag_name
+from mm.config.flags import Arguments
 from mm.config.schema import fields_of
 
 _TRACKERS = ("wandb", "swanlab")
