@@ -35,6 +35,8 @@ setup(
         "torchcodec": ["torchcodec>=0.12"],
         "npu": ["torch_npu>=2.11,<2.14"],
         "tensorboard": ["tensorboard"],
+        "wandb": ["wandb>=0.20"],
+        "swanlab": ["swanlab>=0.10"],
         "parquet": ["pyarrow"],
         "demo": ["scikit-learn", "matplotlib"],
         "test": [

@@ -58,6 +58,8 @@ class Case:
     is_ring: bool = False
     lora_rank: int = 0
     """Of adapters beside all linear layers of trained parts; 0: none."""
+    forward_only: bool = False
+    """A validation in place of a step."""
 
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
@@ -138,6 +140,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.data.owner import deal_images, own_pixels
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
+    from mm.parallel.schedule import run_forward
     from mm.training.step import Parts, step
 
     def tell(chunk: Chunk, phase: str) -> None:
@@ -165,8 +168,12 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         parts = Parts.build(stage, mesh, args)
         parts.optimizer.prepare_grads()
         parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
+        plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals)
         recorder.start()
-        step(parts, StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals), lr=1e-5)
+        if case.forward_only:
+            run_forward(parts.models, plan, parts.communicator, mesh)
+        else:
+            step(parts, plan, lr=1e-5)
     operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}
     for (phase, name), tally in recorder.tallies.items():
         operators[phase][name] = tally

@@ -101,6 +101,8 @@ class Manifest:
     pieces: tuple[Piece, ...]
     base: Mapping[str, Any] | None = None
     """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
+    best: Mapping[str, Any] | None = None
+    """What the run remembers of its validations; None in checkpoints of before there were any."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

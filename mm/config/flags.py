@@ -90,6 +90,15 @@ class Arguments:
     calculate_per_microbatch_loss: bool = Field(
         False, description="mean over the microbatches of each one's mean: MindSpeed-MM's default")
 
+    # Validation: of val_dataset or val_rate in the data JSON
+    eval_interval: Count = Field(1000, description="steps between validations; there is one after the last step too")
+    eval_iters: NaturalNumber | None = Field(
+        None, description="most global batches of a validation; absent = every sample once; 0 = no validation")
+    save_best: bool = Field(
+        False, description="keep the checkpoint of the least validation loss in best below --save, beside the others")
+    early_stopping_patience: Count | None = Field(
+        None, description="validations in a row without a new least loss after which training ends; absent = never")
+
     # What is trained
     freeze_modules: Patterns = Field((), description=(
         "words; a weight with one of them in its name is not trained, as if its part were frozen"))
@@ -164,6 +173,12 @@ class Arguments:
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
+    wandb_project: str | None = Field(None, description="project of Weights & Biases; absent = not used")
+    wandb_exp_name: str | None = Field(None, description="name of the run in Weights & Biases; absent = one is drawn")
+    wandb_save_dir: str | None = Field(None, description="directory of wandb's files; absent = --log-dir")
+    swanlab_project: str | None = Field(None, description="project of SwanLab; absent = not used")
+    swanlab_exp_name: str | None = Field(None, description="name of the run in SwanLab; absent = one is drawn")
+    swanlab_save_dir: str | None = Field(None, description="directory of SwanLab's files; absent = in --log-dir")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(

@@ -66,7 +66,6 @@ FLAGS: Mapping[str, FlagRow] = {
     **_all(Inert("--log-timers says what the time of a step went to"), "--timing-log-level --timing-log-option"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
-    **_all(Inert("there is no validation data"), "--eval-interval --eval-iters"),
     **_all(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "

@@ -21,6 +21,7 @@ from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import fields_of, shown
 from mm.config.sources import training_sources, validation_sources
+from mm.config.validation import validation_notes, validation_problems
 from mm.errors import UserError, collected, refuse
 
 Given = TypeVar("Given")
@@ -148,13 +149,14 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += _world_problems(args, environment)
     launched = environment.get("WORLD_SIZE", "")
     world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
-    notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value), *_frozen_notes(args, model.value),
+    notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
+             *validation_notes(args, data.value), *_frozen_notes(args, model.value),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
-            *_model_problems(run, model.document), *lora_problems(model.value.lora, args.lora, args.mm_model),
-            *_adapter_problems(run)))
+            *validation_problems(args, data.value), *_model_problems(run, model.document),
+            *lora_problems(model.value.lora, args.lora, args.mm_model), *_adapter_problems(run)))
     return run
 
 

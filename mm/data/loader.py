@@ -28,6 +28,7 @@ class ReadStep:
     """Samples that could not be used: in the place of each there is one token from which nothing is learnt."""
     notes: tuple[str, ...] = ()
     """What the user should know besides."""
+    is_validation: bool = False
 
 
 class StepLoader(Iterator[ReadStep]):
@@ -40,7 +41,8 @@ class StepLoader(Iterator[ReadStep]):
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
-        """``steps`` says which samples each microbatch of each step holds, and may have no end.
+        """``steps`` says which samples each microbatch of each step holds, and may have no end.  In the place of a
+        microbatch without samples there is one token from which nothing is learnt.
 
         It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
         thread encodes.  ``skips_bad``: a sample that cannot be used is left out, and told.
@@ -99,7 +101,7 @@ class _ReadMicrobatch:
                        for index, outline in zip(indices, outlines, strict=True)]
         except UserError as error:
             return error, [], [], is_last
-        return Microbatch.join(samples), bad, notes, is_last
+        return Microbatch.join(samples or [_stand_in()]), bad, notes, is_last
 
     def _attempt(self, index: int, work: Callable[[], Outline], bad: list[BadSample]) -> Outline:
         """``work``, or where it fails and that is allowed, what stands in the place of sample ``index``."""
@@ -149,10 +151,10 @@ def _naming(source: str) -> Iterator[None]:
         raise
 
 
-def _stand_in(index: int) -> Microbatch:
+def _stand_in(*samples: int) -> Microbatch:
     """In the place of a sample that is left out: so no rank, and no plan of packs, is without its part.
 
     Token 0 is in every vocabulary.
     """
     nothing = torch.zeros(1, dtype=torch.int64)
-    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=(index,))
+    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)

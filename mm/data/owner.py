@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from queue import Queue
-from threading import Semaphore, Thread
+from queue import Queue, SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ _NO_KEY = "0" * 32
 class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
-    ``steps`` is the loader's iterator on the owning rank and None elsewhere, like ``quarantine``.
+    ``steps`` is the loader's iterator on the owning rank and None elsewhere, like both quarantines: of the training's
+    samples and of those for validation.
     ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector`` whether it needs what was kept of
     the ViT's work; ``model`` says how wide pixels are and what a microbatch costs, and ``device`` is what both will be
     copied to.  A sample that one owner cannot use raises the same AgreedError on every rank, at that step.
@@ -56,15 +57,18 @@ class DataOwner(Iterator[StepPlan]):
         device: Device,
         quarantine: Quarantine | None = None,
         holds_projector: bool = False,
+        validation_quarantine: Quarantine | None = None,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
-        self._quarantine = quarantine
+        self._quarantine, self._validation_quarantine = quarantine, validation_quarantine
         self._holds_patch_embedding, self._holds_projector = holds_patch_embedding, holds_projector
         self._model = model
         self._device = device
         self._shared: Queue[StepPlan | Exception] = Queue()
-        self._wanted = Semaphore(1)  # one step ahead: the coming one is made while the caller computes
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        """True: another step.  The first at once, so that the coming one is made while the caller computes."""
+        self._wanted.put(True)
         # A daemon, so that a rank that fails can leave while this waits for other ranks.
         self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
         self._thread.start()
@@ -76,17 +80,22 @@ class DataOwner(Iterator[StepPlan]):
         shared = self._shared.get()
         if isinstance(shared, Exception):
             raise shared
-        self._wanted.release()
+        self._wanted.put(True)
         return shared
 
     def close(self) -> None:
-        """Wait for the thread, which ends by itself once all steps were taken."""
-        assert self._num_left == 0, f"{self._num_left} steps were not taken"
+        """Wait for the thread, which ends after the step that it is at, if any are left.
+
+        Every rank must call it after the same step: the threads talk with each other in each.
+        """
+        self._num_left = 0
+        self._wanted.put(False)
         self._thread.join()
 
     def _share_steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self._wanted.acquire()
+            if not self._wanted.get():
+                return
             try:
                 self._shared.put(self._share_step())
             except Exception as error:  # raised again by the thread that takes it
@@ -105,7 +114,9 @@ class DataOwner(Iterator[StepPlan]):
             dist.all_reduce(counts, group=mesh.owners_group)
             problems = all_of(problems, mesh.owners_group) if counts[0] else ()
         if mesh.owns_data and counts[1]:
-            problems = self._leave_out(bad, problems)
+            is_validation = step is not None and step.is_validation
+            problems = self._leave_out(
+                bad, problems, self._validation_quarantine if is_validation else self._quarantine)
             counts[0] = bool(problems)
         payload = None
         if mesh.owns_data:
@@ -122,12 +133,14 @@ class DataOwner(Iterator[StepPlan]):
         whole = tuple(self._share_media(one, mine) for one, mine in zip(light, owned, strict=True))
         return StepPlan(whole, BatchTotals(*counts[2:].tolist()))
 
-    def _leave_out(self, bad: tuple[BadSample, ...], problems: tuple[str, ...]) -> tuple[str, ...]:
+    def _leave_out(
+        self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
+    ) -> tuple[str, ...]:
         """On every owner: tell the quarantine what any of them has found.  Returns the problems, one more perhaps."""
-        assert self._quarantine is not None, "bad samples are left out only where there is one"
+        assert quarantine is not None, "bad samples are left out only where there is one"
         group = self._mesh.owners_group if self._mesh.dp_size > 1 else None
         found = bad if group is None else all_of(bad, group)
-        _, further = attempt(self._mesh, partial(self._quarantine.add, found))
+        _, further = attempt(self._mesh, partial(quarantine.add, found))
         return problems + (further if group is None else all_of(further, group))
 
     def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:

@@ -32,18 +32,19 @@ class LossInputs:
     target_ids: Tensor
     """int64 [num_targets]"""
     weights: Tensor
-    """float32 [num_targets]; they sum to 1 over the global batch."""
+    """float32 [num_targets]; they sum to 1 over the global batch, or each is 1."""
 
 
 def loss_inputs(
-    microbatch: Microbatch, totals: BatchTotals, unit: LossUnit, device: Device, share: Share | None = None
+    microbatch: Microbatch, totals: BatchTotals, unit: LossUnit | None, device: Device, share: Share | None = None
 ) -> LossInputs:
     """Pick out the target tokens and weigh them.
 
     Every unit of the global batch counts the same, and the target tokens in it share its weight: every target token,
     every sample that has one (MindSpeed-MM's ``--calculate-per-sample-loss``), or every microbatch, with a target or
-    without (MindSpeed-MM's default).  A batch without any target has no rows, so its loss is 0.  ``share`` leaves the
-    targets that this rank of the context axis holds.
+    without (MindSpeed-MM's default).  Without a ``unit`` each weight is 1, so the loss is a sum, whatever the batch.  A
+    batch without any target has no rows, so its loss is 0.  ``share`` leaves the targets that this rank of the context
+    axis holds.
     """
     index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
     match unit:
@@ -56,6 +57,8 @@ def loss_inputs(
         case "microbatch":
             of_each = 1.0 / (totals.num_microbatches * max(len(index), 1))
             weights = torch.full((len(index),), of_each, dtype=torch.float64)
+        case None:
+            weights = torch.ones(len(index))
     target_ids = microbatch.labels[index]
     if share is not None:
         is_here, index = share.find(index)

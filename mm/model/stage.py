@@ -102,11 +102,12 @@ class Chunk(nn.Module):
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
     def prepare(
-        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None
+        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False
     ) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None where no loss is wanted.  ``dropout_seed``: as ``StepPlan`` has it.
+        ``totals`` may be None where no loss is wanted.  ``dropout_seed``: as ``StepPlan`` has it.  ``sums``: the loss
+        is the sum over the microbatch's targets.
         """
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         share = self.context.share(microbatch) if self.context.size > 1 else None
@@ -128,7 +129,7 @@ class Chunk(nn.Module):
             language = language_inputs(
                 microbatch, model.language, self.config.params_dtype, device, cut_group, share, keys)
         if spec.has_head and totals is not None:
-            loss = loss_inputs(microbatch, totals, self.loss_unit, device, share)
+            loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss, kept)
 
     def _kept(self, microbatch: Microbatch) -> tuple[tuple[str, int], ...]:

@@ -100,17 +100,18 @@ class PipelineCommunicator:
         self._microbatches: tuple[Microbatch, ...] = ()
         self._expected: dict[str, deque[Turn]] = {}
         self._has_turned = False
+        self._most_in_flight = 0
         self._latest: tuple[Transfer, ...] = ()
         # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
         context = [mesh.context.group] if mesh.cp_size > 1 else []  # where a ring's ranks send each other keys
         for group in dict.fromkeys((self.pp_group, self._gradient_group, *context)):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan, forward_only: bool = False) -> None:
         """Start a step."""
-        num_chunks = len(self._specs)
-        forward = forward_order(len(plan.microbatches), self.pp_group.size(), num_chunks)
-        backward = backward_order(forward)
+        num_chunks, num_stages = len(self._specs), self.pp_group.size()
+        forward = forward_order(len(plan.microbatches), num_stages, num_chunks)
+        backward = [] if forward_only else backward_order(forward)
         # What comes around, from the last stage to the first and back, belongs to the next chunk.
         around = [(microbatch, chunk + 1) for microbatch, chunk in forward if chunk + 1 < num_chunks]
         around_back = [(microbatch, chunk - 1) for microbatch, chunk in backward if chunk > 0]
@@ -122,6 +123,7 @@ class PipelineCommunicator:
             "send_backward": deque(backward),
         }
         self._has_turned = False
+        self._most_in_flight = num_stages if forward_only else 4 * num_stages * num_chunks
 
     def end(self) -> None:
         """Wait until everything sent in this step has left; nothing may be left to receive or to take."""
@@ -336,9 +338,10 @@ class PipelineCommunicator:
 
         What is sent is not waited for: so a stage to which no gradient comes back runs ahead of the next, within the
         limit.  With gloo, only waiting for a send shows that it has left.  A neighbour that sends back is never more
-        than a pipeline's depth of messages behind, so waiting for one twice that old never holds both sides up.
+        than a pipeline's depth of messages behind, so waiting for one twice that old never holds both sides up.  Where
+        nothing is sent back, the last stage sends to the first, which asks for it a pipeline's depth less one later.
         """
-        limit = 4 * self.pp_group.size() * len(self._specs)
+        limit = self._most_in_flight
         while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):
             self._in_flight.popleft()[0].wait()
         for batch in batches:

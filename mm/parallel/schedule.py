@@ -1,10 +1,11 @@
-"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction.
+"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction;
+or forward alone, for validation.
 
 megatron-core's schedules run the loop, over our communicator.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,44 @@ def run_schedule(
     the head.  Summed over data-parallel ranks it is the loss of the global batch.
     """
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
-    journal: Journal = chunks[0].journal
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
-    inputs = _Inputs(chunks, plan, forward_order(len(plan.microbatches), mesh.pp_size, len(chunks)))
+    for model in models:
+        if model.ddp_config.overlap_param_gather:
+            for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
+                group.start_param_sync()
+    _run(models, plan, communicator, mesh, lambda _, loss: total.add_(loss))
+    return total
+
+
+@torch.no_grad()
+def run_forward(
+    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
+) -> Tensor:
+    """Forward of every microbatch and nothing else; weights that are gathered with overlap must be here already.
+
+    Returns fp32 [num_microbatches] on the device: the sum of each one's token losses, of the tokens that this rank of
+    the context axis holds; zeros on ranks without the head.
+    """
+    chunks: list[Any] = [model.module for model in models]
+    losses = torch.zeros(len(plan.microbatches), dtype=torch.float32, device=chunks[0].device.torch_device)
+    settings = chunks[0].config
+    no_sync, settings.no_sync_func = settings.no_sync_func, None  # megatron's schedules would enter it and not leave
+    try:
+        _run(models, plan, communicator, mesh, lambda number, loss: losses[number].copy_(loss), forward_only=True)
+    finally:
+        settings.no_sync_func = no_sync
+    return losses
+
+
+def _run(
+    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh,
+    keep_loss: Callable[[int, Tensor], object], forward_only: bool = False,
+) -> None:
+    """megatron's schedule for this layout; ``keep_loss`` is given each microbatch's number and loss."""
+    chunks: list[Any] = [model.module for model in models]
+    journal: Journal = chunks[0].journal
+    num_microbatches = len(plan.microbatches)
+    inputs = _Inputs(chunks, plan, forward_order(num_microbatches, mesh.pp_size, len(chunks)), forward_only)
 
     def forward_step(
         numbers: Iterator[int], wrapped: DistributedDataParallel
@@ -50,30 +86,27 @@ def run_schedule(
         inputs.prepare_next()
         journal.follow_backward(output, *place)
         if chunk.spec.has_head:
-            total.add_(output.detach())
+            keep_loss(number, output.detach())
         return output, _loss_is_output
 
-    for model in models:
-        if model.ddp_config.overlap_param_gather:
-            for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
-                group.start_param_sync()
     arguments: dict[str, Any] = {
         "forward_step_func": forward_step,
-        "data_iterator": [iter(range(len(plan.microbatches))) for _ in models],
+        "data_iterator": [iter(range(num_microbatches)) for _ in models],
         "model": list(models),
-        "num_microbatches": len(plan.microbatches),
+        "num_microbatches": num_microbatches,
         "seq_length": 1,  # shapes come from the plan
         "micro_batch_size": 1,
         "pg_collection": mesh.groups,
+        "forward_only": forward_only,
     }
     if mesh.pp_size == 1:
         forward_backward_no_pipelining(**arguments)
         inputs.end()
-        return total
+        return
     arguments["p2p_communicator"] = communicator
-    communicator.begin(plan)
+    communicator.begin(plan, forward_only)
     if len(models) > 1:
-        size = group_size(len(plan.microbatches), mesh.pp_size)
+        size = group_size(num_microbatches, mesh.pp_size)
         communicator.config.microbatch_group_size_per_vp_stage = size
         communicator.config.overlap_p2p_comm = communicator.starts_ahead
         forward_backward_pipelining_with_interleaving(**arguments)
@@ -81,14 +114,14 @@ def run_schedule(
         forward_backward_pipelining_without_interleaving(**arguments)
     communicator.end()
     inputs.end()
-    return total
 
 
 class _Inputs:
     """What the forward steps of a rank need beside messages, made while the device works on the step before."""
 
-    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[Turn]) -> None:
-        self._chunks, self._plan, self._side = chunks, plan, chunks[0].side
+    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[Turn], sums: bool) -> None:
+        """``sums``: as ``mm.model.stage.Chunk.prepare`` has it."""
+        self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
         self._turns = deque(turns)
         self._prepared: deque[tuple[Turn, Any]] = deque()
 
@@ -108,7 +141,8 @@ class _Inputs:
             microbatch, chunk = turn = self._turns.popleft()
             one = self._chunks[chunk]
             with one.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
-                inputs = one.prepare(self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed)
+                inputs = one.prepare(
+                    self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums)
                 self._prepared.append((turn, inputs))
 
     def end(self) -> None:

@@ -32,6 +32,7 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.step import Parts
+from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import local_shape, stored_name
 from mm.weights.trained import saved_weights
@@ -47,6 +48,8 @@ class Progress:
     """None on ranks that read none, and where a checkpoint does not say."""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What ``load`` reports to the user."""
+    best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
+    """Of the validations until then."""
 
 
 Values = Callable[[], Tensor]
@@ -101,6 +104,7 @@ def save(
             data=progress.data.to_json() if progress.data is not None else None,
             pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
             base=base,
+            best=dataclasses.asdict(progress.best),
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -214,7 +218,8 @@ def load(
     if finetune:
         return Progress(0, 0, notes=(*notes, *more_notes))
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
-    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes))
+    best = BestSoFar(**manifest.best or {})
+    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes), best)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:

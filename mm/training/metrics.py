@@ -1,9 +1,10 @@
-"""The reports of a run: the log line, metrics.jsonl, TensorBoard, the resolved configuration.
+"""The reports of a run: the log line, metrics.jsonl, the programs that show it, the resolved configuration.
 
 The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -14,6 +15,10 @@ from typing import Any, TextIO
 from mm.config.flags import Arguments
 from mm.errors import UserError
 from mm.training.timeline import TIMED, label, seconds_key
+from mm.training.trackers import open_trackers
+
+_MAX_EXPONENT = 20.0
+"""The perplexity of a larger loss is told as that of this one: Megatron's bound."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,41 @@ class StepMetrics:
     """With --log-timers, kind of work -> seconds on the rank that spent most on it."""
     num_cached_images: int | None = None
     """Of the images, those of which what the ViT makes came from --vision-feature-cache; None without it."""
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """Everything reported of one validation."""
+
+    iteration: int
+    """After which."""
+    consumed_samples: int
+    validation_loss: float | None
+    """Mean over the target tokens of all samples; None where it is not finite, or no sample can be used."""
+    num_samples: int
+    """Those with a target token."""
+    num_target_tokens: int
+    validation_seconds: float
+    best_validation_loss: float | None
+    """The least so far, this one among them."""
+    best_iteration: int
+
+
+def validation_line(found: ValidationMetrics) -> str:
+    """One line in the shape of Megatron's."""
+    loss = math.nan if found.validation_loss is None else found.validation_loss
+    best = "none" if found.best_validation_loss is None else (
+        f"{found.best_validation_loss:.6E} at iteration {found.best_iteration}")
+    fields = [
+        f"validation loss at iteration {found.iteration}",
+        f"loss value: {loss:.6E}",
+        f"loss PPL: {math.exp(min(loss, _MAX_EXPONENT)):.6E}",
+        f"best: {best}",
+        f"samples: {found.num_samples}",
+        f"target tokens: {found.num_target_tokens}",
+        f"elapsed time (ms): {1000 * found.validation_seconds:.1f}",
+    ]
+    return f" {' | '.join(fields)} |"
 
 
 def log_line(steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool) -> str:
@@ -111,32 +151,35 @@ class MetricsWriter:
         kept = _rows_before(path, first_iteration)
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
-        self._board: Any = None
-        if args.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # an optional package; the preflight looks for it
-
-            self._board = SummaryWriter(args.tensorboard_dir)
+        self._trackers = open_trackers(args, resolved)
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line when it is due."""
         self._since_line.append(step)
-        row = {**asdict(step), "num_skipped": _num_skipped(self._since_line)}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        if self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu"):
-                value = getattr(step, name)
-                if value is not None:
-                    self._board.add_scalar(name, value, step.iteration)
+        self._store({**asdict(step), "num_skipped": _num_skipped(self._since_line)},
+                    "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu")
         args = self._args
         if step.iteration % args.log_interval == 0:
             print(log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput), flush=True)
             self._since_line.clear()
 
+    def write_validation(self, found: ValidationMetrics) -> None:
+        """Store and print one validation: a row of its own, after that of its step."""
+        self._store(asdict(found), "validation_loss")
+        print(validation_line(found), flush=True)
+
+    def _store(self, row: Mapping[str, Any], *shown: str) -> None:
+        """``shown``: what trackers are given, where it is known."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        values = {name: row[name] for name in shown if row[name] is not None}
+        for tracker in self._trackers if values else ():
+            tracker.log(values, row["iteration"])
+
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _rows_before(path: Path, iteration: int) -> list[str]:

@@ -7,7 +7,7 @@ none, calls it.
 import math
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.convert import check_target
@@ -25,6 +25,7 @@ from mm.data.gauge import Gauge
 from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.training.sources import open_start
+from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
 from mm.weights.lora import adapter_problems
 from mm.weights.trained import feature_cache_problems, freeze_problems
@@ -79,9 +80,9 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
         notes += [*_picture_notes(run, dataset), *_data_notes(run, dataset)] if gauge is not None else []
-    if run.data.val_dataset:
-        with collected(problems):
-            validation_dataset(run.data, skips_bad, gauge, run.args.seed)
+    with collected(problems):  # with val_rate its index is made by now
+        again = run.data.overwrite_cache and run.data.val_dataset is not None
+        validation_dataset(replace(run.data, overwrite_cache=again), skips_bad, gauge, run.args.seed)
     return list(dict.fromkeys(problems))
 
 
@@ -145,6 +146,7 @@ def _export_problems(run: Run, base: Path, target: Path, flag: str) -> list[str]
 def _output_problems(run: Run) -> Iterator[str]:
     args = run.args
     directories = {"--save": args.save, "--log-dir": args.log_dir, "--tensorboard-dir": args.tensorboard_dir,
+                   "--wandb-save-dir": args.wandb_save_dir, "--swanlab-save-dir": args.swanlab_save_dir,
                    "--vision-feature-cache": args.vision_feature_cache}
     for flag, path in directories.items():
         if path is None:
@@ -157,6 +159,4 @@ def _output_problems(run: Run) -> Iterator[str]:
     if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
         yield (f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside them would "
                f"take the place of what {LATEST_FILE} names: give another directory")
-    if args.tensorboard_dir is not None and find_spec("tensorboard") is None:
-        yield ("--tensorboard-dir needs the package tensorboard, which is not installed; install it, or leave the flag "
-               "out")
+    yield from tracker_problems(args)

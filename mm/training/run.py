@@ -1,8 +1,8 @@
 """One rank's training run: builds its parts in order, then steps, logs, saves and exports."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ from checkpoint.adapters import export_peft, merge, open_adapters, open_base
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
+from mm.config.validation import is_due, validates
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
 from mm.data.features import FeatureCache
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
 from mm.data.owner import DataOwner
-from mm.data.quarantine import LEDGER, Quarantine
+from mm.data.quarantine import LEDGER, BadSample, Quarantine
 from mm.data.sampler import order_of
+from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import AgreedError
@@ -28,19 +30,34 @@ from mm.model.fingerprint import vision_fingerprint
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
-from mm.parallel.agreement import on_first, together
+from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
 from mm.training.keeper import FeatureKeeper
-from mm.training.metrics import MetricsWriter, StepMetrics
+from mm.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.recorder import StepObserver
 from mm.training.sources import qkv_order
 from mm.training.start import start
 from mm.training.step import step
 from mm.training.update import StepResult, clips_in_adam
+from mm.training.validation import validate
 from mm.weights.groups import group_facts
+
+BEST = "best"
+"""Below ``--save``: the checkpoint of the least validation loss."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a rank that owns data reads from."""
+
+    loader: StepLoader
+    data: TrainedOn
+    validation: ValidationReader | None
+    quarantine: Quarantine | None
+    validation_quarantine: Quarantine | None
 
 
 class Trainer:
@@ -51,6 +68,8 @@ class Trainer:
         self.mesh, self.watchdog = mesh, watchdog
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
+        self.validation: ValidationPlan | None = None
+        """Known with the data; None without validation."""
         stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
         started = start(run, stage, self.mesh, self._say)
         self.parts, self.progress, self.base = started.parts, started.progress, started.base
@@ -72,7 +91,7 @@ class Trainer:
             self.metrics = MetricsWriter(args, facts, self.progress.iteration)
 
     def run_steps(self) -> None:
-        """Train until ``--train-iters`` or ``--exit-interval``, saving on the way and at the end."""
+        """Train until ``--train-iters`` or ``--exit-interval``, saving and validating on the way and at the end."""
         args, first = self.run.args, self.progress.iteration
         last = args.train_iters
         if args.exit_interval is not None:
@@ -86,6 +105,8 @@ class Trainer:
         data, keeper = self.data(last - first), self._keeper()
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
+            if self._has_stopped_early:
+                break
             observer.begin(iteration)
             with self.watchdog.step(iteration):
                 with self.parts.stage.journal.during(Work.DATA):
@@ -99,13 +120,22 @@ class Trainer:
             if written := observer.write(iteration):
                 self._say("\n".join(written))
                 started = time.perf_counter()
-            if args.save and (iteration == last or iteration % (args.save_interval or last) == 0):
+            if self.validation is not None and is_due(args, iteration):
+                self._validate(self.validation, data)
+                started = time.perf_counter()
+            is_last = iteration == last or self._has_stopped_early
+            if args.save and (is_last or iteration % (args.save_interval or last) == 0):
                 with self.parts.stage.journal.during(Work.SAVE):
                     self._save(args.save)
                 started = time.perf_counter()
         data.close()
         if keeper is not None:
             keeper.close()
+        if self._has_stopped_early:
+            best = self.progress.best
+            self._say(f"stopped early after iteration {self.progress.iteration} of {args.train_iters}: the last "
+                      f"{best.num_since} validations had no lower loss than iteration {best.iteration} "
+                      f"(--early-stopping-patience {args.early_stopping_patience})")
 
     def close(self) -> None:
         """Close files and leave the process group, after success only: it waits for all ranks."""
@@ -114,28 +144,43 @@ class Trainer:
         parallel.stop()
 
     def data(self, num_steps: int) -> DataOwner:
-        """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica."""
-        run, args, mesh = self.run, self.run.args, self.mesh
+        """The next ``num_steps`` steps' data, read on the owning rank and shared within the replica.
 
-        def open_data() -> tuple[StepLoader | None, Quarantine | None, TrainedOn | None]:
+        After each step that a validation follows, the validation's.
+        """
+        run, args, mesh, first = self.run, self.run.args, self.mesh, self.progress.iteration + 1
+        due = [validates(args, run.data) and is_due(args, first + number) for number in range(num_steps)]
+
+        def open_data() -> _Opened | None:
             if not mesh.owns_data:
-                return None, None, None
+                return None
             gauge = Gauge.from_config(run.data, run.model, args.seq_length)
             known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
             dataset = Dataset(known, skips, gauge, args.seed)
-            quarantine = self._quarantine(dataset) if skips else None
+            quarantine = self._quarantine(dataset, dataset.skipped) if skips else None
             then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
             data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
             order = order_of(run, dataset.lengths, mesh.dp_rank, consumed - data.began_at)
+            reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
+            of_validation = None if reader is None or not skips else (
+                self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
             loader = StepLoader(dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor,
                                 skips, self._feature_cache())
-            return loader, quarantine, data
+            return _Opened(loader, data, reader, quarantine, of_validation)
 
-        loader, quarantine, data = together(mesh, open_data)
-        self.progress = replace(self.progress, data=data)
+        opened = together(mesh, open_data)
+        self.progress = replace(self.progress, data=opened and opened.data)
+        reader = opened and opened.validation
+        found = all_of((reader.told(),) if reader else (), mesh.control_group)
+        assert len(found) <= 1, "ranks that own data see the same samples"
+        self.validation = found[0] if found else None
+        if self.validation is not None:
+            self._begin_validations(self.validation)
+            num_steps += sum(due) * self.validation.num_plans
+        steps = opened and (in_between(opened.loader, due, reader.loader) if reader else opened.loader)
         stage = self.parts.stage
-        return DataOwner(loader, mesh, num_steps, stage.has_patch_embedding, run.model, self.device, quarantine,
-                         stage.has_projector)
+        return DataOwner(steps, mesh, num_steps, stage.has_patch_embedding, run.model, self.device,
+                         opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
 
     def _feature_cache(self) -> FeatureCache | None:
         """What the reader of the data finds of the ViT's work."""
@@ -154,16 +199,57 @@ class Trainer:
         max_bytes = None if gib is None else int(gib * 2**30)
         return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.cp_size)
 
-    def _quarantine(self, dataset: Dataset) -> Quarantine:
+    def _quarantine(self, dataset: Dataset, skipped: Sequence[BadSample]) -> Quarantine:
         """With what the check of the records has found already."""
         args, ledger = self.run.args, None
         if self.mesh.rank == 0:
             ledger = Path(args.log_dir) / LEDGER
-            if dataset.skipped:
-                print(f"note: {len(dataset.skipped)} samples are left out; {ledger} lists them", flush=True)
-        quarantine = Quarantine(len(dataset) + len(dataset.skipped), args.max_bad_fraction, ledger)
-        quarantine.add(dataset.skipped)
+            if skipped:
+                print(f"note: {len(skipped)} samples are left out; {ledger} lists them", flush=True)
+        quarantine = Quarantine(len(dataset) + len(skipped), args.max_bad_fraction, ledger)
+        quarantine.add(skipped)
         return quarantine
+
+    # Validation
+
+    def _begin_validations(self, plan: ValidationPlan) -> None:
+        known = self.progress.best.of(plan.fingerprint)
+        if self.progress.best.loss is not None and known.loss is None:
+            self._say("note: the samples for validation are others than before: the least loss so far begins anew")
+        self.progress = replace(self.progress, best=known)
+        if plan.num_samples < plan.num_of_all:
+            self._say(f"note: a validation takes {plan.num_samples} of {plan.num_of_all} samples, the same each time "
+                      f"(--eval-iters {self.run.args.eval_iters})")
+
+    def _validate(self, plan: ValidationPlan, data: Iterator[StepPlan]) -> None:
+        started, iteration = time.perf_counter(), self.progress.iteration
+        found = validate(self.parts, data, plan.num_plans, self.watchdog, iteration)
+        best = self.progress.best.after(found.loss, iteration)
+        self.progress = replace(self.progress, best=best)
+        if found.loss is None:
+            self._say(f"note: the validation after iteration {iteration} has no loss: " + (
+                "it is not finite" if found.num_target_tokens else "no sample can be used"))
+        if self.metrics is not None:
+            self.metrics.write_validation(ValidationMetrics(
+                iteration=iteration,
+                consumed_samples=self.progress.consumed_samples,
+                validation_loss=found.loss,
+                num_samples=found.num_samples,
+                num_target_tokens=found.num_target_tokens,
+                validation_seconds=time.perf_counter() - started,
+                best_validation_loss=best.loss,
+                best_iteration=best.iteration,
+            ))
+        if self.run.args.save_best and best.iteration == iteration:
+            assert self.run.args.save is not None, "checked with the settings"
+            with self.parts.stage.journal.during(Work.SAVE):
+                self._save(str(Path(self.run.args.save) / BEST), keep_last=1)
+
+    @property
+    def _has_stopped_early(self) -> bool:
+        """The same on every rank, because the losses are."""
+        patience = self.run.args.early_stopping_patience
+        return self.validation is not None and patience is not None and self.progress.best.num_since >= patience
 
     def _step(self, plan: StepPlan, iteration: int) -> StepResult:
         self.checkpoint = None
@@ -225,7 +311,7 @@ class Trainer:
 
     # Weights and training state in and out
 
-    def _save(self, directory: str, *, weights_only: bool = False) -> Path:
+    def _save(self, directory: str, *, weights_only: bool = False, keep_last: int | None = None) -> Path:
         args = self.run.args
         self.checkpoint = state.save(
             directory,
@@ -234,7 +320,7 @@ class Trainer:
             resolved(self.run),
             save_optim=not (args.no_save_optim or weights_only),
             save_rng=not (args.no_save_rng or weights_only),
-            keep_last=None if weights_only else args.keep_last_checkpoints,
+            keep_last=keep_last or (None if weights_only else args.keep_last_checkpoints),
             base=self.base,
         )
         self._say(f"saved {self.checkpoint}")
@@ -248,7 +334,7 @@ class Trainer:
                                                  ("--export-merged-hf", args.export_merged_hf)) if path is not None}
         if not targets:
             return
-        if self.progress.iteration < args.train_iters:
+        if self.progress.iteration < args.train_iters and not self._has_stopped_early:
             for flag, path in targets.items():
                 self._say(f"note: nothing was exported to {path}: the run stands at iteration "
                           f"{self.progress.iteration} of {args.train_iters}; resume it with the same {flag}")

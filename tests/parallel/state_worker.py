@@ -30,6 +30,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
+from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 
@@ -88,12 +89,14 @@ def resume(directory: Path, layout: Layout) -> dict:
     """Four steps in one go, and two steps, save, load into a fresh run, two steps."""
     first = Run(layout)
     first.train(2)
+    first.progress = dataclasses.replace(first.progress, best=BestSoFar(2.5, 1, 3, "these"))
     first.save(directory)
     expected_random = torch.rand(3)
     losses = first.train(2)
     second = Run(layout, seed=2).load(directory)
     is_random_equal = torch.equal(torch.rand(3), expected_random)
     at_load = dataclasses.asdict(second.progress)
+    best = list(at_load.pop("best").values())
     return {
         "losses": losses,
         "resumed_losses": second.train(2),
@@ -101,6 +104,7 @@ def resume(directory: Path, layout: Layout) -> dict:
         "num_compared": len(first.local()),
         "is_random_equal": is_random_equal,
         "progress": at_load,
+        "best": best,
     }
 
 

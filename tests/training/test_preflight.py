@@ -186,6 +186,13 @@ def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
         problems(inputs)
 
 
+def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["val_rate"] = 0.1
+    (inputs / "data.json").write_text(json.dumps(data))
+    assert problems(inputs) == ["val_rate = 0.1 leaves no sample for validation; change it."]
+
+
 @pytest.mark.parametrize(("name", "content", "what"), [
     ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer"),
     ("model.safetensors", None, "holds no weights"),

@@ -1,0 +1,50 @@
+"""Rules and notes between the settings of validation, and of the programs that show how a run goes."""
+
+from collections.abc import Iterator
+
+from mm.config.command_line import flag_name
+from mm.config.data import DataConfig
+from mm.config.flags import Arguments
+from mm.config.schema import fields_of
+
+_TRACKERS = ("wandb", "swanlab")
+
+
+def validates(args: Arguments, data: DataConfig) -> bool:
+    """Whether there are samples for validation, and validation is wanted."""
+    return bool(data.val_dataset or data.val_rate) and args.eval_iters != 0
+
+
+def is_due(args: Arguments, iteration: int) -> bool:
+    """Whether a validation follows this step.  Nothing before it counts, so a resumed run keeps the interval."""
+    return iteration % args.eval_interval == 0 or iteration == args.train_iters
+
+
+def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """What wants validation where there is none, or nowhere to save."""
+    wants = [flag for flag, is_given in (("--save-best", args.save_best),
+                                         ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
+    if wants and not validates(args, data):
+        why = "--eval-iters is 0; raise it or leave it out" if args.eval_iters == 0 else (
+            f"{args.mm_data} has neither val_dataset nor val_rate; add one of them to its basic_parameters")
+        yield f"{' and '.join(wants)}: there is no validation to go by: {why}"
+    if args.save_best and args.save is None:
+        yield "--save-best needs --save: the best checkpoint is kept in best below it"
+
+
+def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """What has no effect."""
+    given = [name for name in ("eval_interval", "eval_iters") if _is_given(args, name)]
+    if given and not (data.val_dataset or data.val_rate):
+        flags = ", ".join(map(flag_name, given))
+        yield (f"command line: without val_dataset or val_rate in {args.mm_data} there is no validation; no effect: "
+               f"{flags}")
+    for tracker in _TRACKERS:
+        names = [f"{tracker}_{name}" for name in ("exp_name", "save_dir") if _is_given(args, f"{tracker}_{name}")]
+        if names and getattr(args, f"{tracker}_project") is None:
+            flags = ", ".join(map(flag_name, names))
+            yield f"command line: without {flag_name(tracker)}-project these have no effect: {flags}"
+
+
+def _is_given(args: Arguments, name: str) -> bool:
+    return getattr(args, name) != fields_of(Arguments)[name].default

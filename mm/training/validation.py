@@ -1,0 +1,95 @@
+"""One validation: the loss per target token over exactly the samples for it, the same number in every layout.
+
+And what is remembered of them all: the least so far, and for how long there was no other.  Where the samples come from,
+and what becomes of the loss, is not known here.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from mm.batch import StepPlan
+from mm.parallel.activity import Work
+from mm.parallel.agreement import all_of
+from mm.parallel.schedule import run_forward
+from mm.parallel.watchdog import Watchdog
+from mm.training.step import Parts
+
+
+@dataclass(frozen=True)
+class BestSoFar:
+    """The least validation loss of a training; kept in its checkpoints, so that a resumed run knows it."""
+
+    loss: float | None = None
+    iteration: int = 0
+    num_since: int = 0
+    """Validations since then, none of which had a lower loss."""
+    samples: str = ""
+    """Fingerprint of the samples: losses over others are not compared."""
+
+    def after(self, loss: float | None, iteration: int) -> "BestSoFar":
+        """With one more validation; a loss that is not known is never the least."""
+        if loss is not None and (self.loss is None or loss < self.loss):
+            return replace(self, loss=loss, iteration=iteration, num_since=0)
+        return replace(self, num_since=self.num_since + 1)
+
+    def of(self, samples: str) -> "BestSoFar":
+        """For validations over the samples with this fingerprint: it begins anew where they are others."""
+        return self if samples == self.samples else BestSoFar(samples=samples)
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """The same on every rank."""
+
+    loss: float | None
+    """None where it is not finite, or there is no target token."""
+    num_samples: int
+    """Those with a target token."""
+    num_target_tokens: int
+
+
+def validate(
+    parts: Parts, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
+) -> ValidationLoss:
+    """Of the weights as they are, over the next ``num_plans`` plans of ``data``.
+
+    Sums of microbatches are added exactly, so that it does not matter which replica computes which.
+    """
+    own: Fraction | None = Fraction(0)
+    num_samples = num_target_tokens = 0
+    counts = parts.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in parts.stage.chunks)
+    with _evaluating(parts):
+        for _ in range(num_plans):
+            with watchdog.step(iteration, "validation"):
+                with parts.stage.journal.during(Work.DATA):
+                    watchdog.plan = plan = next(data)
+                losses = run_forward(parts.models, plan, parts.communicator, parts.mesh).tolist()  # waits for the plan
+            num_samples += plan.totals.num_target_samples
+            num_target_tokens += plan.totals.num_target_tokens
+            own = _added(own, losses if counts else [])
+    sums = [value for _, value in all_of(((parts.mesh.rank, own),), parts.mesh.control_group)]
+    is_known = num_target_tokens > 0 and None not in sums
+    loss = float(sum(value for value in sums if value is not None) / num_target_tokens) if is_known else None
+    return ValidationLoss(loss, num_samples, num_target_tokens)
+
+
+def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
+    """None once a value is not finite."""
+    if total is None or not all(map(math.isfinite, values)):
+        return None
+    return total + sum(map(Fraction, values))
+
+
+@contextmanager
+def _evaluating(parts: Parts) -> Iterator[None]:
+    """Modules know that nothing is learnt, and have the weights of the last update whole."""
+    for model in parts.models:
+        if model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)
+        model.eval()
+    yield
+    for model in parts.models:
+        model.train()

@@ -1,0 +1,55 @@
+"""When a validation is due, and what settings say that want one where there is none."""
+
+import pytest
+
+from mm.config.validation import is_due, validates
+from tests.config.test_run import load, problems
+
+VAL_RATE = {"dataset_param.basic_parameters.val_rate": 0.25}
+DATA = "data_7b.json"
+
+
+def test_validations_are_due_at_the_interval_and_after_the_last_step(tmp_path):
+    args = load(tmp_path, "--eval-interval", "30", data=VAL_RATE).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [30, 60, 90, 100]
+    assert [step for step in range(1, 101) if is_due(load(tmp_path).args, step)] == [100]  # every 1000, as in Megatron
+
+
+def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
+    for flags, data, expected in (((), VAL_RATE, True), ((), {}, False), (("--eval-iters", "0"), VAL_RATE, False),
+                                  (("--eval-iters", "5"), VAL_RATE, True),
+                                  ((), {"dataset_param.basic_parameters.val_rate": 0.0}, False)):
+        run = load(tmp_path, *flags, data=data)
+        assert validates(run.args, run.data) is expected
+
+
+def test_the_peers_flags_without_samples_are_a_note(tmp_path):
+    notes = load(tmp_path, "--eval-interval", "10000", "--eval-iters", "5000").notes
+    (note,) = [note for note in notes if "validation" in note]
+    assert note == (f"command line: without val_dataset or val_rate in {tmp_path / DATA} there is no validation; no "
+                    f"effect: --eval-interval, --eval-iters")
+    assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
+
+
+def test_names_without_a_project_are_a_note(tmp_path):
+    notes = load(tmp_path, "--wandb-exp-name", "a", "--wandb-save-dir", "b", "--swanlab-exp-name", "c").notes
+    assert "command line: without --wandb-project these have no effect: --wandb-exp-name, --wandb-save-dir" in notes
+    assert "command line: without --swanlab-project these have no effect: --swanlab-exp-name" in notes
+    notes = load(tmp_path, "--wandb-project", "p", "--wandb-exp-name", "a").notes
+    assert not [note for note in notes if "wandb" in note]
+
+
+@pytest.mark.parametrize(("flags", "data", "expected"), [
+    (("--save", "s", "--save-best"), {}, "--save-best: there is no validation to go by: {data} has neither val_dataset "
+                                         "nor val_rate; add one of them to its basic_parameters"),
+    (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
+     "--save-best and --early-stopping-patience: there is no validation to go by: --eval-iters is 0; raise it or leave "
+     "it out"),
+    (("--save-best",), VAL_RATE, "--save-best needs --save: the best checkpoint is kept in best below it"),
+    (("--early-stopping-patience", "0"), VAL_RATE,
+     "--early-stopping-patience is 0; expected an integer of at least 1"),
+    (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
+    (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
+])
+def test_what_cannot_be(tmp_path, flags, data, expected):
+    assert problems(tmp_path, *flags, data=data) == [expected.format(data=tmp_path / DATA)]

@@ -1,0 +1,112 @@
+"""Numbers reach the programs that show a run, without a network; a missing one is told before a run begins."""
+
+import importlib
+import importlib.metadata
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mm.config.flags import parse
+from mm.errors import UserError
+from mm.training.metrics import MetricsWriter, ValidationMetrics
+from mm.training.trackers import tracker_problems
+from tests.training.test_metrics import STEP
+
+BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
+        "--lr", "1", "--log-interval", "100")  # fmt: skip
+VALIDATION = ValidationMetrics(
+    iteration=5, consumed_samples=960, validation_loss=1.5, num_samples=13, num_target_tokens=98,
+    validation_seconds=0.25, best_validation_loss=1.25, best_iteration=3)
+OPTIONAL = "not installed here: it brings 20 packages and 79 MB, too much for the test extra"
+
+
+def is_installed(package: str) -> bool:
+    """By pip's records."""
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def write_a_run(tmp_path: Path, *flags: str) -> None:
+    """Two steps and a validation after the second."""
+    writer = MetricsWriter(parse([*BASE, "--log-dir", str(tmp_path / "logs"), *flags]), {"a": {"b": 1}, "c": [2]}, 0)
+    for iteration in (4, 5):
+        writer.write(STEP.__class__(**{**vars(STEP), "iteration": iteration}))
+    writer.write_validation(VALIDATION)
+    writer.close()
+
+
+def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
+    write_a_run(tmp_path, "--tensorboard-dir", str(tmp_path / "board"))
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+        str(tmp_path / "board")).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(4, 1.25), (5, 1.25)]
+    assert [(one.step, one.value) for one in events.Scalars("validation_loss")] == [(5, 1.5)]
+    assert "mfu" not in events.Tags()["scalars"]  # not known on this device
+
+
+def parts_of(raw: bytes) -> Iterator[bytes]:
+    """wandb's file is a log of LevelDB's form, which is in its documentation, behind 7 bytes."""
+    place, begun = 7, b""
+    while place + 7 <= len(raw):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, place)
+        begun += raw[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield begun
+            begun = b""
+
+
+@pytest.mark.skipif(not is_installed("wandb"), reason=OPTIONAL)
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_a_run(tmp_path, "--wandb-project", "project", "--wandb-exp-name", "run")
+    (file,) = (tmp_path / "logs" / "wandb").glob("offline-run-*/run-*.wandb")
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    rows, began = [], None
+    for data in parts_of(file.read_bytes()):
+        record = records.Record.FromString(data)
+        began = record.run if record.HasField("run") else began
+        if record.HasField("history"):
+            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+    assert began is not None and (began.project, began.display_name) == ("project", "run")
+    assert [(row["_step"], row["loss"], row.get("validation_loss")) for row in rows] == [
+        (4, 1.25, None), (5, 1.25, 1.5)]
+
+
+@pytest.mark.skipif(not is_installed("wandb"), reason=OPTIONAL)
+def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    importlib.import_module("wandb").teardown()  # what it has read of the environment before
+    with pytest.raises(UserError, match=r"--wandb-project: Weights & Biases cannot begin .*WANDB_MODE=offline"):
+        write_a_run(tmp_path, "--wandb-project", "project")
+
+
+@pytest.mark.skipif(not is_installed("swanlab"), reason=OPTIONAL)
+def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    write_a_run(tmp_path, "--swanlab-project", "project", "--swanlab-exp-name", "run")
+    (file,) = (tmp_path / "logs" / "swanlog").glob("run-*/run-*.swanlab")
+    assert b"validation_loss" in file.read_bytes()
+
+
+def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where wandb's own folder of files lies beside the program."""
+    flags = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project", "swanlab": "--swanlab-project"}
+    for package in flags:
+        (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    args = parse([*BASE, *(word for flag in flags.values() for word in (flag, "x"))])
+    assert list(tracker_problems(args)) == [
+        f"{flag} needs the package {package}, which is not installed; install it with pip install {package}, or leave "
+        f"the flag out" for package, flag in flags.items() if not is_installed(package)]
+    assert list(tracker_problems(parse(BASE))) == []

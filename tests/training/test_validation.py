@@ -1,0 +1,238 @@
+"""Validation counts every sample once in any layout, as transformers does, and changes nothing of the training."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from mm.batch import IGNORE_INDEX, normalised
+from mm.config.data import read_data
+from mm.config.model import read_model
+from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
+from mm.training.validation import BestSoFar
+from tests.launch import run_ranks
+from tests.test_train import metrics, run
+from tests.tiny_inputs import write_inputs
+
+SIZES = (7, 8, 13)
+CUT_SHORT = 4
+"""A sample for validation of ``bad.json`` whose picture has no pixels."""
+CHUNKS = {"vision_encoder": [[5, 2], [1, 0]], "text_decoder": [[0, 0], [1, 3]]}
+TOLERANCE = 1e-6
+"""Measured: 1.1e-7 with TP2, 4.5e-8 with one rank, against transformers in fp32."""
+STILL = ("--lr", "0", "--global-batch-size", "4", "--eval-interval", "1")
+"""Weights stay those of the checkpoint."""
+LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, flags
+    "dp1": (1, "model_1", ()),
+    "dp2": (2, "model_1", ()),
+    "dp4": (4, "model_1", ()),
+    "pp2": (2, "model_2", ("--check-p2p",)),
+    "chunks": (4, "model_chunks", ("--global-batch-size", "8", "--virtual-pipeline-model-parallel-size", "2")),
+    "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "cp2": (2, "model_1", ("--context-parallel-size", "2")),
+    "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2")),
+}
+MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON, flags
+    "packed evenly": ("model_2", "packed", ("--micro-batch-size", "2")),
+    "chunks with overlap": ("model_chunks", "val_7", (
+        "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+}
+
+
+def write_cases(directory: Path) -> None:
+    """The files of every case, and its command lines."""
+    write_inputs(directory)
+    records = json.loads((directory / "samples.json").read_text())
+    samples = [{**records[number % 10], "messages": [
+        {"role": "user", "content": records[number % 10]["messages"][0]["content"] + " more" * number},
+        {"role": "assistant", "content": f"Number {number}." * (1 + number % 3)}]} for number in range(13)]
+    (directory / "short.png").write_bytes((directory / samples[CUT_SHORT]["images"][0]).read_bytes()[:120])
+    bad = [{**one, "images": ["short.png"]} if number == CUT_SHORT else one for number, one in enumerate(samples)]
+    chunks = json.loads((directory / "model_2.json").read_text())
+    for part, layers in CHUNKS.items():
+        owner = chunks["image_encoder"] if part == "vision_encoder" else chunks
+        owner[part]["pipeline_num_layers"] = layers
+    (directory / "model_chunks.json").write_text(json.dumps(chunks))
+
+    def write_data(name: str, validation: list[dict], **basic: bool) -> None:
+        (directory / f"{name}.samples.json").write_text(json.dumps(validation))
+        data = json.loads((directory / "data.json").read_text())
+        data["dataset_param"]["basic_parameters"] |= {
+            "val_dataset": str(directory / f"{name}.samples.json"), **basic}
+        if basic:
+            data["dataloader_param"]["sampler_type"] = "BalancedBatchSampler"
+        (directory / f"{name}.json").write_text(json.dumps(data))
+
+    for size in (1, *SIZES):
+        write_data(f"val_{size}", samples[:size])
+    write_data("packed", samples, packing=True)
+    write_data("bad", bad)
+
+    def argv(name: str, model: str, data: str, num_steps: int, *flags: str) -> list[str]:
+        return ["--device", "cpu", "--mm-model", str(directory / f"{model}.json"), "--mm-data",
+                str(directory / f"{data}.json"), "--load", str(directory / "hf"), "--micro-batch-size", "1",
+                "--seq-length", "450", "--seed", "3", "--log-interval", "1", "--num-workers", "0", "--log-dir",
+                str(directory / name), "--train-iters", str(num_steps), *flags]
+
+    cases = {}
+    for name, (num_ranks, model, flags) in LAYOUTS.items():
+        sets = [f"val_{size}" for size in SIZES] + (["packed"] if name in ("dp2", "dp4") else [])
+        sets += ["val_1"] if name in ("dp4", "chunks") else []  # replicas without a sample
+        runs = [argv(name, model, data, number + 1, *STILL, *flags) for number, data in enumerate(sets)]
+        if name == "dp2":
+            runs.append(argv(name, model, "val_13", len(runs) + 1, *STILL, "--eval-iters", "2"))
+            runs.append(argv(name, model, "bad", len(runs) + 1, *STILL, "--bad-sample", "skip"))
+            runs.append(argv(name, model, "bad", len(runs) + 1, *STILL, "--bad-sample", "skip", "--max-bad-fraction",
+                             "0.05"))
+        cases[name] = {"num_ranks": num_ranks, "runs": runs}
+    for name, (model, data, flags) in MOVING.items():
+        moving = ("--lr", "1e-3", "--global-batch-size", "8", *flags)
+        with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1")
+        without = argv(f"{name}, without", model, data, 3, *moving, "--eval-iters", "0")
+        cases |= {name: {"num_ranks": 4, "runs": [with_it]}, f"{name}, without": {"num_ranks": 4, "runs": [without]}}
+    plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "8",
+                 "--eval-interval", "1")
+    cases["plain chunks"] = {"num_ranks": 4, "runs": [plain]}
+    (directory / "cases.json").write_text(json.dumps(cases))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("validation")
+    write_cases(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> dict[str, dict]:
+    run_ranks(4, "tests.training.validation_worker", str(directory), timeout_seconds=600)
+    return json.loads((directory / "results.json").read_text())
+
+
+def validations(result: dict) -> list[dict]:
+    return [row for row in result["rows"] if "validation_loss" in row]
+
+
+@pytest.fixture(scope="module")
+def transformers_losses(directory: Path) -> list[tuple[float, int]]:
+    """Of each of the 13 samples: the sum of its tokens' losses, and how many there are."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory / "hf", dtype=torch.float32).eval()
+    data, ours = read_data(directory / "packed.json").value, read_model(directory / "model_1.json").value
+    encoder = SampleEncoder.from_config(data, ours, 450)
+    found = []
+    for sample in Dataset(data, part="validation"):
+        one, pictures = encoder.encode(sample), {}
+        if one.pixel_values is not None:
+            pictures = {"pixel_values": normalised(one.pixel_values, one.normalisations[0].constants()),
+                        "image_grid_thw": torch.tensor(one.image_grids)}
+        with torch.no_grad():
+            logits = model(input_ids=one.token_ids[None], **pictures,
+                           mm_token_type_ids=(one.token_ids == ours.image_token_id).int()[None]).logits[0]
+        losses = cross_entropy(logits.double(), one.labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        found.append((float(losses), one.num_target_tokens))
+    return found
+
+
+def mean(losses: list[tuple[float, int]]) -> float:
+    return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_loss_is_that_of_transformers_over_exactly_these_samples(
+    results: dict, transformers_losses: list[tuple[float, int]], name: str
+) -> None:
+    for size, row in zip(SIZES, validations(results[name]), strict=False):
+        expected = transformers_losses[:size]
+        assert (row["num_samples"], row["num_target_tokens"]) == (size, sum(count for _, count in expected))
+        assert row["validation_loss"] == pytest.approx(mean(expected), rel=TOLERANCE), name
+
+
+def test_any_number_of_replicas_finds_the_same_bits(results: dict) -> None:
+    """Of 7, 8 and 13 samples, and of 13 in packs."""
+    losses = {name: [row["validation_loss"] for row in validations(results[name])] for name in ("dp1", "dp2", "dp4")}
+    assert losses["dp1"] == losses["dp2"][:3] == losses["dp4"][:3]
+    assert losses["dp2"][3] == losses["dp4"][3] == pytest.approx(losses["dp1"][2], rel=TOLERANCE)
+    assert len({*losses["dp2"][:4]}) == 4
+
+
+@pytest.mark.parametrize("name", ["dp4", "chunks"])
+def test_replicas_may_have_no_sample(results: dict, transformers_losses: list, name: str) -> None:
+    last = validations(results[name])[-1]
+    assert (last["num_samples"], last["num_target_tokens"]) == (1, transformers_losses[0][1])
+    assert last["validation_loss"] == pytest.approx(mean(transformers_losses[:1]), rel=TOLERANCE)
+
+
+def test_fewer_batches_and_bad_samples_are_counted(
+    results: dict, transformers_losses: list[tuple[float, int]], directory: Path
+) -> None:
+    some, skipped = validations(results["dp2"])[4:]
+    assert some["num_samples"] == 8  # 2 global batches of 4
+    without = [loss for number, loss in enumerate(transformers_losses) if number != CUT_SHORT]
+    assert (skipped["num_samples"], skipped["num_target_tokens"]) == (12, sum(count for _, count in without))
+    assert skipped["validation_loss"] == pytest.approx(mean(without), rel=TOLERANCE)
+    (listed,) = (directory / "dp2" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(listed)["index"] == CUT_SHORT and "short.png" in json.loads(listed)["path"]
+    first, second = results["dp2"]["problems"]
+    assert first == second and "1 of 13 samples cannot be used, more than --max-bad-fraction 0.05" in first[0]
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
+    found, without = results[name], results[f"{name}, without"]
+    steps = [[row for row in result["rows"] if "loss" in row] for result in (found, without)]
+    for key in ("loss", "grad_norm", "lr", "num_tokens", "num_target_tokens", "consumed_samples"):
+        assert [row[key] for row in steps[0]] == [row[key] for row in steps[1]], key
+    assert len({row["loss"] for row in steps[0]}) == 3
+    assert found["states"] == without["states"]
+    losses = [row["validation_loss"] for row in validations(found)]
+    assert len(losses) == 3 and losses[2] < losses[0] and not validations(without)
+
+
+def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:
+    losses = [[row["validation_loss"] for row in validations(results[name])]
+              for name in ("chunks with overlap", "plain chunks")]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)  # measured 5e-9
+
+
+# Through the program
+
+
+def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None:
+    """With a learning rate of 0 no validation is better than the first."""
+    still = ("--lr", "0", "--mm-data", str(directory / "val_7.json"), "--eval-interval", "1", "--save-best",
+             "--early-stopping-patience", "2", "--keep-last-checkpoints", "1")
+    save, exported = directory / "stops" / "save", directory / "stops" / "hf"
+    first = run(directory, "stops", 1, *still, "--load", str(directory / "hf"), "--exit-interval", "2",
+                num_processes=2)
+    assert "validation loss at iteration 1 | loss value: " in first and "stopped early" not in first
+    second = run(directory, "stops", 1, *still, "--load", str(save), "--export-hf", str(exported))
+    stopped = ("stopped early after iteration 3 of 6: the last 2 validations had no lower loss than iteration 1 "
+               "(--early-stopping-patience 2)")
+    assert stopped in second and (exported / "config.json").is_file()
+    rows = metrics(directory, "stops")
+    assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 3]
+    found = [row for row in rows if "validation_loss" in row]
+    assert [(row["iteration"], row["best_iteration"]) for row in found] == [(1, 1), (2, 1), (3, 1)]
+    assert len({row["validation_loss"] for row in found}) == 1  # two replicas and one
+    assert sorted(one.name for one in save.glob("iter_*")) == ["iter_0000003"]
+    assert [one.name for one in (save / "best").glob("iter_*")] == ["iter_0000001"]
+    assert (save / "best" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    again = run(directory, "stops", 1, *still, "--load", str(save))
+    assert stopped in again and "elapsed time per iteration" not in again
+
+
+# What is remembered
+
+
+def test_the_least_loss_is_remembered_and_validations_since_are_counted() -> None:
+    best = BestSoFar(samples="a")
+    for iteration, loss in enumerate((3.0, 2.0, 2.0, None, 2.5), 1):
+        best = best.after(loss, iteration)
+    assert best == BestSoFar(2.0, 2, 3, "a")
+    assert best.after(1.0, 6) == BestSoFar(1.0, 6, 0, "a")
+    assert best.of("a") is best and best.of("b") == BestSoFar(samples="b")
+    assert BestSoFar().after(None, 1) == BestSoFar(num_since=1)

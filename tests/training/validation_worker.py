@@ -1,0 +1,67 @@
+"""Trains a little with validations in every layout, and writes the metrics of each case as JSON.
+
+Launched by tests/training/test_validation.py on four ranks: ``validation_worker DIR``, where DIR has what its
+``write_cases`` has written.  A case with fewer ranks leaves the others out.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+
+from mm.device.device import Device, random_states
+
+DEVICE = Device.pick("cpu")  # before megatron is imported
+
+import torch.distributed as dist  # noqa: E402
+
+from mm.config.run import load_run  # noqa: E402
+from mm.errors import UserError  # noqa: E402
+from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.training.run import Trainer  # noqa: E402
+
+
+def train(parts: list[list[str]]) -> dict:
+    """The command lines of one case after one another, each of which goes on where the last has ended."""
+    runs = [load_run(argv, dist.get_world_size(), {}) for argv in parts]
+    run = runs[0]
+    mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring)
+    problems: tuple[str, ...] = ()
+    with Watchdog(mesh, None) as watchdog:
+        trainer = Trainer(run, DEVICE, mesh, watchdog)
+        for trainer.run in runs:
+            try:
+                trainer.run_steps()
+            except UserError as error:
+                problems = error.problems
+        if trainer.metrics is not None:
+            trainer.metrics.close()
+        states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in random_states().items()}
+        of_ranks: list = [None] * mesh.world_size
+        dist.all_gather_object(of_ranks, (problems, states))
+        parallel.stop_mesh()
+    rows = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines()
+    return {"rows": [json.loads(row) for row in rows], "problems": [one for one, _ in of_ranks],
+            "states": [one for _, one in of_ranks]}
+
+
+def main(directory: Path) -> None:
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    cases: dict[str, dict] = json.loads((directory / "cases.json").read_text())
+    results = {}
+    for name, case in cases.items():
+        if rank < case["num_ranks"]:
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank,
+                                    world_size=case["num_ranks"], timeout=timedelta(minutes=5))
+            results[name] = train(case["runs"])
+            dist.destroy_process_group()
+    if rank == 0:
+        (directory / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
