@@ -98,8 +98,8 @@ def check_base(adapters: Source, base: Source, found: int) -> None:
     if adapters.base_crc32 not in (None, found):
         raise UserError(
             f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
-            f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside, with "
-            f"--load-base-model."
+            f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside: "
+            f"--load-base-model of a training, --model-name-or-path elsewhere."
         )
 
 

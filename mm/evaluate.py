@@ -96,7 +96,7 @@ def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dic
     return {
         "benchmark": evaluating.benchmark, "rule": evaluating.rule, "questions": evaluating.questions,
         "max_questions": args.max_questions, "use_custom_prompt": evaluating.custom_prompt,
-        "load": args.load, "weights": found.source.fingerprint, "precision": args.precision,
+        "load": args.load, "weights": found.fingerprint, "precision": args.precision,
         "decoding": asdict(session.decoding),
         "media": {name: value for name, value in media.items() if name.startswith(("image_", "video_"))},
     }

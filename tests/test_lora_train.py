@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm import train
+from tests.launch import ROOT
 from tests.test_train import metrics, run
 from tests.tiny_inputs import write_inputs
 
@@ -61,6 +63,26 @@ def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> 
     size = sum(one.numel() for one in load_file(trained / "adapter" / "adapter_model.safetensors").values())
     saved = [piece for piece in TrainingDirectory.open(trained / "save").manifest.pieces if piece.part == "weight"]
     assert sum(piece.stored.num_bytes for piece in saved) == 4 * size < sum(one.numel() for one in base.values())
+
+
+def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> None:
+    """Asked of PEFT's directory, of the training checkpoint, and of the whole model; another base is refused."""
+
+    def asked(weights: Path, *flags: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mm.generate", "--device", "cpu", "--max-new-tokens", "12", "--prompt",
+                   "What is to be seen?", "--load", weights, *flags]  # fmt: skip
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    merged, base = asked(trained / "merged"), asked(inputs / "hf")
+    assert merged.returncode == 0 and merged.stdout != base.stdout
+    for weights in (trained / "adapter", trained / "save"):
+        found = asked(weights, "--model-name-or-path", inputs / "hf")
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == merged.stdout
+    other = asked(trained / "adapter", "--model-name-or-path", trained / "merged")
+    assert other.returncode == 2 and "adapters of another base model" in other.stderr
+    alone = asked(trained / "adapter")
+    assert alone.returncode == 2 and "give --model-name-or-path" in alone.stderr
 
 
 def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:

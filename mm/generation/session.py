@@ -24,6 +24,7 @@ from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
+from mm.weights.trained import saved_weights
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class Session:
         stop_token_ids = on_first(mesh, lambda: self._stop_tokens(words, found.decoding.stop_token_ids))
         self.decoding: Decoding = replace(found.decoding, stop_token_ids=stop_token_ids)
         self.stage = Stage(model, mesh, asking.args.precision, device)
-        load.fill(self.stage, self.stage.weights, found.source, mesh)
+        load.fill(self.stage, [one for one in self.stage.weights if not one.is_adapter], found.source, mesh)
+        if found.adapters is not None:
+            trained = {one.name for one in saved_weights(model)}
+            load.fill(self.stage, [one for one in self.stage.weights if one.name in trained], found.adapters, mesh)
         self._answerer = Answerer(self.stage, mesh, self.decoding)
 
     @property
@@ -83,7 +87,7 @@ class Session:
 
     def key(self, prompt: Prompt) -> str:
         """Another one where the prompt, the weights or the settings are other ones."""
-        facts = [prompt.digest, self._found.source.fingerprint, asdict(self.decoding), asdict(self.media),
+        facts = [prompt.digest, self._found.fingerprint, asdict(self.decoding), asdict(self.media),
                  self._precision]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 

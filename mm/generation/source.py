@@ -6,7 +6,9 @@ Only headers and JSON files are read.  Every rank does it, and finds the same.
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.adapters import check_base, holds_adapters, is_peft_directory, model_crc32, open_adapters
 from checkpoint.formats import source as weights
+from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf_config import hf_problems, model_from_hf
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source
@@ -23,13 +25,21 @@ class Found:
     """The weights and everything that belongs to them."""
 
     source: Source
+    """A whole model."""
+    adapters: Source | None
+    """What was trained beside it, where ``--load`` holds that."""
     model: ModelConfig
-    """On the stages of this call."""
+    """On the stages of this call, with its adapters."""
     directory: str
     """Hugging Face directory of tokenizer, chat template and processor."""
     decoding: Decoding
     """``stop_token_ids`` are the files'."""
     notes: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all weights."""
+        return self.source.fingerprint + (self.adapters.fingerprint if self.adapters is not None else "")
 
 
 def find(asking: Asking) -> Found:
@@ -40,19 +50,37 @@ def find(asking: Asking) -> Found:
         raise UserError(f"{base!r} is no directory; give --model-name-or-path, the Hugging Face directory with the "
                         f"tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
-    source = weights.open(args.load, "--load", model=stated or _model_of(base), qkv=order)
+    adapters = None
+    if holds_adapters(args.load):
+        source, adapters = _beside_its_model(args.load, base, order)
+        stated = adapters.model
+    else:
+        source = weights.open(args.load, "--load", model=stated or _model_of(base), qkv=order)
     if source.is_vit_only:
         raise UserError(f"--load {args.load} holds no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
-        source.check_model(stated)
+        source.check_model(stated.base)
     if base is None and source.kind is not Kind.HUGGING_FACE:
         raise UserError(f"--load {args.load} is a {source.kind.value}, which has no tokenizer; give "
                         f"--model-name-or-path, the Hugging Face directory that the model comes from.")
     directory = str(source.path) if base is None else base
     model, notes = placed(stated or source.model, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
                           asking.world_size)
-    refuse(hf_problems(model, directory, args.mm_model or args.load))
-    return Found(source, model, directory, asking.decoding(_settings(source, directory)), (*source.notes, *notes))
+    refuse(hf_problems(model.base, directory, args.mm_model or args.load))
+    decoding = asking.decoding(_settings(source, directory))
+    return Found(source, adapters, model, directory, decoding, (*source.notes, *notes))
+
+
+def _beside_its_model(path: str, base: str | None, order: QkvOrder) -> tuple[Source, Source]:
+    """The model in ``base`` and the adapters in ``path``; raises UserError where they do not belong together."""
+    if base is None:
+        raise UserError(f"--load {path} holds adapters (LoRA), not a whole model; give --model-name-or-path, the "
+                        f"Hugging Face directory of the model that they were trained beside.")
+    model = weights.open(base, "--model-name-or-path", qkv=order)
+    trained = AdapterDirectory.open(path).model(model.model) if is_peft_directory(path) else None
+    adapters = open_adapters(path, trained)
+    check_base(adapters, model, model_crc32(model))
+    return model, adapters
 
 
 def _model_of(directory: str | None) -> ModelConfig | None:
