@@ -207,6 +207,11 @@ class Dataset:
         records, number = self._place(index)
         return records.reader.read(number, records.index.rows[number])
 
+    def name(self, index: int) -> str | int | None:
+        """What the record of a sample calls itself."""
+        records, number = self._place(index)
+        return records.name(number)
+
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """What is told of sample ``index``, which cannot be used because of ``error``."""
         records, number = self._place(index)

@@ -7,7 +7,7 @@ How it is shown is ``mm.data.report``'s.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -106,17 +106,55 @@ def look(dataset: Dataset, encoder: SampleEncoder, decodes: bool) -> Found:
     blocks = [range(start, min(start + _NUM_AT_A_TIME, len(dataset)))
               for start in range(0, len(dataset), _NUM_AT_A_TIME)]
     problems, remarks, first = [], Counter[str](), {}
-    work: Callable[[range], tuple[list[Problem], list[tuple[str, str]]]] = _Look(dataset, encoder, decodes)
+    ids, media = _Repeated(), _Repeated()
+    work: Callable[[range], _Seen] = _Look(dataset, encoder, decodes)
     found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
     with tqdm(total=len(dataset), desc="looking at media", unit=" samples", disable=None, delay=2) as bar:
-        for block, (bad, strange) in zip(blocks, found, strict=True):
-            problems += bad
-            for remark, path in strange:
+        for block, seen in zip(blocks, found, strict=True):
+            problems += seen.problems
+            for remark, path in seen.remarks:
                 remarks[remark] += 1
                 first.setdefault(remark, path)
+            for one, source in seen.ids:
+                ids.add(one, source)
+            for one, source in seen.media:
+                media.add(one, source)
             bar.update(len(block))
     notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
+    notes += [*ids.told("id"), *media.told("picture or video")]
     return Found(tuple(problems), tuple(notes))
+
+
+class _Repeated:
+    """What stands in more than one record, which may be wanted or a file that was joined with itself."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._others: dict[str, str] = {}
+
+    def add(self, one: str, source: str) -> None:
+        """A rate above 100 takes a record again: it is the same one."""
+        if self._first.setdefault(one, source) != source:
+            self._others.setdefault(one, source)
+
+    def told(self, what: str) -> Iterator[str]:
+        """A sentence, if there is anything."""
+        for one, other in [*self._others.items()][:1]:
+            yield (f"{len(self._others)} x the same {what} in more than one record; the first is {one}, in "
+                   f"{self._first[one]} and {other}")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """In a block of samples."""
+
+    problems: list[Problem] = field(default_factory=list[Problem])
+    remarks: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """And the picture that each is about."""
+    ids: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """And the record that calls itself so."""
+    media: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Paths, and the record."""
 
 
 @dataclass
@@ -127,19 +165,22 @@ class _Look:
     encoder: SampleEncoder
     decodes: bool
 
-    def __call__(self, block: range) -> tuple[list[Problem], list[tuple[str, str]]]:
-        problems: list[Problem] = []
-        remarks: list[tuple[str, str]] = []
+    def __call__(self, block: range) -> _Seen:
+        seen = _Seen()
         for index in block:
             try:
                 sample = self.dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
-                remarks += [(remark, str(path)) for path in paths for remark in image_remarks(path)]
+                seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
+                files = {item.path for item in sample.media if isinstance(item.path, str)}
+                seen.media.extend((path, sample.source) for path in sorted(files))
+                name = self.dataset.name(index)
+                seen.ids.extend([] if name is None else [(str(name), sample.source)])
                 if self.decodes:
                     self.encoder.encode(sample)
             except UserError as error:
-                problems.append(_problem(self.dataset.bad_sample(index, error)))
-        return problems, remarks
+                seen.problems.append(_problem(self.dataset.bad_sample(index, error)))
+        return seen
 
 
 def _problem(bad: BadSample) -> Problem:

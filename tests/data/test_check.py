@@ -85,6 +85,23 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
 
 
+def test_what_stands_in_more_than_one_record_is_told(flags: list[str], tmp_path: Path, capsys) -> None:
+    """A rate takes a record twice, which is still one."""
+    data = json.loads(Path(flags[1]).read_text())
+    picture = next((Path(flags[1]).parent / "digits" / "pictures").iterdir())
+    shown = sample("<image>1?", "2", f"pictures/{picture.name}")
+    (tmp_path / "train.json").write_text(json.dumps([{"id": 7, **shown}, {"id": 8, **sample("1?", "2")},
+                                                     {"id": 7, **shown}]))
+    path = f"{tmp_path}/train.json"
+    for dataset, has_twice in ((path, True), (f"{path}%200", True), (f"{path}%34", False)):
+        data["dataset_param"]["basic_parameters"] |= {"dataset": dataset}
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        assert main(["check", "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
+        told = capsys.readouterr().out
+        assert ("1 x the same id in more than one record; the first is 7, in " in told) is has_twice
+        assert ("1 x the same picture or video in more than one record; the first is /" in told) is has_twice
+
+
 def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
     """With packing: one sample loses a turn, one is left out; words like control tokens are counted too."""
     data = json.loads(Path(flags[1]).read_text())
