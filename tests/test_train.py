@@ -19,7 +19,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
-from mm import train
+from mm import ending
 from mm.config.model import read_model
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
@@ -61,7 +61,7 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert time.monotonic() - started < train._LAUNCHER_SECONDS
+    assert time.monotonic() - started < ending._LAUNCHER_SECONDS
     told = [line for line in done.stderr.splitlines() if "error: --" in line]
     assert told == ["error: --lr is 'x'; expected a number of at least 0",
                     "error: --train-iters is missing: optimizer steps in all"]
