@@ -49,8 +49,9 @@ class Plan:
     minimum_video_accuracy: float
 
 
+# The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1 % of the highest there.
 FULL = Plan(
-    schedule_iters=800, train_iters=800, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
+    schedule_iters=800, train_iters=760, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
     minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY,
 )  # fmt: skip
 QUICK = Plan(
