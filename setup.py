@@ -40,8 +40,8 @@ setup(
         "parquet": ["pyarrow"],
         "demo": ["scikit-learn", "matplotlib"],
         "test": [
-            "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "scikit-learn", "matplotlib",
-            "tensorboard", "pyarrow", "peft>=0.21", "openpyxl", "decord>=0.6; platform_machine == 'x86_64'",
+            "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo]",
+            "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
         ],
     },
 )

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from pyarrow import Table, parquet
 
 from mm.data.contents import changed
 from mm.data.dataset import Dataset
@@ -193,8 +194,7 @@ def test_41_a_picture_in_the_record_is_that_of_a_file(opened, tmp_path, model_co
                                              {"type": "text", "text": "?"}]
     content = lines(*records)
     if form == "Parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "written")
+        parquet.write_table(Table.from_pylist(records), tmp_path / "written")
         content = (tmp_path / "written").read_bytes()
     dataset = opened(content, image_backend=backend)
     encoder = SampleEncoder.from_config(dataset._config, model_config, SEQ_LENGTH)

@@ -1,9 +1,9 @@
 """Numbers reach the programs that show a run, without a network; a missing one is told before a run begins."""
 
 import importlib
-import importlib.metadata
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +20,6 @@ BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-l
 VALIDATION = ValidationMetrics(
     iteration=5, consumed_samples=960, validation_loss=1.5, num_samples=13, num_target_tokens=98,
     validation_seconds=0.25, best_validation_loss=1.25, best_iteration=3)
-OPTIONAL = "not installed here: it brings 20 packages and 79 MB, too much for the test extra"
-
-
-def is_installed(package: str) -> bool:
-    """By pip's records."""
-    try:
-        return bool(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def write_a_run(tmp_path: Path, *flags: str) -> None:
@@ -64,7 +55,6 @@ def parts_of(raw: bytes) -> Iterator[bytes]:
             begun = b""
 
 
-@pytest.mark.skipif(not is_installed("wandb"), reason=OPTIONAL)
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_a_run(tmp_path, "--wandb-project", "project", "--wandb-exp-name", "run")
@@ -81,7 +71,6 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 1.25, None), (5, 1.25, 1.5)]
 
 
-@pytest.mark.skipif(not is_installed("wandb"), reason=OPTIONAL)
 def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
@@ -91,7 +80,6 @@ def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pyte
         write_a_run(tmp_path, "--wandb-project", "project")
 
 
-@pytest.mark.skipif(not is_installed("swanlab"), reason=OPTIONAL)
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     write_a_run(tmp_path, "--swanlab-project", "project", "--swanlab-exp-name", "run")
@@ -100,13 +88,14 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where wandb's own folder of files lies beside the program."""
+    """Where Python finds wandb's own folder of files beside the program, and no package."""
     flags = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project", "swanlab": "--swanlab-project"}
+    args = parse([*BASE, *(word for flag in flags.values() for word in (flag, "x"))])
     for package in flags:
         (tmp_path / package).mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    args = parse([*BASE, *(word for flag in flags.values() for word in (flag, "x"))])
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert list(tracker_problems(args)) == [
         f"{flag} needs the package {package}, which is not installed; install it with pip install {package}, or leave "
-        f"the flag out" for package, flag in flags.items() if not is_installed(package)]
+        f"the flag out" for package, flag in flags.items()]
     assert list(tracker_problems(parse(BASE))) == []
