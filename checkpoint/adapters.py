@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.convert import Conversion, Options, check_target
+from checkpoint.convert import LAYOUT, Conversion, Options, check_target
 from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text
 from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from checkpoint.formats.training_reader import TrainingDirectory
@@ -35,26 +37,56 @@ def holds_adapters(path: str | Path) -> bool:
     """Whether a directory holds adapters without the model that they stand beside."""
     if not Path(path).is_dir() or is_peft_directory(path):
         return Path(path).is_dir()
-    return find_kind(path) is Kind.TRAINING and TrainingDirectory.open(path).manifest.model.lora.is_on
+    match find_kind(path):
+        case Kind.TRAINING:
+            return TrainingDirectory.open(path).manifest.model.lora.is_on
+        case Kind.MINDSPEED:
+            return MindSpeedDirectory.open(path).storage.adapters_only
+    return False
 
 
-def open_adapters(path: str | Path, model: ModelConfig | None = None) -> Source:
+def open_adapters(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
     """What ``holds_adapters``; a PEFT directory as the adapters of ``model``.
 
-    Raises UserError when they are not those of ``model``; without it those of a training checkpoint are what they are.
+    Directories in MindSpeed-MM's layout without a manifest are those of ``model`` on ``layout`` too; all other
+    directories say what they are.  Raises UserError when they are not those of ``model``.
     """
     if is_peft_directory(path):
         assert model is not None, "a PEFT directory does not say which model its adapters are of"
         return open_adapter(AdapterDirectory.open(path), model)
-    source = open_training(TrainingDirectory.open(path), takes_adapters=True)
+    if find_kind(path) is Kind.MINDSPEED:
+        directory = MindSpeedDirectory.open(path)
+        if directory.manifest is None and (model is None or layout is None):
+            raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them "
+                            f"with mm-convert lora_mm_to_hf, and give that.")
+        source = open_mindspeed(directory, model, layout if directory.manifest is None else None)
+    else:
+        source = open_training(TrainingDirectory.open(path), takes_adapters=True)
     if model is not None:
         source.check_model(model)
         refuse(_difference(source, model))
     return source
 
 
+def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
+    """Adapters in MindSpeed-MM's layout; without a manifest those of ``model`` on ``layout``.
+
+    Raises UserError naming all tensors that are missing, left over or of another shape.
+    """
+    placed, tp_size = directory.placed_model(layout, LAYOUT, model)
+    views, misfits = directory.views(placed, tp_size)
+    problems = list(dict.fromkeys(misfit.text for misfit in misfits))
+    if problems and directory.manifest is None:
+        problems.append(f"{directory.path} was read as the adapters of {', '.join(placed.lora.target_modules)} on "
+                        f"{Layout.of(placed, tp_size)}; it must have been trained with the same settings and layout.")
+    refuse(problems)
+    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
+                  iteration=directory.iteration,
+                  consumed_samples=None if directory.iteration is None else directory.consumed_samples)
+
+
 def _difference(source: Source, model: ModelConfig) -> list[str]:
-    """How what a training checkpoint of adapters holds differs from what ``model`` trains."""
+    """How what a directory of adapters holds differs from what ``model`` trains."""
     theirs, ours = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
     flags = "give the --lora-* flags, lora_mixed_training and --trainable-modules of that run"
     only = [("holds {}, which this run does not train", sorted(theirs.keys() - ours.keys())),

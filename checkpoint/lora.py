@@ -6,7 +6,15 @@ MindSpeed-MM keeps adapters as its canonical structure does: one beside each of 
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, is_peft_directory, merge, open_adapters
+from checkpoint.adapters import (
+    Merge,
+    export_peft,
+    holds_adapters,
+    is_peft_directory,
+    merge,
+    open_adapters,
+    open_mindspeed,
+)
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
 from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
@@ -71,19 +79,16 @@ def open_mindspeed_adapters(
             raise UserError(f"{directory.path} has no manifest that says what its adapters are; give "
                             f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
         model = _found_model(directory, HFDirectory.open(base_dir, weights_required=False).model_config(), alpha)
-    placed, tp_size = directory.placed_model(layout, LAYOUT, model)
-    views, misfits = directory.views(placed, tp_size)
-    if misfits:
-        raise UserError(dict.fromkeys(misfit.text for misfit in misfits))
-    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage)
+    return open_mindspeed(directory, model, layout)
 
 
 def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Merge:
-    """Adapters, of PEFT or of a training checkpoint, and the Hugging Face directory of their model -> a whole model."""
+    """Adapters, but for those without a manifest in MindSpeed-MM's layout, and the Hugging Face directory of their
+    model -> a whole model."""
     base = open_hf(HFDirectory.open(hf_dir))
     if not holds_adapters(lora_dir):
-        raise UserError(f"{lora_dir} holds no adapters of PEFT and is no training checkpoint of adapters; those in "
-                        f"MindSpeed-MM's layout become a PEFT directory with lora_mm_to_hf.")
+        raise UserError(f"{lora_dir} holds a whole model, no adapters; give it as --cfg.hf_config.hf_dir, if it is "
+                        f"their base.")
     model = None
     if is_peft_directory(lora_dir):
         model = AdapterDirectory.open(lora_dir).model(base.model)

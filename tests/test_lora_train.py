@@ -11,7 +11,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from checkpoint.convert import Options
+from checkpoint.formats.layout import Layout
+from checkpoint.formats.storage import Format
+from checkpoint.formats.training import LATEST_FILE
 from checkpoint.formats.training_reader import TrainingDirectory
+from checkpoint.lora import lora_hf_to_mm
 from mm import train
 from tests.launch import ROOT
 from tests.test_train import metrics, run
@@ -118,6 +123,25 @@ def test_adapters_of_another_base_are_refused_when_the_run_starts(inputs: Path, 
     """The merged model is another one than the adapters were trained beside."""
     with pytest.raises(AssertionError, match="adapters of another base model"):
         run(inputs, "other", 1, "--load", str(trained / "adapter"), "--load-base-model", str(trained / "merged"), *LORA)
+
+
+def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
+    """At their iteration, with a new optimizer, which must be asked for; all six steps are done, so nothing changes."""
+    directory = inputs / "mindspeed"
+    lora_hf_to_mm(trained / "adapter", directory, Layout(((8,),), ((4,),), 1), Format.TORCH, str(inputs / "hf")).run(
+        Options(num_workers=1))
+    (directory / "manifest.json").unlink()
+    (directory / "release").rename(directory / "iter_0000006")
+    (directory / LATEST_FILE).write_text("6")
+    start = ["--load", str(directory), "--load-base-model", str(inputs / "hf"), *LORA]
+    (found,) = refused(inputs, capsys, *start)
+    assert "is a training checkpoint of MindSpeed-MM (iteration 6)" in found and "--no-load-optim" in found
+    said = run(inputs, "went_on", 1, *start, "--no-load-optim", "--export-hf", str(inputs / "went_on" / "adapter"))
+    assert f"loaded a converted checkpoint from {directory} beside {inputs / 'hf'}, iteration 6" in said
+    directories = trained / "adapter", inputs / "went_on" / "adapter"
+    exports = [load_file(path / "adapter_model.safetensors") for path in directories]
+    assert exports[0].keys() == exports[1].keys()
+    assert all(torch.equal(one, exports[1][name]) for name, one in exports[0].items())
 
 
 def test_a_dry_run_says_what_adapters_cost(inputs: Path, capsys: pytest.CaptureFixture) -> None:

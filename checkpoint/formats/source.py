@@ -139,6 +139,15 @@ class Source:
                 problems = AdapterDirectory.open(self.path).problems(model)
         refuse(problems)
 
+    def check_optimizer(self) -> None:
+        """Raise UserError where a training wrote it, whose optimizer state cannot be read."""
+        if self.iteration is not None and self.kind is Kind.MINDSPEED:
+            raise UserError(
+                f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration {self.iteration}), whose "
+                f"optimizer state cannot be read here; add --no-load-optim to go on from that iteration with new "
+                f"optimizer state, or --finetune to start at step 0 from its weights."
+            )
+
     def read(
         self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
     ) -> Tensor:
@@ -228,12 +237,8 @@ def open_to_train(
     is to go on with its optimizer state.
     """
     source = open(path, "--load", model=model, qkv=qkv)
-    if source.iteration is not None and source.kind is Kind.MINDSPEED and needs_optimizer:
-        raise UserError(
-            f"--load {path} is a training checkpoint of MindSpeed-MM (iteration {source.iteration}), whose optimizer "
-            f"state cannot be read here; add --no-load-optim to go on from that iteration with new optimizer state, or "
-            f"--finetune to start at step 0 from its weights."
-        )
+    if needs_optimizer:
+        source.check_optimizer()
     if source.is_vit_only:
         raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
     source.check_model(model)
@@ -284,8 +289,8 @@ def _open_mindspeed(
 ) -> Source:
     if directory.storage.adapters_only:
         raise UserError(
-            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; make a PEFT directory of "
-            f"them with mm-convert lora_mm_to_hf, and give that."
+            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
+            f"that they were trained with, or make a PEFT directory of them with mm-convert lora_mm_to_hf."
         )
     is_stated = directory.manifest is not None
     if not is_stated and model is None:

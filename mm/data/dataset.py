@@ -33,6 +33,8 @@ MAX_PROBLEMS = 20
 CACHE_DIR = ".mm-index"
 """Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
 _MOST_CHARACTERS = 2000
+_NUMBER = np.uint32
+"""Of a record in all files: 4,294,967,295 are more than any index would be made of."""
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
 
 Part = Literal["training", "validation"]
@@ -95,7 +97,7 @@ class _Records:
 class Dataset:
     """The samples of ``config.dataset``, in file order, or those kept for validation.
 
-    In memory are 8 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
+    In memory are 4 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
     index, 68 bytes a record.  Pickles small into data workers.  ``config.max_samples`` keeps that many of the first
     samples of all files together.
     """
@@ -135,9 +137,10 @@ class Dataset:
             with collected(problems):
                 records = self._open(source, gauge, left if is_whole else None, skips_bad, problems)
                 good = np.flatnonzero(is_usable(records.index.rows))
+                good += sum(len(one.index.rows) for one in self._files)
                 if not is_whole:
                     good = good[chosen(len(good), source.rate_percent, source.num_samples, seed, source.entry)]
-                taken.append((good + sum(len(one.index.rows) for one in self._files))[:left])
+                taken.append(good[:left].astype(_NUMBER))
                 self._files.append(records)
                 too_long += [] if gauge is None else self._too_long(records, gauge.encoder.chat.seq_length)
         if not problems and not sum(map(len, taken)):
@@ -240,8 +243,9 @@ class Dataset:
         """What ``mm.data.gauge.ROW`` says of each sample under ``name``; it must have been measured."""
         columns = [records.index.rows[name] for records in self._files]
         whole = columns[0] if len(columns) == 1 else np.concatenate(columns)
-        is_all = len(self._samples) == len(whole) and bool((self._samples == np.arange(len(whole))).all())
-        return whole if is_all else whole[self._samples]
+        taken = self._samples
+        is_all = len(taken) == len(whole) and bool((taken[1:] > taken[:-1]).all())
+        return whole if is_all else whole[taken]
 
     def contents(self) -> tuple[Contents, ...]:
         """Which samples of which files these are.  Raises UserError when a file can no longer be read."""

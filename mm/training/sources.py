@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.adapters import holds_adapters, open_adapters, open_base
+from checkpoint.formats.layout import Layout
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Source, open_to_train
 from mm.config.run import Run
@@ -39,7 +40,9 @@ def open_start(run: Run) -> Sources:
     with collected(problems):
         if args.load is not None and holds_adapters(args.load):
             base_path = base_path or run.data.model_name_or_path
-            adapters = open_adapters(args.load, model)
+            adapters = open_adapters(args.load, model, Layout.of(model, args.tensor_model_parallel_size))
+            if args.loads_optimizer:
+                adapters.check_optimizer()
         elif args.load is not None and base_path is not None:
             raise UserError(
                 f"--load {args.load} is a whole model, and --load-base-model names another, {base_path}; leave one of "

@@ -52,7 +52,7 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
         base = {"path": str(sources.model.path), "crc32": on_first(mesh, lambda: _checked(sources))}
     if sources.adapters is None:
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
-    elif sources.adapters.kind is Kind.ADAPTER:
+    elif sources.adapters.kind is not Kind.TRAINING:
         load.fill(stage, [one for one in stage.weights if one.name in trained], sources.adapters, mesh)
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)

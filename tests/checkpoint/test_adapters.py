@@ -118,6 +118,29 @@ def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path)
     assert_same(tmp_path / "back", tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: Path) -> None:
+    """By its manifest from any layout; without one as the adapters and on the layout of the run."""
+    lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH).run(Options(num_workers=1))
+    if not is_stated:
+        (tmp_path / "mm" / "manifest.json").unlink()
+    assert holds_adapters(tmp_path / "mm")
+    model, wanted = LAYOUT.place(model_of()), open_adapters(folder / "adapter", model_of())
+    source = open_adapters(tmp_path / "mm", model, LAYOUT)
+    for adapter in model_adapters(model):
+        for weight in (adapter.a, adapter.b):
+            assert torch.equal(source.read_hf(weight, 0), wanted.read_hf(weight, 0))
+    other = replace(model, lora=replace(SETTINGS, target_modules=("q_proj",)))
+    with pytest.raises(UserError) as caught:
+        open_adapters(tmp_path / "mm", other, LAYOUT)
+    assert ("give the --lora-* flags" if is_stated else "was read as the adapters of q_proj on") in str(caught.value)
+    if is_stated:
+        assert open_adapters(tmp_path / "mm").layout == LAYOUT
+    else:
+        with pytest.raises(UserError, match="make a PEFT directory of them with mm-convert lora_mm_to_hf"):
+            open_adapters(tmp_path / "mm")
+
+
 def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     words = ["Qwen2_5_VLConverter", "merge_lora", "--cfg.lora_dir", str(folder / "adapter"), "--cfg.hf_config.hf_dir",
              str(folder / "base"), "--cfg.save_hf_dir", str(tmp_path / "merged")]

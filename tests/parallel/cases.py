@@ -90,6 +90,10 @@ GROUP_FLAGS = ("--weight-decay", "2", "--lr-scale-modules", "linear_fc", "--lr-m
                "--weight-decay-exclude-modules", "embedding")
 VISION_LR, PROJECTOR_LR, PROJECTOR_DECAY = 1e-4, 2e-3, 5.0
 """Beside a learning rate of 1e-3.  Each setting changes weights by several times what rounding does to them."""
+_IMAGE: tuple[Grid, ...] = ((1, 4, 6),)
+TEXT_AT_BOTH_ENDS = ((), _IMAGE, (), (), _IMAGE, ())
+IMAGES_AT_BOTH_ENDS = (_IMAGE, (), _IMAGE, _IMAGE, (), _IMAGE)
+"""In one of the two each microbatch of a step has no image."""
 CASES = (
     Case("tp1"),
     Case("tp1-tied", tied=True),
@@ -212,6 +216,11 @@ CASES = (
     Case("pp4-language-frozen", (3, 1, 0, 0), (0, 0, 2, 2), freeze=("language",)),
     Case("pp4-fewer-microbatches-than-stages", (2, 2, 0, 0), (0, 0, 2, 2), batch="three samples"),
     Case("pp4-text-only", (3, 1, 0, 0), (0, 0, 2, 2), batch="text"),
+    Case("pp4-text-at-both-ends", (2, 2, 0, 0), (0, 0, 2, 2), grids=TEXT_AT_BOTH_ENDS, micro_batch_size=1),
+    Case("pp4-images-at-both-ends", (2, 2, 0, 0), (0, 0, 2, 2), grids=IMAGES_AT_BOTH_ENDS, micro_batch_size=1),
+    Case("pp2-vpp2-text-at-both-ends", ((2, 1), (1, 0)), ((0, 0), (1, 3)), grids=TEXT_AT_BOTH_ENDS, micro_batch_size=1),
+    Case("pp2-vpp2-images-at-both-ends", ((2, 1), (1, 0)), ((0, 0), (1, 3)), grids=IMAGES_AT_BOTH_ENDS,
+         micro_batch_size=1),
     Case("tp2-pp2", (3, 1), (0, 4), tp=2),
     Case("tp2-pp2-per-microbatch", (3, 1), (0, 4), tp=2, loss_unit="microbatch"),
     Case("tp2-pp2-tied", (4, 0), (2, 2), tp=2, tied=True),
