@@ -15,7 +15,7 @@ from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.sources import Sources, open_start
 from mm.training.step import Parts
-from mm.weights.trained import saved_weights
+from mm.weights.trained import saved_among
 
 _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training",
           Kind.ADAPTER: "PEFT"}  # fmt: skip
@@ -40,7 +40,6 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     """
     args = run.args
     sources = together(mesh, lambda: open_start(run))
-    trained = {weight.name for weight in saved_weights(run.model)} if run.model.lora.is_on else set[str]()
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base = None
@@ -53,7 +52,7 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     if sources.adapters is None:
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is Kind.ADAPTER:
-        load.fill(stage, [one for one in stage.weights if one.name in trained], sources.adapters, mesh)
+        load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)
     loaded = sources.adapters or sources.model

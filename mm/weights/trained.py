@@ -5,7 +5,7 @@ that are foretold, and the text of a dry run.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mm.config.model import ModelConfig
@@ -34,6 +34,12 @@ def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """
     weights = model_weights(model)
     return tuple(one for one in weights if not is_frozen(one, model)) if model.lora.is_on else weights
+
+
+def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
+    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds."""
+    names = {weight.name for weight in saved_weights(model)}
+    return [weight for weight in weights if weight.name in names]
 
 
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:

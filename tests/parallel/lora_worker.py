@@ -28,7 +28,7 @@ from mm.training.optimizer_state import MOMENTS, owned_states
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters
 from mm.weights.table import model_weights, stage_weights
-from mm.weights.trained import is_frozen, saved_weights
+from mm.weights.trained import is_frozen, saved_among, saved_weights
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, EVERY, LoraCase
 from tests.parallel.parity_worker import (  # picks the device before all others
@@ -178,9 +178,7 @@ def run_files(name: str, directory: Path) -> dict:
     dist.barrier()
     engine = start(case, zeros)
     adapters = open_adapters(directory / "peft", model_of(case))
-    held = {weight.name for weight in saved_weights(model_of(case))}
-    fill(engine.parts.stage, [one for one in engine.parts.stage.weights if one.name in held], adapters,
-         engine.parts.mesh)
+    fill(engine.parts.stage, saved_among(engine.parts.stage.weights, model_of(case)), adapters, engine.parts.mesh)
     loaded = engine.loss()
     parallel.stop_mesh()
     return {"straight": straight, "resumed": resumed, "other_layout": other_layout, "different_weights": different,
