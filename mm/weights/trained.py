@@ -37,9 +37,10 @@ def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
-    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds."""
+    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds; both copies of a tied embedding
+    where it holds that."""
     names = {weight.name for weight in saved_weights(model)}
-    return [weight for weight in weights if weight.name in names]
+    return [weight for weight in weights if stored_name(weight) in names]
 
 
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:

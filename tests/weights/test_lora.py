@@ -9,8 +9,8 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.weights.lora import adapter_problems, model_adapters
 from mm.weights.names import is_target
-from mm.weights.table import layer_names, model_weights
-from mm.weights.trained import GradientPath, is_frozen, saved_weights
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, layer_names, model_weights, stage_weights
+from mm.weights.trained import GradientPath, is_frozen, saved_among, saved_weights
 from tests.peft_oracle import peft_config
 from tests.tiny import hf_model, our_config
 
@@ -70,6 +70,14 @@ def test_what_is_trained_and_saved_are_the_adapters() -> None:
     assert all(is_frozen(one, model) != one.is_adapter for one in model_weights(model))
     assert saved_weights(model) == tuple(one for one in model_weights(model) if one.is_adapter)
     assert saved_weights(model.base) == model_weights(model.base)
+
+
+def test_both_copies_of_a_tied_embedding_that_is_trained_beside_adapters_are_saved() -> None:
+    model = replace(our_config(((4, 0),), ((2, 2),), tied=True), lora=LoraConfig(("q_proj",)),
+                    trainable_modules=("word_embeddings",))
+    copies = [[one.name for one in saved_among(stage_weights(model, spec), model) if not one.is_adapter]
+              for spec in model.placement().slots]
+    assert copies == [[EMBEDDING_NAME], [OUTPUT_LAYER_NAME]]
 
 
 def test_mixed_training_trains_the_parts_without_adapters_in_whole() -> None:
