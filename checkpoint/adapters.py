@@ -2,28 +2,29 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint.convert import Conversion, Options, check_target
+from checkpoint.convert import Conversion, Options, check_replaceable, fingerprint_of, write
 from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text
-from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output
+from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.weights.lora import Adapter, model_adapters
-from mm.weights.plan import make_plan
+from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
+from mm.weights.views import View
 
 
 def is_peft_directory(path: str | Path) -> bool:
@@ -140,32 +141,30 @@ class Merge:
             print(f"{self.base.path} + {self.adapters.path} -> {target}: {len(files)} files, {num_bytes:,} bytes. "
                   f"Nothing was written.")
             return
-        for source in (self.base, self.adapters):
-            if source.path.resolve().is_relative_to(target) or target.is_relative_to(source.path.resolve()):
-                raise UserError(f"The target {target} is, contains or lies in {source.path}; give another target.")
-        check_target(target, num_bytes, None if options.overwrite and (target / "config.json").is_file() else "")
-        self.base.check()
-        output = Output.begin(target, f"merge {self.adapters.fingerprint} {self.base.fingerprint}", PLAIN_MODES)
-        try:
-            values = self._values()
-            for file in (one for one in files if one.name not in output.finished):
-                output.create(file)
-                with Files(output.folder, os.O_WRONLY) as opened:
-                    crc32s = {}
-                    for view in (one for one in views if one.stored.file == file.name):
-                        (span,) = view.spans
-                        assert span.key is not None, view
-                        data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
-                        opened.write(view.stored, 0, memoryview(data))
-                        crc32s[view.stored.name] = zlib.crc32(data)
-                output.finish(file, crc32s)
-            output.commit(lambda folder, _: write_other_files(self.like, folder, files))
-        except OSError as error:
-            raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and "
-                            f"give the same command again.") from error
-        finally:
-            output.close()
+        sources = self.base, self.adapters
+        fingerprint = fingerprint_of(sources, files)
+        if is_complete(target, fingerprint, files):
+            tidy(target)
+        else:
+            check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
+            self.base.check()
+            write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
+                  lambda folder, _: write_other_files(self.like, folder, files))
         print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
+
+    def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
+        values = self._values()
+        for file in (one for one in files if one.name not in output.finished):
+            output.create(file)
+            crc32s: dict[str, int] = {}
+            with Files(output.folder, os.O_WRONLY) as opened:
+                for view in (one for one in views if one.stored.file == file.name):
+                    (span,) = view.spans
+                    assert span.key is not None, view
+                    data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
+                    opened.write(view.stored, 0, memoryview(data))
+                    crc32s[view.stored.name] = zlib.crc32(data)
+            output.finish(file, crc32s)
 
     def _values(self) -> Callable[[Weight, str], Tensor]:
         """A Hugging Face tensor of the merged model, in the dtype of the base."""

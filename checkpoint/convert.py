@@ -28,7 +28,7 @@ from checkpoint.formats.atomic import (
 )
 from checkpoint.formats.copy import execute
 from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import TOOL, Manifest
@@ -208,7 +208,7 @@ def mm_to_hf(
 
     return Conversion(
         source, Path(save_hf_dir), target_views, make_plan(source.index, target_views, files), write_others,
-        lambda path: (path / "config.json").is_file(), PLAIN_MODES,
+        is_hf_target, PLAIN_MODES,
     )  # fmt: skip
 
 

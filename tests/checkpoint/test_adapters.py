@@ -1,5 +1,6 @@
 """Adapters in files: PEFT's directories, MindSpeed-MM's layout, and models that they were merged with."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -16,6 +17,7 @@ from checkpoint.adapters import check_base, holds_adapters, model_crc32, open_ad
 from checkpoint.cli import main
 from checkpoint.convert import Options
 from checkpoint.formats.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterDirectory
+from checkpoint.formats.atomic import Output
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
@@ -24,6 +26,7 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.lora import model_adapters
+from tests.checkpoint.models import files
 from tests.peft_oracle import peft_model, peft_tensors
 from tests.tiny import TOKENS_PER_SECOND, hf_model, hf_tensors, our_config
 
@@ -130,6 +133,28 @@ def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     for name, stored in directory.tensors.items():
         torch.testing.assert_close(ours[stored.name], theirs[name], rtol=0, atol=1e-6)  # measured 6e-8
     assert main(words) == 2  # not empty any more
+
+
+def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    hf_model().save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    lora.merge_lora(folder / "adapter", tmp_path / "base", tmp_path / "whole").run(Options())
+    merge = lora.merge_lora(folder / "adapter", tmp_path / "base", tmp_path / "merged")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", fail)
+        with pytest.raises(UserError, match="give the same command again, which goes on after the [2-9] of [2-9] "):
+            merge.run(Options())
+    victim = min((tmp_path / ".merged.mm-convert").glob("*.safetensors"))
+    *content, last = victim.read_bytes()
+    victim.write_bytes(bytes((*content, last ^ 1)))
+    merge.run(Options())
+    assert f"{victim} is not as it was finished" in capsys.readouterr().out
+    assert files(tmp_path / "merged") == files(tmp_path / "whole")
 
 
 def test_the_commands_take_the_peers_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
