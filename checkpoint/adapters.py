@@ -3,7 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -191,10 +191,3 @@ def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path
     like = HFDirectory.open(hf_dir, weights_required=False)
     like.check(adapters.model.base)
     return Merge(adapters, base, like, Path(target))
-
-
-def beside(adapters: Source, base: Source) -> Source:
-    """``adapters``, found to be of ``base``, with its checksum stated."""
-    found = model_crc32(base)
-    check_base(adapters, base, found)
-    return replace(adapters, base_crc32=found)

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +75,6 @@ class AdapterDirectory:
     @property
     def files(self) -> tuple[Path, ...]:
         return self.path / CONFIG_FILE, self.path / WEIGHTS_FILE
-
-    @cached_property
-    def contents(self) -> Mapping[str, Mapping[str, Stored]]:
-        """Tensors by file and name."""
-        return {WEIGHTS_FILE: {one.name: one for one in self.tensors.values()}}
-
-    def describe(self) -> list[str]:
-        """What it is, for ``show``."""
-        return [f"{self.path}: PEFT directory of adapters (LoRA), rank {self.config.get('r')}, alpha "
-                f"{self.config.get('lora_alpha')}, {sum('.lora_A.' in name for name in self.tensors)} layers, beside "
-                f"{self.config.get('base_model_name_or_path')}"]
 
     def scale(self, layer: str, rank: int) -> float:
         """By which PEFT multiplies the adapter of ``layer``, named as in the live module."""

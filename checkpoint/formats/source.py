@@ -40,7 +40,7 @@ BLOCK_BYTES = 1 << 26
 """How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
 
 
-Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory | AdapterDirectory
+Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
 """Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
 
 
@@ -298,7 +298,7 @@ def _open_mindspeed(
 
 
 def _source(
-    directory: Directory,
+    directory: Directory | AdapterDirectory,
     kind: Kind,
     model: ModelConfig,
     tp_size: int,
