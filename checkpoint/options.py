@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.convert import Options
+from checkpoint.formats.adapter import PREFIX
 from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Structure
@@ -25,7 +26,6 @@ _ABSENT = {
 }  # fmt: skip
 """Fields of other models: the only value that is accepted, and what this model has none of."""
 _COMMON = "--cfg.common_model_config"
-_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass
@@ -107,10 +107,10 @@ class CommonModelConfig:
         Raises UserError naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
-        if self.model_prefix and not (of_adapters and self.model_prefix == _PEFT_PREFIX):
+        if self.model_prefix and not (of_adapters and self.model_prefix == PREFIX):
             problems.append(
                 f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, which is "
-                f"{_PEFT_PREFIX!r}: leave the flag out."
+                f"{PREFIX!r}: leave the flag out."
             )
         if of_adapters and self.enable_canonical_hf_struct is False:
             problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters stand beside q, k, v and "

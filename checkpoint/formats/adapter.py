@@ -26,7 +26,8 @@ from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, whole_view
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""How PEFT's names of tensors begin."""
 BASE_KEY = "base_crc32"
 """In the header of the weights: which base model they were trained beside (``Source.base_crc32``)."""
 _OFF: Mapping[str, tuple[Any, ...]] = {
@@ -69,7 +70,7 @@ class AdapterDirectory:
                f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
         found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
-        tensors = {published_name(name.removeprefix(_PREFIX)): one for name, one in found.items()}
+        tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
         return cls(directory, config, tensors, int(stated) if stated is not None and stated.isdecimal() else None)
 
     @property
@@ -156,9 +157,9 @@ def live_name(adapter: Adapter) -> str:
 def file_name(hf_name: str) -> str:
     """How PEFT's file calls a tensor: of an adapter, or of a module that is trained in whole."""
     if hf_name == HF_OUTPUT_LAYER_NAME:
-        return _PREFIX + hf_name
+        return PREFIX + hf_name
     start, _, kind = hf_name.partition(".")
-    return f"{_PREFIX}model.{'visual' if start == 'visual' else 'language_model'}.{kind}"
+    return f"{PREFIX}model.{'visual' if start == 'visual' else 'language_model'}.{kind}"
 
 
 def adapter_targets(
@@ -176,7 +177,7 @@ def adapter_targets(
 def config_text(model: ModelConfig, base: str) -> str:
     """``adapter_config.json`` of the adapters of ``model``, with whole names: PEFT finds just these layers."""
     lora, found = model.lora, model_adapters(model)
-    whole = {file_name(name).removeprefix(_PREFIX).rpartition(".")[0] for weight in saved_weights(model)
+    whole = {file_name(name).removeprefix(PREFIX).rpartition(".")[0] for weight in saved_weights(model)
              if not weight.is_adapter for name in weight.hf_names}
     content = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
