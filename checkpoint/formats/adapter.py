@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from checkpoint.formats.hf import published_name
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, read_metadata, safetensors_file
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.weights.lora import Adapter, model_adapters
-from mm.weights.names import ALL_LINEAR
+from mm.weights.lora import model_adapters
+from mm.weights.names import ALL_LINEAR, live_name, published_name
 from mm.weights.plan import TargetFile
-from mm.weights.table import HF_OUTPUT_LAYER_NAME, layer_names, model_weights
+from mm.weights.table import model_weights
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, whole_view
 
@@ -127,7 +126,7 @@ class AdapterDirectory:
             raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
                             f"({error}); download it again.") from error
         found = model_adapters(replace(plain, lora=lora))
-        scales = {one.layer: self.scale(live_name(one), one.rank) for one in found}
+        scales = {one.layer: self.scale(live_name(one.layer), one.rank) for one in found}
         alphas = tuple((one.layer, scales[one.layer] * one.alpha / one.scale) for one in found)
         return replace(plain, lora=replace(lora, alpha_pattern=alphas))
 
@@ -141,7 +140,7 @@ class AdapterDirectory:
         if found:
             return found
         for adapter in model_adapters(model):
-            theirs = self.scale(live_name(adapter), adapter.rank)
+            theirs = self.scale(live_name(adapter.layer), adapter.rank)
             if not math.isclose(theirs, adapter.scale, rel_tol=1e-9):
                 return [f"{self.path / CONFIG_FILE} multiplies the adapter of {adapter.layer} by {theirs:g} (alpha "
                         f"{theirs / adapter.scale * adapter.alpha:g} at rank {adapter.rank}), but this run by "
@@ -149,24 +148,11 @@ class AdapterDirectory:
         return []
 
 
-def live_name(adapter: Adapter) -> str:
-    """The adapter's layer as transformers' live module calls it, which is how PEFT's files do."""
-    return layer_names(f"{adapter.layer}.weight", adapter.base)[1]
-
-
-def file_name(hf_name: str) -> str:
-    """How PEFT's file calls a tensor: of an adapter, or of a module that is trained in whole."""
-    if hf_name == HF_OUTPUT_LAYER_NAME:
-        return PREFIX + hf_name
-    start, _, kind = hf_name.partition(".")
-    return f"{PREFIX}model.{'visual' if start == 'visual' else 'language_model'}.{kind}"
-
-
 def adapter_targets(
     model: ModelConfig, dtypes: Mapping[str, torch.dtype], base_crc32: int | None
 ) -> tuple[list[View], TargetFile]:
     """Views and layout of ``adapter_model.safetensors``; ``dtypes`` are those of the source by published name."""
-    weights = {file_name(name): (name, weight, shape) for weight in saved_weights(model)
+    weights = {PREFIX + live_name(name): (name, weight, shape) for weight in saved_weights(model)
                for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
     described = [(ours, dtypes[name], shape) for ours, (name, _, shape) in sorted(weights.items())]
     stated = {} if base_crc32 is None else {BASE_KEY: str(base_crc32)}
@@ -177,16 +163,16 @@ def adapter_targets(
 def config_text(model: ModelConfig, base: str) -> str:
     """``adapter_config.json`` of the adapters of ``model``, with whole names: PEFT finds just these layers."""
     lora, found = model.lora, model_adapters(model)
-    whole = {file_name(name).removeprefix(PREFIX).rpartition(".")[0] for weight in saved_weights(model)
+    whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)
              if not weight.is_adapter for name in weight.hf_names}
     content = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.r, "lora_alpha": _plain(lora.alpha), "lora_dropout": lora.dropout, "use_rslora": lora.use_rslora,
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-        "target_modules": sorted(map(live_name, found)),
+        "target_modules": sorted(live_name(one.layer) for one in found),
         "modules_to_save": sorted(whole) or None,
-        "rank_pattern": {live_name(one): one.rank for one in found if one.rank != lora.r},
-        "alpha_pattern": {live_name(one): _plain(one.alpha) for one in found
+        "rank_pattern": {live_name(one.layer): one.rank for one in found if one.rank != lora.r},
+        "alpha_pattern": {live_name(one.layer): _plain(one.alpha) for one in found
                           if not math.isclose(one.alpha, lora.alpha)},
     }  # fmt: skip
     return json.dumps(content, indent=2) + "\n"

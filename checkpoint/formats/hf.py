@@ -16,22 +16,12 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
+from mm.weights.names import published_name
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
 from mm.weights.views import Misfit, Stored, View, whole_view
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MODULE_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
-"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
-on the hub, and by ``save_pretrained``."""
-
-
-def published_name(name: str) -> str:
-    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
-    for spelled, published in _MODULE_PREFIXES.items():
-        if name.startswith(spelled):
-            return published + name.removeprefix(spelled)
-    return name
 
 
 def are_module_names(names: Iterable[str]) -> bool:

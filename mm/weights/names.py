@@ -1,4 +1,6 @@
-"""Patterns of names, as flags and the model JSON have them: how they are read.  Only text is known here."""
+"""Hugging Face's two spellings of a name, and patterns of names, as flags and the model JSON have them: how they are
+read.  Only text is known here.
+"""
 
 import re
 from collections.abc import Iterable
@@ -7,6 +9,26 @@ from functools import cache
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer of a model but the output layer."""
+
+_LIVE_STARTS = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
+on the hub, and by ``save_pretrained``."""
+
+
+def published_name(name: str) -> str:
+    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
+    for live, published in _LIVE_STARTS.items():
+        if name.startswith(live):
+            return published + name.removeprefix(live)
+    return name
+
+
+def live_name(name: str) -> str:
+    """A published name as transformers' live module has it; an unknown name comes back as it is."""
+    for live, published in _LIVE_STARTS.items():
+        if name.startswith(published):
+            return live + name.removeprefix(published)
+    return name
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig, layers_in
 from mm.errors import UserError
 from mm.placement import StageSpec
-from mm.weights.names import ALL_LINEAR, is_target, matches
+from mm.weights.names import ALL_LINEAR, is_target, live_name, matches
 
 Names = tuple[str, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -234,9 +234,7 @@ def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
     """How patterns may call the linear layer whose weight is the Hugging Face tensor ``hf_name`` of ``weight``: by its
     published name, by that in transformers' live module, and by ours."""
     published = hf_name.removesuffix(".weight")
-    live = published if published.startswith("lm_head") else f"model.{published}" if (
-        published.startswith("visual.")) else f"model.language_{published}"
-    return published, live, weight.name.removesuffix(".weight")
+    return published, live_name(published), weight.name.removesuffix(".weight")
 
 
 def is_linear(weight: Weight) -> bool:
