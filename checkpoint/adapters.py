@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import Conversion, Options, check_replaceable, fingerprint_of, write
-from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text
+from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
 from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
@@ -27,16 +27,12 @@ from mm.weights.trained import saved_weights
 from mm.weights.views import View
 
 
-def is_peft_directory(path: str | Path) -> bool:
-    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
-    return any(Path(path).glob("adapter_*")) and not (Path(path) / "config.json").is_file()
-
-
 def holds_adapters(path: str | Path) -> bool:
     """Whether a directory holds adapters without the model that they stand beside."""
-    if not Path(path).is_dir() or is_peft_directory(path):
-        return Path(path).is_dir()
-    return find_kind(path) is Kind.TRAINING and TrainingDirectory.open(path).manifest.model.lora.is_on
+    if is_peft_directory(path):
+        return True
+    return Path(path).is_dir() and find_kind(path) is Kind.TRAINING and (
+        TrainingDirectory.open(path).manifest.model.lora.is_on)
 
 
 def open_adapters(path: str | Path, model: ModelConfig | None = None) -> Source:

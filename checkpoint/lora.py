@@ -6,9 +6,9 @@ MindSpeed-MM keeps adapters as its canonical structure does: one beside each of 
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, is_peft_directory, merge, open_adapters
+from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_adapters
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
-from checkpoint.formats.adapter import AdapterDirectory
+from checkpoint.formats.adapter import AdapterDirectory, is_peft_directory
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory

@@ -5,6 +5,7 @@ Only headers are read here.  Which adapters a model has, and how its matrices ar
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from checkpoint.formats.hf import is_adapter_file
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, read_metadata, safetensors_file
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
@@ -37,6 +39,12 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,), "kasa_config": (None,),
 }  # fmt: skip
 """Keys of adapter_config.json that ask for another kind of adapter, and the values that do not."""
+
+
+def is_peft_directory(path: str | Path) -> bool:
+    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
+    path = Path(path)
+    return path.is_dir() and any(map(is_adapter_file, os.listdir(path))) and not (path / "config.json").is_file()
 
 
 @dataclass(frozen=True)

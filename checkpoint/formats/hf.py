@@ -58,10 +58,10 @@ class HFDirectory:
             raise UserError(f"{directory} is not a directory; expected a Hugging Face model directory.")
         files = sorted(os.listdir(directory))
         has_weights = any(is_model_weights(name) for name in files)
-        if not has_weights and any(name.startswith("adapter_") for name in files):
+        if not has_weights and (found := [name for name in files if is_adapter_file(name)]):
             raise UserError(
-                f"{directory} holds a LoRA adapter ({', '.join(n for n in files if n.startswith('adapter_'))}), not a "
-                f"model; give the directory of its base model (adapter_config.json: base_model_name_or_path)."
+                f"{directory} holds a LoRA adapter ({', '.join(found)}), not a model; give the directory of its base "
+                f"model (adapter_config.json: base_model_name_or_path)."
             )
         config = _read_config(directory)
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
@@ -185,7 +185,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def is_model_weights(name: str) -> bool:
     """Whether a file of this name holds, or lists, weights of a model (and not of an adapter)."""
     is_safetensors = name.endswith((".safetensors", ".safetensors.index.json"))
-    return is_safetensors and not name.startswith("adapter_")
+    return is_safetensors and not is_adapter_file(name)
+
+
+def is_adapter_file(name: str) -> bool:
+    """Whether PEFT calls the files of an adapter so."""
+    return name.startswith("adapter_")
 
 
 def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:

@@ -6,9 +6,9 @@ Only headers and JSON files are read.  Every rank does it, and finds the same.
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.adapters import check_base, holds_adapters, is_peft_directory, model_crc32, open_adapters
+from checkpoint.adapters import check_base, holds_adapters, model_crc32, open_adapters
 from checkpoint.formats import source as weights
-from checkpoint.formats.adapter import AdapterDirectory
+from checkpoint.formats.adapter import AdapterDirectory, is_peft_directory
 from checkpoint.formats.hf_config import hf_problems, model_from_hf
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source
