@@ -35,19 +35,27 @@ def holds_adapters(path: str | Path) -> bool:
         TrainingDirectory.open(path).manifest.model.lora.is_on)
 
 
-def open_adapters(path: str | Path, model: ModelConfig | None = None) -> Source:
-    """What ``holds_adapters``; a PEFT directory as the adapters of ``model``.
-
-    Raises UserError when they are not those of ``model``; without it those of a training checkpoint are what they are.
-    """
+def open_adapters(path: str | Path, model: ModelConfig) -> Source:
+    """What ``holds_adapters``; raises UserError when they are not the adapters of ``model``."""
     if is_peft_directory(path):
-        assert model is not None, "a PEFT directory does not say which model its adapters are of"
         return open_adapter(AdapterDirectory.open(path), model)
-    source = open_training(TrainingDirectory.open(path), takes_adapters=True)
-    if model is not None:
-        source.check_model(model)
-        refuse(_difference(source, model))
+    source = open_trained(path)
+    source.check_model(model)
+    refuse(_difference(source, model))
     return source
+
+
+def open_trained(path: str | Path) -> Source:
+    """The adapters of a training checkpoint, which says itself what they are."""
+    return open_training(TrainingDirectory.open(path), takes_adapters=True)
+
+
+def open_beside(path: str | Path, base: ModelConfig) -> Source:
+    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``."""
+    if not is_peft_directory(path):
+        return open_trained(path)
+    directory = AdapterDirectory.open(path)
+    return open_adapter(directory, directory.model(base))
 
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:
@@ -89,15 +97,16 @@ def model_crc32(base: Source) -> int:
     return crc32
 
 
-def check_base(adapters: Source, base: Source, found: int) -> None:
-    """Raise UserError when ``adapters`` state that they were trained beside another model than ``base``, whose
-    checksum is ``found``."""
-    if adapters.base_crc32 not in (None, found):
+def check_base(adapters: Source | None, base: Source) -> int:
+    """The checksum of ``base``; raises UserError when ``adapters`` state that they were trained beside another."""
+    found = model_crc32(base)
+    if adapters is not None and adapters.base_crc32 not in (None, found):
         raise UserError(
             f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
             f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside: "
             f"--load-base-model of a training, --model-name-or-path elsewhere."
         )
+    return found
 
 
 # Export
@@ -128,7 +137,7 @@ class Merge:
     def run(self, options: Options) -> None:
         """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
         model, target = self.adapters.model, self.target.resolve()
-        check_base(self.adapters, self.base, model_crc32(self.base))
+        check_base(self.adapters, self.base)
         for note in self.base.notes:
             print(f"note: {note}")
         views, files = hf_targets(self.like, model.base, self.base.dtypes)

@@ -6,9 +6,9 @@ MindSpeed-MM keeps adapters as its canonical structure does: one beside each of 
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_adapters
+from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_trained
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
-from checkpoint.formats.adapter import AdapterDirectory, is_peft_directory
+from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory
@@ -51,9 +51,10 @@ def lora_mm_to_hf(
     Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
     """
     if find_kind(mm_dir) is Kind.TRAINING:
-        source = open_adapters(mm_dir)
-        return export_peft(source, save_hf_dir, base_dir or "")
-    return export_peft(open_mindspeed_adapters(mm_dir, layout, base_dir, alpha), save_hf_dir, base_dir or "")
+        source = open_trained(mm_dir)
+    else:
+        source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
+    return export_peft(source, save_hf_dir, base_dir or "")
 
 
 def open_mindspeed_adapters(
@@ -84,10 +85,7 @@ def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path
     if not holds_adapters(lora_dir):
         raise UserError(f"{lora_dir} holds no adapters of PEFT and is no training checkpoint of adapters; those in "
                         f"MindSpeed-MM's layout become a PEFT directory with lora_mm_to_hf.")
-    model = None
-    if is_peft_directory(lora_dir):
-        model = AdapterDirectory.open(lora_dir).model(base.model)
-    return merge(open_adapters(lora_dir, model), base, hf_dir, save_hf_dir)
+    return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
 
 
 def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
