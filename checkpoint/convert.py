@@ -250,8 +250,8 @@ def write(
 ) -> None:
     """Write ``target``, a resolved path, which appears complete or not at all.
 
-    ``fill`` writes those of ``files`` that no earlier run of the same ``fingerprint`` has finished.  Raises UserError when
-    they cannot be read or written.
+    ``fill`` writes those of ``files`` that no earlier run of the same ``fingerprint`` has finished.  Raises UserError
+    when they cannot be read or written.
     """
     output = Output.begin(target, fingerprint, modes)
     try:
