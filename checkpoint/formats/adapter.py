@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ PREFIX = "base_model.model."
 """How PEFT's names of tensors begin."""
 BASE_KEY = "base_crc32"
 """In the header of the weights: which base model they were trained beside (``Source.base_crc32``)."""
+_DEFAULT = 8
+"""PEFT's rank and alpha."""
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (None, False), "bias": (None, "none"), "lora_bias": (None, False),
     "use_qalora": (None, False), "fan_in_fan_out": (None, False), "layer_replication": (None, []),
@@ -84,14 +87,25 @@ class AdapterDirectory:
     def files(self) -> tuple[Path, ...]:
         return self.path / CONFIG_FILE, self.path / WEIGHTS_FILE
 
+    @cached_property
+    def settings(self) -> LoraConfig:
+        """What is said of every adapter.  Raises UserError where that is nothing possible."""
+        try:
+            return LoraConfig(
+                r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
+                dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
+                            f"({error}); download it again.") from error
+
     def scale(self, layer: str, rank: int) -> float:
         """By which PEFT multiplies the adapter of ``layer``, named as in the live module."""
-        alpha = float(self.config.get("lora_alpha") or 8)
+        alpha = self.settings.alpha
         for pattern, one in (self.config.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", layer):
                 alpha = float(one)
                 break
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return self.settings.scale(rank, alpha)
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of what a checkpoint of ``model`` holds, and what does not fit."""
@@ -125,14 +139,7 @@ class AdapterDirectory:
         plain = replace(base, **parts, freeze_modules=(), trainable_modules=trained)
         ranks = {name.removesuffix(".lora_A.weight"): stored.shape[0] for name, stored in self.tensors.items()
                  if name.endswith(".lora_A.weight")}
-        try:
-            lora = LoraConfig(tuple(ranks) or (ALL_LINEAR,), int(self.config.get("r") or 8),
-                              float(self.config.get("lora_alpha") or 8), rank_pattern=tuple(ranks.items()),
-                              use_rslora=bool(self.config.get("use_rslora")),
-                              dropout=float(self.config.get("lora_dropout") or 0.0))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
-                            f"({error}); download it again.") from error
+        lora = replace(self.settings, target_modules=tuple(ranks) or (ALL_LINEAR,), rank_pattern=tuple(ranks.items()))
         found = model_adapters(replace(plain, lora=lora))
         scales = {one.layer: self.scale(live_name(one.layer), one.rank) for one in found}
         alphas = tuple((one.layer, scales[one.layer] * one.alpha / one.scale) for one in found)

@@ -227,6 +227,12 @@ def test_broken_directories_are_told(broken: Path) -> None:
     assert "Quantized weights are not supported" in told()
 
 
+def test_a_number_that_is_none_is_told(broken: Path) -> None:
+    change(broken, lora_alpha="many")
+    with pytest.raises(UserError, match=r"has no possible r, lora_alpha or lora_dropout \(could not convert"):
+        open_adapters(broken, model_of())
+
+
 def test_a_base_model_that_is_not_here_is_told(broken: Path, tmp_path: Path) -> None:
     change(broken, base_model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct")
     with pytest.raises(UserError, match=r"names 'Qwen/.*give the base model with --cfg.base_dir"):
