@@ -104,8 +104,7 @@ def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float)
             layer, found, _ = name.partition(".lora_A.")
             if found:
                 ranks[layer.rpartition(".")[2]] = stored.shape[0]
-    parts = {part: replace(getattr(base, part), freeze=False) for part in ("vision", "projector", "language")}
-    whole = replace(base, **parts, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
+    whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
     layers = {one.layer: ranks[word] for one in model_adapters(whole) if (word := _word(one.a.name)) in ranks
               and _has(directory, one.base.part)}
     return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))

@@ -132,11 +132,9 @@ class AdapterDirectory:
 
     def model(self, base: ModelConfig) -> ModelConfig:
         """``base`` with just these adapters, and with those weights trained that are kept in whole."""
-        parts = {part: replace(getattr(base, part), freeze=False) for part in ("vision", "projector", "language")}
-        parts |= {part: replace(parts[part], freeze_layers="") for part in ("vision", "language")}
         whole = {name for name in self.tensors if ".lora_" not in name}
         trained = tuple(one.name for one in model_weights(base.base) if not whole.isdisjoint(one.hf_names))
-        plain = replace(base, **parts, freeze_modules=(), trainable_modules=trained)
+        plain = replace(base.unfrozen, trainable_modules=trained)
         ranks = {name.removesuffix(".lora_A.weight"): stored.shape[0] for name, stored in self.tensors.items()
                  if name.endswith(".lora_A.weight")}
         lora = replace(self.settings, target_modules=tuple(ranks) or (ALL_LINEAR,), rank_pattern=tuple(ranks.items()))
