@@ -25,7 +25,7 @@ from mm.weights.names import ALL_LINEAR, live_name, published_name
 from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights
 from mm.weights.trained import saved_weights
-from mm.weights.views import Misfit, Stored, View, whole_view
+from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -109,22 +109,15 @@ class AdapterDirectory:
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of what a checkpoint of ``model`` holds, and what does not fit."""
-        views, misfits, claimed = [], [], set()
-        for weight in saved_weights(model):
-            for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-                claimed.add(name)
-                stored = self.tensors.get(name)
-                if stored is None:
-                    text = (f"{self.path} has no {name}, which the settings of this run train: are "
-                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?")
-                    misfits.append(Misfit("missing", text, weight, hf_name=name))
-                elif stored.shape != shape:
-                    text = (f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
-                            f"{list(shape)}; is it the adapter of another base model, or of another rank?")
-                    misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
-                else:
-                    views.append(whole_view(stored, name, weight))
-        for name in sorted(self.tensors.keys() - claimed):
+        weights = saved_weights(model)
+        views, misfits = whole_views(
+            weights, self.tensors,
+            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: are "
+                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?",
+            lambda name, shape, stored: (
+                f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
+                f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
+        for name in sorted(self.tensors.keys() - {name for weight in weights for name in weight.hf_names}):
             text = (f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
                     f"layer with --lora-target-modules, if the base model has it")
             misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))

@@ -18,7 +18,7 @@ from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.weights.names import published_name
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
-from mm.weights.views import Misfit, Stored, View, whole_view
+from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -102,21 +102,14 @@ class HFDirectory:
 
         A tied model may come with an ``lm_head.weight``, which is then a copy of the embedding.
         """
-        views, misfits, claimed = [], [], set()
-        for weight in model_weights(model):
-            for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-                claimed.add(name)
-                stored = self.tensors.get(name)
-                if stored is None:
-                    text = f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}."
-                    misfits.append(Misfit("missing", text, weight, hf_name=name))
-                elif stored.shape != shape:
-                    text = (f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
-                            f"{list(shape)}. Give the weights that belong to the model JSON.")
-                    misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
-                else:
-                    views.append(whole_view(stored, name, weight))
-        for name in self.tensors.keys() - claimed:
+        weights = model_weights(model)
+        views, misfits = whole_views(
+            weights, self.tensors,
+            lambda name, shape: f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}.",
+            lambda _, shape, stored: (
+                f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
+                f"{list(shape)}. Give the weights that belong to the model JSON."))
+        for name in self.tensors.keys() - {name for weight in weights for name in weight.hf_names}:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
             if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
