@@ -18,6 +18,7 @@ from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
 from mm.model.layers import LayerContext
 from mm.model.linear import ColumnLinear, RowLinear, gradient_buffer, gradient_from, linear
+from mm.weights.lora import layer_weight, matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Weight, local_shape
 
@@ -71,7 +72,7 @@ class Adapter(nn.Module):
         self.lora_A, self.lora_B = Matrix(a, context), Matrix(b, context)
         self.scale, self.probability, self.salt = a.scale, probability, seed_of(a.hf_names[0])
         self.first_column = 0 if a.tp_dim is None else local_shape(a, context.tp_size)[1] * context.tp_group.rank()
-        self.place = _place(b.hf_names[0], base, context.tp_size)
+        self.place = _place(base.hf_names.index(layer_weight(b)), base, context.tp_size)
 
     def _hidden(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """[rows, inputs] -> [rows, rank]"""
@@ -103,10 +104,10 @@ class Adapter(nn.Module):
         return y + self.lora_B(hidden)
 
 
-def _place(hf_name: str, base: Weight, tp_size: int) -> tuple[tuple[int, int, int], slice]:
-    """Where the outputs of one tensor of a fused weight lie on a rank: [blocks, parts, width] and which parts."""
+def _place(number: int, base: Weight, tp_size: int) -> tuple[tuple[int, int, int], slice]:
+    """Where the outputs of Hugging Face's tensor ``number`` of a fused weight lie on a rank: [blocks, parts, width] and
+    which parts."""
     size = memory_shape(base, tp_size)[0]
-    number = base.hf_names.index(hf_name.replace(".lora_B", ""))
     if base.fusion is Fusion.GATE_UP:
         return (1, 2, size // 2), slice(number, number + 1)
     if base.fusion is Fusion.GROUPED_QKV:
@@ -118,11 +119,9 @@ def _place(hf_name: str, base: Weight, tp_size: int) -> tuple[tuple[int, int, in
 
 def attach(chunk: nn.Module, weights: Sequence[Weight], probability: float, context: LayerContext) -> None:
     """Give the linear layers of ``chunk`` the adapters among ``weights``, under the names of the table."""
-    bases = {one.name.removesuffix("weight"): one for one in weights if not one.is_adapter}
-    matrices = [one for one in weights if one.is_adapter]
-    for a, b in zip(matrices[::2], matrices[1::2], strict=True):
-        path, _, word = a.name.removesuffix(".lora_A.weight").rpartition(".")
+    for base, a, b in matrix_pairs(weights):
+        path = base.name.removesuffix(".weight")
         layer: Any = chunk.get_submodule(path)
-        adapter = Adapter(a, b, bases[f"{path}."], probability, context)
-        layer.add_module(word, adapter)
+        adapter = Adapter(a, b, base, probability, context)
+        layer.add_module(a.name.removeprefix(f"{path}.").partition(".")[0], adapter)
         layer.adapters = (*layer.adapters, adapter)

@@ -3,9 +3,12 @@ read.  Only text is known here.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase, translate
 from functools import cache
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer of a model but the output layer."""
@@ -46,6 +49,11 @@ def is_target(pattern: str, names: Iterable[str]) -> bool:
     ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` is any number of that span.
     """
     return pattern == ALL_LINEAR or any(_expression(pattern).fullmatch(name) for name in names)
+
+
+def chosen(by_pattern: Iterable[tuple[str, Value]], names: Collection[str], default: Value) -> Value:
+    """The value of the first pattern that names the layer that has these ``names``; without one ``default``."""
+    return next((value for pattern, value in by_pattern if is_target(pattern, names)), default)
 
 
 @cache
