@@ -109,7 +109,7 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
 
 
 def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path) -> None:
-    settings = LoraConfig(("q_proj", "v_proj", "qkv"), r=3, alpha=5.0)
+    settings = LoraConfig(("q_proj", "o_proj", "qkv"), r=3, alpha=5.0)  # the ViT has a linear_proj, too
     peft_model(hf_model(), model_of(settings)).save_pretrained(tmp_path / "adapter")
     lora.lora_hf_to_mm(tmp_path / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH, str(folder / "base")).run(
         Options(num_workers=1))
