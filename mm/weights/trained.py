@@ -74,8 +74,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
 def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
     """Why what the ViT makes of a picture cannot be kept: it changes while something up to its last layer is
     trained."""
-    found = [weight for weight in model_weights(model)
-             if weight.place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER) and not is_frozen(weight, model)]
+    found = [weight for weight in model_weights(model) if weight.part == "vision" and not is_frozen(weight, model)]
     if not found:
         return
     named = [pattern for pattern in model.trainable_modules
