@@ -17,7 +17,7 @@ from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
 from mm.model.layers import LayerContext
-from mm.model.linear import ColumnLinear, RowLinear, gradient_buffer, gradient_from, linear
+from mm.model.linear import gradient_buffer, gradient_from, linear
 from mm.weights.lora import layer_weight, matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Weight, local_shape
@@ -71,6 +71,7 @@ class Adapter(nn.Module):
         assert a.scale is not None, "an adapter's matrix"
         self.lora_A, self.lora_B = Matrix(a, context), Matrix(b, context)
         self.scale, self.probability, self.salt = a.scale, probability, seed_of(a.hf_names[0])
+        self.tp_group = context.tp_group if context.tp_size > 1 else None
         self.first_column = 0 if a.tp_dim is None else local_shape(a, context.tp_size)[1] * context.tp_group.rank()
         self.place = _place(base.hf_names.index(layer_weight(b)), base, context.tp_size)
 
@@ -85,21 +86,18 @@ class Adapter(nn.Module):
         """``y``, what the layer makes of ``x``, with the adapter's part added; the layer is whole on every rank."""
         return y + self.lora_B(self._hidden(x, keys))
 
-    def add_to_outputs(
-        self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: ColumnLinear
-    ) -> Tensor:
+    def add_to_outputs(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
         """The same where the outputs are cut: ``y`` has those of this rank, for all rows, and is changed in place."""
-        group = layer.tp_group if layer.tp_group.size() > 1 else None
-        added = self.lora_B(self._hidden(x, keys), group, cut)
+        added = self.lora_B(self._hidden(x, keys), self.tp_group, cut)
         shape, part = self.place
         y.view(len(y), *shape)[:, :, part].add_(added.view(len(y), shape[0], part.stop - part.start, shape[2]))
         return y
 
-    def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: RowLinear) -> Tensor:
+    def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
         """The same where the inputs are cut: ``y`` is whole, or a piece of ``cut``."""
         hidden = self._hidden(x, keys)
-        if layer.tp_group.size() > 1:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, layer.tp_group) if cut is None else (
+        if self.tp_group is not None:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, self.tp_group) if cut is None else (
                 reduce_rows(hidden, cut))
         return y + self.lora_B(hidden)
 
