@@ -117,9 +117,9 @@ _STRUCTURE = Inert("the model has Hugging Face's structure either way, and --loa
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
 _NO_AUDIO = "this version trains on pictures, videos and text, not on audio"
 _NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
-_NOT_HERE = "not supported by this version"
-_OFF = Fixed((None, False), _NOT_HERE)
-_NULL = Fixed((None,), _NOT_HERE)
+NOT_HERE = "not supported by this version"
+_OFF = Fixed((None, False), NOT_HERE)
+_NULL = Fixed((None,), NOT_HERE)
 _PRECISION = "it repeats --bf16 or --fp16"
 
 _TOWER: dict[str, Row] = {

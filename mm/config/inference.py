@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from mm.config.foreign import MODEL_KEYS, Fixed, Inert, Row, rows
+from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
 from mm.config.model import ModelConfig, model_problems, with_picture_token
 from mm.config.read import read_json
-from mm.config.schema import STRICT, Count, Int, Key, NotNegative, Positive, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, Read, read_settings
 
 
 def _one_or_more(value: Any) -> Any:
@@ -32,7 +31,7 @@ class GenerationSettings:
     do_sample: bool | None = None
     """Draw tokens; else the likeliest is taken, whatever temperature, top_k and top_p say."""
     temperature: NotNegative | None = None
-    top_k: Annotated[Int, Ge(0)] | None = None
+    top_k: NaturalNumber | None = None
     """The likeliest tokens to draw from; 0 is all."""
     top_p: NotNegative | None = None
     """The likeliest tokens whose probabilities come to this share; 1 is all."""
@@ -54,7 +53,7 @@ class InferenceConfig:
     video_path: str | None = None
     prompts: str | None = None
     """One question, asked before the picture is shown, as MindSpeed-MM's pipeline does."""
-    min_pixels: Annotated[Int, Ge(0)] | None = None
+    min_pixels: NaturalNumber | None = None
     """Of a picture."""
     max_pixels: Count | None = None
 
@@ -65,7 +64,6 @@ _OUTPUT = Inert("an answer is its tokens; nothing else is kept")
 _SPEED = Inert("it changes speed only; keys and values are always kept")
 _BEAMS = Inert("it concerns beam search")
 _IDS = Inert("the tokenizer and the model JSON have the tokens")
-_NOT_HERE = "not supported by this version"
 
 
 GENERATION_KEYS: Mapping[str, Row] = {
@@ -81,13 +79,13 @@ GENERATION_KEYS: Mapping[str, Row] = {
                  "video_token_id"),
     **rows(Inert("it says who wrote the file"), "transformers_version _from_model_config"),
     "max_length": Inert("max_new_tokens says how long an answer may become"),
-    **rows(Fixed((None, 1), _NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
-    **rows(Fixed((None, 0), _NOT_HERE),
+    **rows(Fixed((None, 1), NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
+    **rows(Fixed((None, 0), NOT_HERE),
            "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
            "min_new_tokens penalty_alpha"),
-    **rows(Fixed((None, 1.0), _NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
-    **rows(Fixed((None, False), _NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
-    **rows(Fixed((None,), _NOT_HERE),
+    **rows(Fixed((None, 1.0), NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
+    **rows(Fixed((None, False), NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
+    **rows(Fixed((None,), NOT_HERE),
            "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
            "dola_layers watermarking_config max_time"),

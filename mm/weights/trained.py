@@ -37,8 +37,8 @@ def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
-    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds; both copies of a tied embedding
-    where it holds that."""
+    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds; where it holds a tied
+    embedding, both copies."""
     names = {weight.name for weight in saved_weights(model)}
     return [weight for weight in weights if stored_name(weight) in names]
 

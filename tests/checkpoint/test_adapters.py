@@ -147,7 +147,7 @@ def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
 
     with monkeypatch.context() as patch:
         patch.setattr(Output, "commit", fail)
-        with pytest.raises(UserError, match="give the same command again, which goes on after the [2-9] of [2-9] "):
+        with pytest.raises(UserError, match=r"give the same command again, which goes on after the [2-9] of [2-9] "):
             merge.run(Options())
     victim = min((tmp_path / ".merged.mm-convert").glob("*.safetensors"))
     *content, last = victim.read_bytes()
