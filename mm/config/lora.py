@@ -127,8 +127,8 @@ def lora_problems(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[
     for name in changed(stated):
         one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
         if name in changed(flags) and one != other:
-            yield (f"{flag_name(key)} is {_shown(other)}, but {path}: {key} is {_shown(one)}; both say the same thing, so "
-                   f"keep one")
+            yield (f"{flag_name(key)} is {_shown(other)}, but {path}: {key} is {_shown(one)}; both say the same thing, "
+                   f"so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
