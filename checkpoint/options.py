@@ -142,21 +142,27 @@ class RunConfig(Options):
 
 
 @dataclass(kw_only=True)
-class HFToMMConfig(RunConfig):
-    """hf_to_mm."""
+class ToMMConfig(RunConfig):
+    """What every conversion to MindSpeed-MM's layout understands."""
 
     mm_dir: str
     """Target."""
-    hf_config: HFConfig
-    """Source."""
     parallel_config: ParallelConfig
     """Layout of the target."""
+    save_format: Literal["safetensors", "torch"] = "safetensors"
+    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+
+
+@dataclass(kw_only=True)
+class HFToMMConfig(ToMMConfig):
+    """hf_to_mm."""
+
+    hf_config: HFConfig
+    """Source."""
     llm_hf_config: HFConfig | None = None
     """Take the LLM from this directory, ViT and projector from hf_config."""
     save_vit_only: bool = False
     """Write ViT and projector only."""
-    save_format: Literal["safetensors", "torch"] = "safetensors"
-    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
     def language_dir(self) -> str | None:
         """The directory that the LLM is taken from, if one is given.
@@ -203,19 +209,13 @@ class ResplitConfig(RunConfig):
 
 
 @dataclass(kw_only=True)
-class LoraHFToMMConfig(RunConfig):
+class LoraHFToMMConfig(ToMMConfig):
     """lora_hf_to_mm."""
 
-    mm_dir: str
-    """Target."""
     hf_config: HFConfig
     """Source: the PEFT directory, with adapter_config.json and adapter_model.safetensors."""
-    parallel_config: ParallelConfig
-    """Layout of the target."""
     base_dir: str | None = None
     """Hugging Face directory of the adapters' model.  Default: base_model_name_or_path of adapter_config.json."""
-    save_format: Literal["safetensors", "torch"] = "safetensors"
-    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
 
 @dataclass(kw_only=True)
