@@ -30,7 +30,7 @@ from mm.weights.lora import model_adapters
 from mm.weights.table import model_weights, stage_weights
 from mm.weights.trained import is_frozen, saved_among, saved_weights
 from tests.parallel.cases import Case, batch_of
-from tests.parallel.lora_cases import CASES, DROPOUT_CASES, EVERY, LoraCase
+from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MIXED, LoraCase
 from tests.parallel.parity_worker import (  # picks the device before all others
     LR,
     WEIGHT_DECAY,
@@ -138,7 +138,6 @@ def run_dropped(case: LoraCase) -> dict:
 
 
 FILE_LAYOUTS = {"tp2": Case("tp2", tp=2), "pp2": Case("pp2", (3, 1), (0, 4))}
-MIXED = replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))
 
 
 def run_files(name: str, directory: Path) -> dict:
