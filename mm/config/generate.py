@@ -137,7 +137,8 @@ DEFAULT = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "r
 
 @plain_dataclass(frozen=True)
 class Asking(Generic[Said]):
-    """The settings of one call of ``mm.generate``.  Every rule between them holds."""
+    """The settings of one call of ``mm.generate``, and those that ``mm.evaluate`` has too.  Every rule between them
+    holds."""
 
     args: Said
     inference: InferenceConfig | None

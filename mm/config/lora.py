@@ -96,25 +96,24 @@ class LoraConfig:
 def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
     """What is wrong with the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
     for word in words:
-        name, _, number = word.rpartition("=")
-        if not name or not _is_positive(number, whole):
+        if _pair(word, whole) is None:
             kind = "a whole number of at least 1" if whole else "a number above 0"
             yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
 
 
 def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
     """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` complains about."""
-    split = (word.rpartition("=") for word in words if not list(pattern_problems("", (word,), whole)))
-    return tuple((name, int(number) if whole else float(number)) for name, _, number in split)
+    return tuple(pair for word in words if (pair := _pair(word, whole)) is not None)
 
 
-def _is_positive(text: str, whole: bool) -> bool:
-    if whole:
-        return text.isdecimal() and int(text) >= 1
+def _pair(word: str, whole: bool) -> tuple[str, float] | None:
+    """None for a word that is none."""
+    name, _, text = word.rpartition("=")
     try:
-        return math.isfinite(float(text)) and float(text) > 0.0
+        number = (int(text) if text.isdecimal() else 0) if whole else float(text)
     except ValueError:
-        return False
+        return None
+    return (name, number) if name and math.isfinite(number) and number > 0 else None
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
