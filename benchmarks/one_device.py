@@ -19,7 +19,6 @@ from transformers.fusion_mapping import register_fusion_patches
 from benchmarks.cpu_step import peer_batches
 from benchmarks.ranks import free_port
 from benchmarks.workload import Sample
-from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
@@ -31,6 +30,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
 from mm.training.step import Parts, forward_backward, step
 from mm.weights.memory import MemoryLayout
+from mm.weights.names import published_name
 from mm.weights.table import fuse, model_weights
 
 LR = 1e-5

@@ -2,19 +2,19 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint.convert import LAYOUT, Conversion, Options, check_target
-from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text
-from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output
+from checkpoint.convert import LAYOUT, Conversion, Options, check_replaceable, fingerprint_of, write
+from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
+from checkpoint.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.qkv_order import QkvOrder
@@ -23,20 +23,18 @@ from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.weights.lora import Adapter, model_adapters
-from mm.weights.plan import make_plan
+from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
-
-
-def is_peft_directory(path: str | Path) -> bool:
-    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
-    return any(Path(path).glob("adapter_*")) and not (Path(path) / "config.json").is_file()
+from mm.weights.views import View
 
 
 def holds_adapters(path: str | Path) -> bool:
     """Whether a directory holds adapters without the model that they stand beside."""
-    if not Path(path).is_dir() or is_peft_directory(path):
-        return Path(path).is_dir()
+    if is_peft_directory(path):
+        return True
+    if not Path(path).is_dir():
+        return False
     match find_kind(path):
         case Kind.TRAINING:
             return TrainingDirectory.open(path).manifest.model.lora.is_on
@@ -45,27 +43,27 @@ def holds_adapters(path: str | Path) -> bool:
     return False
 
 
-def open_adapters(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
-    """What ``holds_adapters``; a PEFT directory as the adapters of ``model``.
+def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
+    """What ``holds_adapters``; raises UserError when they are not the adapters of ``model``.
 
-    Directories in MindSpeed-MM's layout without a manifest are those of ``model`` on ``layout`` too; all other
-    directories say what they are.  Raises UserError when they are not those of ``model``.
+    Those in MindSpeed-MM's layout without a manifest are read as they lie on ``layout``.
     """
     if is_peft_directory(path):
-        assert model is not None, "a PEFT directory does not say which model its adapters are of"
         return open_adapter(AdapterDirectory.open(path), model)
     if find_kind(path) is Kind.MINDSPEED:
         directory = MindSpeedDirectory.open(path)
-        if directory.manifest is None and (model is None or layout is None):
-            raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them "
-                            f"with mm-convert lora_mm_to_hf, and give that.")
-        source = open_mindspeed(directory, model, layout if directory.manifest is None else None)
+        source = open_mindspeed(directory, model, layout) if layout and directory.manifest is None else (
+            _open_stated(directory))
     else:
-        source = open_training(TrainingDirectory.open(path), takes_adapters=True)
-    if model is not None:
-        source.check_model(model)
-        refuse(_difference(source, model))
+        source = open_trained(path)
+    source.check_model(model)
+    refuse(_difference(source, model))
     return source
+
+
+def open_trained(path: str | Path) -> Source:
+    """The adapters of a training checkpoint, which says itself what they are."""
+    return open_training(TrainingDirectory.open(path), takes_adapters=True)
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
@@ -83,6 +81,24 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
     return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
                   iteration=directory.iteration,
                   consumed_samples=None if directory.iteration is None else directory.consumed_samples)
+
+
+def _open_stated(directory: MindSpeedDirectory) -> Source:
+    if directory.manifest is None:
+        raise UserError(f"{directory.path} has no manifest that says what its adapters are; make a PEFT directory of "
+                        f"them with mm-convert lora_mm_to_hf, and give that.")
+    return open_mindspeed(directory, None, None)
+
+
+def open_beside(path: str | Path, base: ModelConfig) -> Source:
+    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``.
+
+    Raises UserError for those in MindSpeed-MM's layout without a manifest, which say nothing.
+    """
+    if is_peft_directory(path):
+        directory = AdapterDirectory.open(path)
+        return open_adapter(directory, directory.model(base))
+    return _open_stated(MindSpeedDirectory.open(path)) if find_kind(path) is Kind.MINDSPEED else open_trained(path)
 
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:
@@ -124,15 +140,16 @@ def model_crc32(base: Source) -> int:
     return crc32
 
 
-def check_base(adapters: Source, base: Source, found: int) -> None:
-    """Raise UserError when ``adapters`` state that they were trained beside another model than ``base``, whose
-    checksum is ``found``."""
-    if adapters.base_crc32 not in (None, found):
+def check_base(adapters: Source | None, base: Source) -> int:
+    """The checksum of ``base``; raises UserError when ``adapters`` state that they were trained beside another."""
+    found = model_crc32(base)
+    if adapters is not None and adapters.base_crc32 not in (None, found):
         raise UserError(
             f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
             f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside: "
             f"--load-base-model of a training, --model-name-or-path elsewhere."
         )
+    return found
 
 
 # Export
@@ -163,7 +180,7 @@ class Merge:
     def run(self, options: Options) -> None:
         """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
         model, target = self.adapters.model, self.target.resolve()
-        check_base(self.adapters, self.base, model_crc32(self.base))
+        check_base(self.adapters, self.base)
         for note in self.base.notes:
             print(f"note: {note}")
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
@@ -172,32 +189,30 @@ class Merge:
             print(f"{self.base.path} + {self.adapters.path} -> {target}: {len(files)} files, {num_bytes:,} bytes. "
                   f"Nothing was written.")
             return
-        for source in (self.base, self.adapters):
-            if source.path.resolve().is_relative_to(target) or target.is_relative_to(source.path.resolve()):
-                raise UserError(f"The target {target} is, contains or lies in {source.path}; give another target.")
-        check_target(target, num_bytes, None if options.overwrite and (target / "config.json").is_file() else "")
-        self.base.check()
-        output = Output.begin(target, f"merge {self.adapters.fingerprint} {self.base.fingerprint}", PLAIN_MODES)
-        try:
-            values = self._values()
-            for file in (one for one in files if one.name not in output.finished):
-                output.create(file)
-                with Files(output.folder, os.O_WRONLY) as opened:
-                    crc32s = {}
-                    for view in (one for one in views if one.stored.file == file.name):
-                        (span,) = view.spans
-                        assert span.key is not None, view
-                        data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
-                        opened.write(view.stored, 0, memoryview(data))
-                        crc32s[view.stored.name] = zlib.crc32(data)
-                output.finish(file, crc32s)
-            output.commit(lambda folder, _: write_other_files(self.like, folder, files))
-        except OSError as error:
-            raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and "
-                            f"give the same command again.") from error
-        finally:
-            output.close()
+        sources = self.base, self.adapters
+        fingerprint = fingerprint_of(sources, files)
+        if is_complete(target, fingerprint, files):
+            tidy(target)
+        else:
+            check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
+            self.base.check()
+            write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
+                  lambda folder, _: write_other_files(self.like, folder, files))
         print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
+
+    def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
+        values = self._values()
+        for file in (one for one in files if one.name not in output.finished):
+            output.create(file)
+            crc32s: dict[str, int] = {}
+            with Files(output.folder, os.O_WRONLY) as opened:
+                for view in (one for one in views if one.stored.file == file.name):
+                    (span,) = view.spans
+                    assert span.key is not None, view
+                    data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
+                    opened.write(view.stored, 0, memoryview(data))
+                    crc32s[view.stored.name] = zlib.crc32(data)
+            output.finish(file, crc32s)
 
     def _values(self) -> Callable[[Weight, str], Tensor]:
         """A Hugging Face tensor of the merged model, in the dtype of the base."""
@@ -224,10 +239,3 @@ def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path
     like = HFDirectory.open(hf_dir, weights_required=False)
     like.check(adapters.model.base)
     return Merge(adapters, base, like, Path(target))
-
-
-def beside(adapters: Source, base: Source) -> Source:
-    """``adapters``, found to be of ``base``, with its checksum stated."""
-    found = model_crc32(base)
-    check_base(adapters, base, found)
-    return replace(adapters, base_crc32=found)

@@ -28,7 +28,7 @@ from checkpoint.formats.atomic import (
 )
 from checkpoint.formats.copy import execute
 from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_target import hf_targets, write_other_files
+from checkpoint.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.mindspeed import TOOL, Manifest
@@ -39,7 +39,7 @@ from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mind
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.flags import VitQkvOrder
 from mm.errors import UserError
-from mm.weights.plan import Plan, make_plan
+from mm.weights.plan import Plan, TargetFile, make_plan
 from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
@@ -78,10 +78,7 @@ class Conversion:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of source and target, by which the journal of an interrupted conversion is known."""
-        digest = hashlib.sha256(self.source.fingerprint.encode())
-        for file in self.plan.files:
-            digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
-        return digest.hexdigest()
+        return fingerprint_of((self.source,), self.plan.files)
 
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
@@ -101,9 +98,10 @@ class Conversion:
             print(f"{target} holds exactly this already; nothing was written.")
             return
         else:
-            self._check_target(target, options.overwrite)
+            check_replaceable(target, (self.source,), self.plan.num_bytes, self.is_ours, options.overwrite)
             self.source.check()
-            self._write(target, num_workers)
+            write(target, self.fingerprint, self.plan.files, self.modes,
+                  lambda output: self._fill(output, num_workers), self.write_others)
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
@@ -115,36 +113,7 @@ class Conversion:
             return all(pool.map(lambda file: is_intact(target, file), self.plan.files)) and all(
                 pool.map(lambda view: is_right(view, found, self.source), self.views))
 
-    def _check_target(self, target: Path, overwrite: bool) -> None:
-        source = self.source.path.resolve()
-        if source.is_relative_to(target) or target.is_relative_to(source):
-            raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
-        if overwrite and not self.is_ours(target) and target.is_dir() and any(target.iterdir()):
-            raise UserError(
-                f"The target {target} is not empty and holds something else than this command writes, so it is not "
-                f"overwritten; give another one."
-            )
-        check_target(target, self.plan.num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
-
-    def _write(self, target: Path, num_workers: int) -> None:
-        output = Output.begin(target, self.fingerprint, self.modes)
-        try:
-            self._fill(output, num_workers)
-            output.commit(self.write_others)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and give the "
-                f"same command again, which goes on after the {len(output.finished)} of {len(self.plan.files)} files "
-                f"that are finished."
-            ) from error
-        finally:
-            output.close()
-
     def _fill(self, output: Output, num_workers: int) -> None:
-        for name in output.drop_damaged(self.plan.files):
-            print(f"note: {output.folder / name} is not as it was finished; it is written again")
-        if output.finished:
-            print(f"note: {len(output.finished)} of {len(self.plan.files)} files are finished from an earlier run")
         sizes = {file.name: sum(tensor.num_bytes for tensor in file.tensors) for file in self.plan.files}
         done = sum(sizes[name] for name in output.finished)
         with tqdm(total=sum(sizes.values()), initial=done, unit="B", unit_scale=True, disable=None) as bar:
@@ -239,7 +208,7 @@ def mm_to_hf(
 
     return Conversion(
         source, Path(save_hf_dir), target_views, make_plan(source.index, target_views, files), write_others,
-        lambda path: (path / "config.json").is_file(), PLAIN_MODES,
+        is_hf_target, PLAIN_MODES,
     )  # fmt: skip
 
 
@@ -265,6 +234,42 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
     )  # fmt: skip
 
 
+def fingerprint_of(sources: Sequence[Source], files: Sequence[TargetFile]) -> str:
+    """Digest of what is read and of what is written of it."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.fingerprint.encode())
+    for file in files:
+        digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
+    return digest.hexdigest()
+
+
+def write(
+    target: Path, fingerprint: str, files: Sequence[TargetFile], modes: Modes, fill: Callable[[Output], None],
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None],
+) -> None:
+    """Write ``target``, a resolved path, which appears complete or not at all.
+
+    ``fill`` writes those of ``files`` that no earlier run of the same ``fingerprint`` has finished.  Raises UserError
+    when they cannot be read or written.
+    """
+    output = Output.begin(target, fingerprint, modes)
+    try:
+        for name in output.drop_damaged(files):
+            print(f"note: {output.folder / name} is not as it was finished; it is written again")
+        if output.finished:
+            print(f"note: {len(output.finished)} of {len(files)} files are finished from an earlier run")
+        fill(output)
+        output.commit(write_others)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and give the same "
+            f"command again, which goes on after the {len(output.finished)} of {len(files)} files that are finished."
+        ) from error
+    finally:
+        output.close()
+
+
 def num_threads(num_workers: int) -> int:
     """How many threads ``--cfg.num_workers`` asks for.
 
@@ -273,6 +278,22 @@ def num_threads(num_workers: int) -> int:
     if num_workers < 0:
         raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread for each core) or more.")
     return num_workers or len(os.sched_getaffinity(0))
+
+
+def check_replaceable(
+    target: Path, sources: Sequence[Source], num_bytes: int, is_ours: Callable[[Path], bool], overwrite: bool
+) -> None:
+    """Refuse a target, too, that is not apart from what is read, or, with ``overwrite``, is of another kind than what
+    ``is_ours`` finds."""
+    for source in (one.path.resolve() for one in sources):
+        if source.is_relative_to(target) or target.is_relative_to(source):
+            raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
+    if overwrite and not is_ours(target) and target.is_dir() and any(target.iterdir()):
+        raise UserError(
+            f"The target {target} is not empty and holds something else than this command writes, so it is not "
+            f"overwritten; give another one."
+        )
+    check_target(target, num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
 
 
 def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:

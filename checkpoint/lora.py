@@ -3,31 +3,23 @@
 MindSpeed-MM keeps adapters as its canonical structure does: one beside each of q, k, v and gate, up.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import (
-    Merge,
-    export_peft,
-    holds_adapters,
-    is_peft_directory,
-    merge,
-    open_adapters,
-    open_mindspeed,
-)
+from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_trained
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
 from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_hf
-from checkpoint.formats.storage import Format, Storage, Structure
+from checkpoint.formats.storage import Format, Storage, Structure, file_name
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.lora import model_adapters
 from mm.weights.names import ALL_LINEAR
-from mm.weights.table import SINGLE_ADAPTER
 
 BASE = "--cfg.base_dir"
 
@@ -59,9 +51,10 @@ def lora_mm_to_hf(
     Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
     """
     if find_kind(mm_dir) is Kind.TRAINING:
-        source = open_adapters(mm_dir)
-        return export_peft(source, save_hf_dir, base_dir or "")
-    return export_peft(open_mindspeed_adapters(mm_dir, layout, base_dir, alpha), save_hf_dir, base_dir or "")
+        source = open_trained(mm_dir)
+    else:
+        source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
+    return export_peft(source, save_hf_dir, base_dir or "")
 
 
 def open_mindspeed_adapters(
@@ -89,10 +82,7 @@ def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path
     if not holds_adapters(lora_dir):
         raise UserError(f"{lora_dir} holds a whole model, no adapters; give it as --cfg.hf_config.hf_dir, if it is "
                         f"their base.")
-    model = None
-    if is_peft_directory(lora_dir):
-        model = AdapterDirectory.open(lora_dir).model(base.model)
-    return merge(open_adapters(lora_dir, model), base, hf_dir, save_hf_dir)
+    return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
 
 
 def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
@@ -104,26 +94,16 @@ def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfi
 
 
 def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
-    """``base`` with the adapters that tensors of the same name as theirs show; one rank for all, or one a layer."""
-    ranks: dict[str, int] = {}
-    for contents in directory.contents.values():
-        for name, stored in contents.items():
-            layer, found, _ = name.partition(".lora_A.")
-            if found:
-                ranks[layer.rpartition(".")[2]] = stored.shape[0]
-    parts = {part: replace(getattr(base, part), freeze=False) for part in ("vision", "projector", "language")}
-    whole = replace(base, **parts, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
-    layers = {one.layer: ranks[word] for one in model_adapters(whole) if (word := _word(one.a.name)) in ranks
-              and _has(directory, one.base.part)}
+    """``base`` with the adapters that tensors show, whatever layer they are of: all layers of a tower have the same."""
+    ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
+             for name, stored in contents.items() if ".lora_A." in name}
+    whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
+    kinds = {one.layer: _kind(file_name(one.a.name)) for one in model_adapters(whole)}
+    layers = {layer: ranks[kind] for layer, kind in kinds.items() if kind in ranks}
     return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))
 
 
-def _word(name: str) -> str:
-    """The last word of the layer in MindSpeed-MM's name of an adapter's A."""
-    linear, word, *_ = name.rsplit(".", 3)
-    return linear.rpartition(".")[2] if word == SINGLE_ADAPTER else word
-
-
-def _has(directory: MindSpeedDirectory, part: str) -> bool:
-    start = {"vision": "image_encoder.encoder.", "projector": "image_encoder.projector.", "language": "text_decoder."}
-    return any(start[part] in name for contents in directory.contents.values() for name in contents)
+def _kind(name: str) -> str:
+    """MindSpeed-MM's name of a matrix without the chunk of a torch file and the number of a layer, which counts from 0
+    on every stage."""
+    return re.sub(r"^model\d*/|\.layers\.\d+", "", name)

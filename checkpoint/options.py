@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.convert import Options
+from checkpoint.formats.adapter import PREFIX
 from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Structure
@@ -25,7 +26,6 @@ _ABSENT = {
 }  # fmt: skip
 """Fields of other models: the only value that is accepted, and what this model has none of."""
 _COMMON = "--cfg.common_model_config"
-_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass
@@ -107,10 +107,10 @@ class CommonModelConfig:
         Raises UserError naming each statement that is not, and each that concerns another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
-        if self.model_prefix and not (of_adapters and self.model_prefix == _PEFT_PREFIX):
+        if self.model_prefix and not (of_adapters and self.model_prefix == PREFIX):
             problems.append(
                 f"{_COMMON}.model_prefix is {self.model_prefix!r}; only the names of adapters carry a prefix, which is "
-                f"{_PEFT_PREFIX!r}: leave the flag out."
+                f"{PREFIX!r}: leave the flag out."
             )
         if of_adapters and self.enable_canonical_hf_struct is False:
             problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters stand beside q, k, v and "
@@ -142,21 +142,27 @@ class RunConfig(Options):
 
 
 @dataclass(kw_only=True)
-class HFToMMConfig(RunConfig):
-    """hf_to_mm."""
+class ToMMConfig(RunConfig):
+    """What every conversion to MindSpeed-MM's layout understands."""
 
     mm_dir: str
     """Target."""
-    hf_config: HFConfig
-    """Source."""
     parallel_config: ParallelConfig
     """Layout of the target."""
+    save_format: Literal["safetensors", "torch"] = "safetensors"
+    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+
+
+@dataclass(kw_only=True)
+class HFToMMConfig(ToMMConfig):
+    """hf_to_mm."""
+
+    hf_config: HFConfig
+    """Source."""
     llm_hf_config: HFConfig | None = None
     """Take the LLM from this directory, ViT and projector from hf_config."""
     save_vit_only: bool = False
     """Write ViT and projector only."""
-    save_format: Literal["safetensors", "torch"] = "safetensors"
-    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
     def language_dir(self) -> str | None:
         """The directory that the LLM is taken from, if one is given.
@@ -203,19 +209,13 @@ class ResplitConfig(RunConfig):
 
 
 @dataclass(kw_only=True)
-class LoraHFToMMConfig(RunConfig):
+class LoraHFToMMConfig(ToMMConfig):
     """lora_hf_to_mm."""
 
-    mm_dir: str
-    """Target."""
     hf_config: HFConfig
     """Source: the PEFT directory, with adapter_config.json and adapter_model.safetensors."""
-    parallel_config: ParallelConfig
-    """Layout of the target."""
     base_dir: str | None = None
     """Hugging Face directory of the adapters' model.  Default: base_model_name_or_path of adapter_config.json."""
-    save_format: Literal["safetensors", "torch"] = "safetensors"
-    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
 
 @dataclass(kw_only=True)

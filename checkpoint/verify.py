@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from checkpoint.compare import is_right
 from checkpoint.convert import LAYOUT, num_threads
-from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
@@ -35,8 +34,6 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
             f"{path} is a Hugging Face directory, which has no checksums; give it as --cfg.hf_config.hf_dir to be "
             f"compared with --cfg.mm_dir, or compare two of them with diff."
         )
-    if isinstance(directory, AdapterDirectory):
-        raise UserError(f"{path} is an adapter in PEFT's form, which has no checksums to be compared with.")
     done = list(directory.notes)
     if directory.stated is None and hf_dir is None:
         raise UserError(f"{path} has no {MANIFEST_FILE} to be compared with; give --cfg.hf_config.hf_dir.")

@@ -16,6 +16,11 @@ _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that says what all ranks know."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def refused(error: UserError) -> int:
     """Report a mistake that every rank of a node finds before ranks talk; the first one does it at once."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -31,7 +36,7 @@ def status_of(action: Callable[[], int]) -> int:
     try:
         return action()
     except AgreedError as error:  # every rank raises it; rank 0 reports it
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             _wait_for_the_launcher()
             return 2
         return _report(error)
@@ -52,8 +57,7 @@ def _wait_for_the_launcher() -> None:
 
 
 def _report(error: UserError) -> int:
-    rank = os.environ.get("RANK", "0")
-    start = "error: " if rank == "0" else f"[rank {rank}] error: "
+    start = "error: " if is_first_rank() else f"[rank {os.environ['RANK']}] error: "
     sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
     sys.stderr.flush()
     _tell_the_launcher(error.problems)

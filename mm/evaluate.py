@@ -3,7 +3,6 @@
 Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m mm.evaluate FLAGS`` on any layout.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
-from mm.ending import refused, status_of
+from mm.ending import is_first_rank, refused, status_of
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
     try:
         evaluating = load_evaluating(sys.argv[1:] if argv is None else argv)
-        items = read_items(evaluating) if _is_first() else None  # the other ranks have no use for them
+        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
         from mm.generation.source import find
 
         found = find(evaluating.asking)
@@ -40,10 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = (*evaluating.asking.notes, *items.notes, *found.notes)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
     return status_of(lambda: evaluate(evaluating, items, found))
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def read_items(evaluating: Evaluating) -> "Items":
@@ -75,13 +70,13 @@ def evaluate(evaluating: Evaluating, items: "Items | None", found: "Found") -> i
     from mm.parallel import mesh as parallel
     from mm.parallel.agreement import on_first
     from mm.parallel.watchdog import Watchdog
-    from mm.scoring.results import ANSWERS
+    from mm.scoring.results import ANSWERS, check_settings
 
     mesh = parallel.start(device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes)
     with Watchdog(mesh, None):
         session = Session(evaluating.asking, found, device, mesh)
         settings = _settings(evaluating, session, found)
-        on_first(mesh, lambda: _begin(evaluating, settings))
+        on_first(mesh, lambda: check_settings(Path(evaluating.output), settings))
         answers = str(Path(evaluating.output) / ANSWERS)
         FileOfPrompts(session, lambda: (_prompts(evaluating, items), []), answers, args.batch_size).answer()
         on_first(mesh, lambda: _finish(evaluating, items, settings))
@@ -100,12 +95,6 @@ def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dic
         "decoding": asdict(session.decoding),
         "media": {name: value for name, value in media.items() if name.startswith(("image_", "video_"))},
     }
-
-
-def _begin(evaluating: Evaluating, settings: dict[str, Any]) -> None:
-    from mm.scoring.results import check_settings
-
-    check_settings(Path(evaluating.output), settings)
 
 
 def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":

@@ -4,13 +4,12 @@ Run by ``python -m mm.generate FLAGS`` in one process, or by ``torchrun ... -m m
 Answers to one question or in a talk go to the standard output; all else goes to the standard error.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mm.config.generate import Asking, load_asking
-from mm.ending import refused, status_of
+from mm.ending import is_first_rank, refused, status_of
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = find(asking)
     except UserError as error:
         return refused(error)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         sys.stderr.write("".join(f"note: {note}\n" for note in (*asking.notes, *found.notes)))
     return status_of(lambda: answer(asking, found))
 

@@ -3,12 +3,11 @@
 Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 
 from mm.config.run import Run, load_run
-from mm.ending import refused, status_of
+from mm.ending import is_first_rank, refused, status_of
 from mm.errors import UserError, refuse
 
 
@@ -37,7 +36,7 @@ def prepare(argv: Sequence[str]) -> Run:
     """
     run = load_run(argv)
     is_rehearsal = run.args.dry_run or run.args.check
-    if not is_rehearsal and os.environ.get("RANK", "0") != "0":
+    if not (is_rehearsal or is_first_rank()):
         return run
     from mm.training import preflight  # imports transformers, which the other ranks may not need
     from mm.weights.trained import freeze_notes

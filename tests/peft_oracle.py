@@ -5,16 +5,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from checkpoint.formats.hf import published_name
 from mm.config.model import ModelConfig
 from mm.weights.lora import model_adapters
-from mm.weights.table import layer_names
+from mm.weights.names import live_name, published_name
 
 
 def peft_config(model: ModelConfig) -> LoraConfig:
     """The same adapters by PEFT's settings: every layer by its whole name, with ranks and alphas of its own."""
     lora = model.lora
-    live = {layer_names(f"{one.layer}.weight", one.base)[1]: one for one in model_adapters(model)}
+    live = {live_name(one.layer): one for one in model_adapters(model)}
     alphas = {name: one.alpha for name, one in live.items()}
     return LoraConfig(
         target_modules=list(live), r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, use_rslora=lora.use_rslora,

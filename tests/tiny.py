@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.formats.hf import published_name
 from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.positions import VideoTimes, mrope_positions
 from mm.placement import PipelineLayout
+from mm.weights.names import published_name
 from mm.weights.table import Fusion, Weight, fuse, local_shape
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253

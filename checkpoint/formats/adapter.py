@@ -5,6 +5,7 @@ Only headers are read here.  Which adapters a model has, and how its matrices ar
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,22 +15,25 @@ from typing import Any
 
 import torch
 
-from checkpoint.formats.hf import published_name
+from checkpoint.formats.hf import is_adapter_file
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, read_metadata, safetensors_file
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.weights.lora import Adapter, model_adapters
-from mm.weights.names import ALL_LINEAR
+from mm.weights.lora import model_adapters
+from mm.weights.names import ALL_LINEAR, live_name, published_name
 from mm.weights.plan import TargetFile
-from mm.weights.table import HF_OUTPUT_LAYER_NAME, layer_names, model_weights
+from mm.weights.table import model_weights
 from mm.weights.trained import saved_weights
-from mm.weights.views import Misfit, Stored, View, whole_view
+from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""How PEFT's names of tensors begin."""
 BASE_KEY = "base_crc32"
 """In the header of the weights: which base model they were trained beside (``Source.base_crc32``)."""
+_DEFAULT = 8
+"""PEFT's rank and alpha."""
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (None, False), "bias": (None, "none"), "lora_bias": (None, False),
     "use_qalora": (None, False), "fan_in_fan_out": (None, False), "layer_replication": (None, []),
@@ -38,6 +42,12 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,), "kasa_config": (None,),
 }  # fmt: skip
 """Keys of adapter_config.json that ask for another kind of adapter, and the values that do not."""
+
+
+def is_peft_directory(path: str | Path) -> bool:
+    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
+    path = Path(path)
+    return path.is_dir() and any(map(is_adapter_file, os.listdir(path))) and not (path / "config.json").is_file()
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class AdapterDirectory:
                f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
         found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
-        tensors = {published_name(name.removeprefix(_PREFIX)): one for name, one in found.items()}
+        tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
         return cls(directory, config, tensors, int(stated) if stated is not None and stated.isdecimal() else None)
 
     @property
@@ -78,43 +88,36 @@ class AdapterDirectory:
         return self.path / CONFIG_FILE, self.path / WEIGHTS_FILE
 
     @cached_property
-    def contents(self) -> Mapping[str, Mapping[str, Stored]]:
-        """Tensors by file and name."""
-        return {WEIGHTS_FILE: {one.name: one for one in self.tensors.values()}}
-
-    def describe(self) -> list[str]:
-        """What it is, for ``show``."""
-        return [f"{self.path}: PEFT directory of adapters (LoRA), rank {self.config.get('r')}, alpha "
-                f"{self.config.get('lora_alpha')}, {sum('.lora_A.' in name for name in self.tensors)} layers, beside "
-                f"{self.config.get('base_model_name_or_path')}"]
+    def settings(self) -> LoraConfig:
+        """What is said of every adapter.  Raises UserError where that is nothing possible."""
+        try:
+            return LoraConfig(
+                r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
+                dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
+                            f"({error}); download it again.") from error
 
     def scale(self, layer: str, rank: int) -> float:
         """By which PEFT multiplies the adapter of ``layer``, named as in the live module."""
-        alpha = float(self.config.get("lora_alpha") or 8)
+        alpha = self.settings.alpha
         for pattern, one in (self.config.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", layer):
                 alpha = float(one)
                 break
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return self.settings.scale(rank, alpha)
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of what a checkpoint of ``model`` holds, and what does not fit."""
-        views, misfits, claimed = [], [], set()
-        for weight in saved_weights(model):
-            for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-                claimed.add(name)
-                stored = self.tensors.get(name)
-                if stored is None:
-                    text = (f"{self.path} has no {name}, which the settings of this run train: are "
-                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?")
-                    misfits.append(Misfit("missing", text, weight, hf_name=name))
-                elif stored.shape != shape:
-                    text = (f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
-                            f"{list(shape)}; is it the adapter of another base model, or of another rank?")
-                    misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
-                else:
-                    views.append(whole_view(stored, name, weight))
-        for name in sorted(self.tensors.keys() - claimed):
+        weights = saved_weights(model)
+        views, misfits = whole_views(
+            weights, self.tensors,
+            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: are "
+                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?",
+            lambda name, shape, stored: (
+                f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
+                f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
+        for name in sorted(self.tensors.keys() - {name for weight in weights for name in weight.hf_names}):
             text = (f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
                     f"layer with --lora-target-modules, if the base model has it")
             misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))
@@ -122,23 +125,14 @@ class AdapterDirectory:
 
     def model(self, base: ModelConfig) -> ModelConfig:
         """``base`` with just these adapters, and with those weights trained that are kept in whole."""
-        parts = {part: replace(getattr(base, part), freeze=False) for part in ("vision", "projector", "language")}
-        parts |= {part: replace(parts[part], freeze_layers="") for part in ("vision", "language")}
         whole = {name for name in self.tensors if ".lora_" not in name}
         trained = tuple(one.name for one in model_weights(base.base) if not whole.isdisjoint(one.hf_names))
-        plain = replace(base, **parts, freeze_modules=(), trainable_modules=trained)
+        plain = replace(base.unfrozen, trainable_modules=trained)
         ranks = {name.removesuffix(".lora_A.weight"): stored.shape[0] for name, stored in self.tensors.items()
                  if name.endswith(".lora_A.weight")}
-        try:
-            lora = LoraConfig(tuple(ranks) or (ALL_LINEAR,), int(self.config.get("r") or 8),
-                              float(self.config.get("lora_alpha") or 8), rank_pattern=tuple(ranks.items()),
-                              use_rslora=bool(self.config.get("use_rslora")),
-                              dropout=float(self.config.get("lora_dropout") or 0.0))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
-                            f"({error}); download it again.") from error
+        lora = replace(self.settings, target_modules=tuple(ranks) or (ALL_LINEAR,), rank_pattern=tuple(ranks.items()))
         found = model_adapters(replace(plain, lora=lora))
-        scales = {one.layer: self.scale(live_name(one), one.rank) for one in found}
+        scales = {one.layer: self.scale(live_name(one.layer), one.rank) for one in found}
         alphas = tuple((one.layer, scales[one.layer] * one.alpha / one.scale) for one in found)
         return replace(plain, lora=replace(lora, alpha_pattern=alphas))
 
@@ -152,7 +146,7 @@ class AdapterDirectory:
         if found:
             return found
         for adapter in model_adapters(model):
-            theirs = self.scale(live_name(adapter), adapter.rank)
+            theirs = self.scale(live_name(adapter.layer), adapter.rank)
             if not math.isclose(theirs, adapter.scale, rel_tol=1e-9):
                 return [f"{self.path / CONFIG_FILE} multiplies the adapter of {adapter.layer} by {theirs:g} (alpha "
                         f"{theirs / adapter.scale * adapter.alpha:g} at rank {adapter.rank}), but this run by "
@@ -160,24 +154,11 @@ class AdapterDirectory:
         return []
 
 
-def live_name(adapter: Adapter) -> str:
-    """The adapter's layer as transformers' live module calls it, which is how PEFT's files do."""
-    return layer_names(f"{adapter.layer}.weight", adapter.base)[1]
-
-
-def file_name(hf_name: str) -> str:
-    """How PEFT's file calls a tensor: of an adapter, or of a module that is trained in whole."""
-    if hf_name == HF_OUTPUT_LAYER_NAME:
-        return _PREFIX + hf_name
-    start, _, kind = hf_name.partition(".")
-    return f"{_PREFIX}model.{'visual' if start == 'visual' else 'language_model'}.{kind}"
-
-
 def adapter_targets(
     model: ModelConfig, dtypes: Mapping[str, torch.dtype], base_crc32: int | None
 ) -> tuple[list[View], TargetFile]:
     """Views and layout of ``adapter_model.safetensors``; ``dtypes`` are those of the source by published name."""
-    weights = {file_name(name): (name, weight, shape) for weight in saved_weights(model)
+    weights = {PREFIX + live_name(name): (name, weight, shape) for weight in saved_weights(model)
                for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
     described = [(ours, dtypes[name], shape) for ours, (name, _, shape) in sorted(weights.items())]
     stated = {} if base_crc32 is None else {BASE_KEY: str(base_crc32)}
@@ -188,16 +169,16 @@ def adapter_targets(
 def config_text(model: ModelConfig, base: str) -> str:
     """``adapter_config.json`` of the adapters of ``model``, with whole names: PEFT finds just these layers."""
     lora, found = model.lora, model_adapters(model)
-    whole = {file_name(name).removeprefix(_PREFIX).rpartition(".")[0] for weight in saved_weights(model)
+    whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)
              if not weight.is_adapter for name in weight.hf_names}
     content = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.r, "lora_alpha": _plain(lora.alpha), "lora_dropout": lora.dropout, "use_rslora": lora.use_rslora,
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-        "target_modules": sorted(map(live_name, found)),
+        "target_modules": sorted(live_name(one.layer) for one in found),
         "modules_to_save": sorted(whole) or None,
-        "rank_pattern": {live_name(one): one.rank for one in found if one.rank != lora.r},
-        "alpha_pattern": {live_name(one): _plain(one.alpha) for one in found
+        "rank_pattern": {live_name(one.layer): one.rank for one in found if one.rank != lora.r},
+        "alpha_pattern": {live_name(one.layer): _plain(one.alpha) for one in found
                           if not math.isclose(one.alpha, lora.alpha)},
     }  # fmt: skip
     return json.dumps(content, indent=2) + "\n"

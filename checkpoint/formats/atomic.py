@@ -120,7 +120,7 @@ class Output:
         self.folder.mkdir(mode=self._modes.directory)
         self._append({"conversion": self._fingerprint})
 
-    def drop_damaged(self, files: tuple[TargetFile, ...]) -> list[str]:
+    def drop_damaged(self, files: Sequence[TargetFile]) -> list[str]:
         """Forget the finished files that are not, byte for byte, what the journal says; return their names."""
         damaged = [file.name for file in files if file.name in self.finished
                    and not is_intact(self.folder, file, self.finished[file.name])]

@@ -16,22 +16,12 @@ from checkpoint.formats.layout import Layout
 from checkpoint.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
+from mm.weights.names import published_name
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
-from mm.weights.views import Misfit, Stored, View, whole_view
+from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MODULE_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
-"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
-on the hub, and by ``save_pretrained``."""
-
-
-def published_name(name: str) -> str:
-    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
-    for spelled, published in _MODULE_PREFIXES.items():
-        if name.startswith(spelled):
-            return published + name.removeprefix(spelled)
-    return name
 
 
 def are_module_names(names: Iterable[str]) -> bool:
@@ -68,10 +58,10 @@ class HFDirectory:
             raise UserError(f"{directory} is not a directory; expected a Hugging Face model directory.")
         files = sorted(os.listdir(directory))
         has_weights = any(is_model_weights(name) for name in files)
-        if not has_weights and any(name.startswith("adapter_") for name in files):
+        if not has_weights and (found := [name for name in files if is_adapter_file(name)]):
             raise UserError(
-                f"{directory} holds a LoRA adapter ({', '.join(n for n in files if n.startswith('adapter_'))}), not a "
-                f"model; give the directory of its base model (adapter_config.json: base_model_name_or_path)."
+                f"{directory} holds a LoRA adapter ({', '.join(found)}), not a model; give the directory of its base "
+                f"model (adapter_config.json: base_model_name_or_path)."
             )
         config = _read_config(directory)
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
@@ -112,21 +102,14 @@ class HFDirectory:
 
         A tied model may come with an ``lm_head.weight``, which is then a copy of the embedding.
         """
-        views, misfits, claimed = [], [], set()
-        for weight in model_weights(model):
-            for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-                claimed.add(name)
-                stored = self.tensors.get(name)
-                if stored is None:
-                    text = f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}."
-                    misfits.append(Misfit("missing", text, weight, hf_name=name))
-                elif stored.shape != shape:
-                    text = (f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
-                            f"{list(shape)}. Give the weights that belong to the model JSON.")
-                    misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
-                else:
-                    views.append(whole_view(stored, name, weight))
-        for name in self.tensors.keys() - claimed:
+        weights = model_weights(model)
+        views, misfits = whole_views(
+            weights, self.tensors,
+            lambda name, shape: f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}.",
+            lambda _, shape, stored: (
+                f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
+                f"{list(shape)}. Give the weights that belong to the model JSON."))
+        for name in self.tensors.keys() - {name for weight in weights for name in weight.hf_names}:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
             if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
@@ -195,7 +178,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def is_model_weights(name: str) -> bool:
     """Whether a file of this name holds, or lists, weights of a model (and not of an adapter)."""
     is_safetensors = name.endswith((".safetensors", ".safetensors.index.json"))
-    return is_safetensors and not name.startswith("adapter_")
+    return is_safetensors and not is_adapter_file(name)
+
+
+def is_adapter_file(name: str) -> bool:
+    """Whether PEFT calls the files of an adapter so."""
+    return name.startswith("adapter_")
 
 
 def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:

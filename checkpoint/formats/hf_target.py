@@ -65,6 +65,11 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
         yield SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
 
 
+def is_hf_target(path: Path) -> bool:
+    """Whether a directory is of the kind that is written here, so that it may be replaced."""
+    return (path / "config.json").is_file()
+
+
 def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
     """Everything beside the weights ``files``: config.json, the index, and what the base has at its top.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.formats.adapter import AdapterDirectory
+from checkpoint.formats.adapter import AdapterDirectory, is_peft_directory
 from checkpoint.formats.copy import check_copies_and_padding
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory, language_views
@@ -40,7 +40,7 @@ BLOCK_BYTES = 1 << 26
 """How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
 
 
-Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory | AdapterDirectory
+Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
 """Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
 
 
@@ -303,7 +303,7 @@ def _open_mindspeed(
 
 
 def _source(
-    directory: Directory,
+    directory: Directory | AdapterDirectory,
     kind: Kind,
     model: ModelConfig,
     tp_size: int,
@@ -333,12 +333,12 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
         return Kind.TRAINING
     if (path / "config.json").is_file():
         return Kind.HUGGING_FACE
-    names = sorted(entry.name for entry in path.iterdir())
-    if any(name.startswith("adapter_") for name in names):
+    if is_peft_directory(path):
         raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model, or "
                         f"--lora-target-modules and what else it was trained with.")
     if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
         find_checkpoint(path)  # says what is wrong with it
+    names = sorted(entry.name for entry in path.iterdir())
     raise UserError(
         f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
         f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."

@@ -96,9 +96,9 @@ class Manifest:
     optimizer: Mapping[str, Any] | None
     """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
     facts: Mapping[str, Any]
-    data: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
-    """Which samples it was trained on; None where an older version saved it."""
     pieces: tuple[Piece, ...]
+    data: Mapping[str, Any] | None = None
+    """Which samples it was trained on; None where an older version saved it."""
     base: Mapping[str, Any] | None = None
     """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
     best: Mapping[str, Any] | None = None

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, Positive, Read, read_settings
+from mm.config.schema import STRICT, Count, Fraction, Key, NaturalNumber, OrDefault, Positive, Read, read_settings
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
@@ -26,7 +26,6 @@ Paths = Annotated[
     Strict(False), BeforeValidator(_paths), MinLen(1), Field(title="paths separated by commas, or a list of paths"),
 ]
 _PATHS_OR_NULL = Field(title="paths separated by commas, a list of paths, or null")
-Share = Annotated[Number, Ge(0), Lt(1)]
 ResizeRule = Literal["transformers", "llamafactory"]
 Formatting = Literal["sharegpt", "alpaca"]
 ImageBackend = Literal["pillow", "torch"]
@@ -87,13 +86,13 @@ class DataConfig:
     """Processes that make the index; None: one for each processor."""
     val_dataset: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
     """As ``dataset``, for validation."""
-    val_rate: Annotated[Share | None, Key(_BASIC + "val_rate")] = None
+    val_rate: Annotated[Fraction | None, Key(_BASIC + "val_rate")] = None
     """The share of the samples that is kept for validation, drawn by ``--seed``; ``val_dataset`` wins over it."""
     val_max_samples: Annotated[Count | None, Key(_BASIC + "val_max_samples")] = None
     attr: Annotated[Attributes, Key("dataset_param.attr.")] = Attributes()
     image_max_pixels: Annotated[
         Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
-    image_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
+    image_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
     image_resize: Annotated[ResizeRule | None, Key(_PREPROCESS + "image_resize")] = None
     """Who says how large a picture becomes; None: transformers, with a note where LLaMA-Factory says otherwise."""
     image_exif: Annotated[bool | None, Key(_PREPROCESS + "image_exif")] = None
@@ -102,7 +101,7 @@ class DataConfig:
     """What resizes pictures: Pillow, to the bit, or torch, which is faster and differs by at most 2 of 255."""
     video_max_pixels: Annotated[Count, Key(_PREPROCESS + "video_max_pixels")] = 256 * 256
     """Of a frame, like ``video_min_pixels``."""
-    video_min_pixels: Annotated[Int, Ge(0), Key(_PREPROCESS + "video_min_pixels")] = 16 * 16
+    video_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "video_min_pixels")] = 16 * 16
     video_total_pixels: Annotated[Count, Key(_PREPROCESS + "video_total_pixels")] = 128_000 * 28 * 28 * 9 // 10
     """Of all frames of a video, two counting as one: qwen-vl-utils' bound; LLaMA-Factory's rule has none."""
     video_fps: Annotated[Positive, Key(_PREPROCESS + "video_fps")] = 2.0
@@ -142,6 +141,11 @@ class DataConfig:
     def packs(self) -> bool:
         """Whether a microbatch holds as many samples as fit, and not a fixed number."""
         return self.packing or self.neat_packing or self.attr.packing
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether any samples are for validation."""
+        return bool(self.val_dataset or self.val_rate)
 
     @property
     def drops_turns(self) -> bool:

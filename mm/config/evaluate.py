@@ -84,7 +84,7 @@ class Evaluating:
 
     @property
     def peer_dataset(self) -> str:
-        """What follows in that name."""
+        """What follows ``peer_model`` in the names of those files."""
         names = (peer for peer, ours in PEER_NAMES.items() if ours == self.benchmark)
         return next(names, Path(self.questions).stem)
 

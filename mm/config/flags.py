@@ -7,7 +7,7 @@ help.  Flags of other programs that do nothing here are in ``mm.config.foreign``
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -15,10 +15,18 @@ from mm.config.command_line import CommandLine
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs, pattern_problems
 from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
-from mm.config.schema import NUMBERS, STRICT, Count, NotNegative, Number, Patterns, Positive
+from mm.config.schema import (
+    NUMBERS,
+    STRICT,
+    Count,
+    Fraction,
+    NaturalNumber,
+    NotNegative,
+    Number,
+    Patterns,
+    Positive,
+)
 
-NaturalNumber = Annotated[int, Ge(0)]
-Fraction = Annotated[NotNegative, Lt(1)]
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
 DeviceName = Literal["auto", "npu", "cuda", "cpu"]
@@ -107,9 +115,10 @@ class Arguments:
     lora_target_modules: Patterns = Field((), description=(
         "linear layers that get adapters (LoRA), by our names or Hugging Face's, such as q_proj v_proj, or all-linear; "
         "the rest of the model is frozen"))
-    lora_r: Count = Field(8, description="rank of the adapters")
-    lora_alpha: Positive = Field(16.0, description="adapters are multiplied by this / rank")
-    lora_dropout: Fraction = Field(0.0, description="part of an adapter's input that is left out at random")
+    lora_r: Count = Field(LoraConfig.r, description="rank of the adapters")
+    lora_alpha: Positive = Field(LoraConfig.alpha, description="adapters are multiplied by this / rank")
+    lora_dropout: Fraction = Field(
+        LoraConfig.dropout, description="part of an adapter's input that is left out at random")
     lora_use_rslora: bool = Field(False, description="multiply adapters by alpha / square root of the rank")
     lora_rank_pattern: Patterns = Field((), description="other ranks of some of the adapters, such as q_proj=4")
     lora_alpha_pattern: Patterns = Field((), description="other alphas of some of the adapters, such as q_proj=8")

@@ -35,7 +35,8 @@ Row = Fixed | Inert
 FlagRow = Row | SameAs
 
 
-def _all(row: Row, words: str) -> dict[str, Row]:
+def rows(row: Row, words: str) -> dict[str, Row]:
+    """The same ``row`` for each of the words."""
     return dict.fromkeys(words.split(), row)
 
 
@@ -43,69 +44,69 @@ _KERNEL = Inert("the device chooses its kernels")
 _NO_TRUST = "code out of a model directory is never run"
 
 FLAGS: Mapping[str, FlagRow] = {
-    **_all(Inert("the model JSON decides"),
+    **rows(Inert("the model JSON decides"),
            "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention "
            "--num-query-groups --kv-channels --max-position-embeddings --position-embedding-type --rotary-base "
            "--rotary-percent --vocab-size --padded-vocab-size --normalization --swiglu --norm-epsilon "
            "--init-method-std --attention-dropout --hidden-dropout --add-qkv-bias --disable-bias-linear "
            "--untie-embeddings-and-output-weights --attention-softmax-in-fp32 --make-vocab-size-divisible-by"),
-    **_all(_KERNEL,
+    **rows(_KERNEL,
            "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
            "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
            "--no-rope-fusion --no-gradient-accumulation-fusion --attention-backend --transformer-impl --jit-compile "
            "--allow-tf32 --allow-internal-format"),
-    **_all(Inert("checkpoints have one format here: safetensors and JSON"),
+    **rows(Inert("checkpoints have one format here: safetensors and JSON"),
            "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --async-save"),
     "--use-mcore-models": Inert("megatron-core is the only engine"),
-    **_all(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
+    **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
     "--mm-tool": Inert("not that file but --profile and the flags that begin so set the profiler"),
-    **_all(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),
+    **rows(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),
            "--use-pytorch-profiler --profile-level --profile-with-cpu --profile-with-stack --profile-with-memory "
            "--profile-record-shapes --profile-data-simplification --profile-export-type"),
-    **_all(Inert("--log-timers says what the time of a step went to"), "--timing-log-level --timing-log-option"),
+    **rows(Inert("--log-timers says what the time of a step went to"), "--timing-log-level --timing-log-option"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
-    **_all(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
+    **rows(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
            "--overlap-p2p-communication-warmup-flush --no-align-grad-reduce"),
     **dict.fromkeys(("--use-deter-comp", "--npu-deterministic"), SameAs("--deterministic-mode")),
-    **_all(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
-    **_all(Inert("--recompute-granularity selective recomputes norms and activation functions"),
+    **rows(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
+    **rows(Inert("--recompute-granularity selective recomputes norms and activation functions"),
            "--recompute-norm --recompute-activation-function"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
-    **_all(Fixed((), "write it into the model JSON, as lora_apply_modules or lora_mixed_training, where MindSpeed-MM "
+    **rows(Fixed((), "write it into the model JSON, as lora_apply_modules or lora_mixed_training, where MindSpeed-MM "
                      "reads it too"), "--lora-apply-modules --lora-mixed-training"),
     "--lora-target-parameters": Fixed((), "adapters stand beside linear layers only: write --lora-target-modules"),
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
-    **_all(Fixed((), "preference training is not supported by this version"),
+    **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
-    **_all(Fixed((), "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes"),
+    **rows(Fixed((), "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes"),
            "--use-torch-fsdp2 --fsdp2-config-path --init-model-with-meta-device --use-cpu-initialization "
            "--no-initialization"),
-    **_all(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
+    **rows(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
            "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
-    **_all(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON: it balances ViT and LLM together"),
+    **rows(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON: it balances ViT and LLM together"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
            "--mbs_data_balance_sorting_algo"),
-    **_all(Fixed((), "write packing: true in the basic_parameters of the data JSON; --seq-length is the budget"),
+    **rows(Fixed((), "write packing: true in the basic_parameters of the data JSON; --seq-length is the budget"),
            "--use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
-    **_all(Fixed((), "only the Adam optimizer is supported by this version"),
+    **rows(Fixed((), "only the Adam optimizer is supported by this version"),
            "--matched-adamw-rms --muon-momentum --ns-steps"),
-    **_all(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
+    **rows(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
            "--train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size"),
-    **_all(Fixed((), "write --recompute-granularity selective"),
+    **rows(Fixed((), "write --recompute-granularity selective"),
            "--recompute-activations --recompute-skip-core-attention --recompute-num-layers-skip-core-attention"),
     "--calculate-square-loss": Fixed((), "write --calculate-per-token-loss or --calculate-per-sample-loss"),
     "--calculate-token-loss": Fixed((), "write --calculate-per-token-loss"),
     "--num-layers-per-virtual-pipeline-stage": Fixed((), "give pipeline_num_layers one list per virtual chunk instead"),
     "--downcast-to-bf16": Fixed((), "write --bf16"),
-    **_all(Fixed((), "it is not supported by this version"),
+    **rows(Fixed((), "it is not supported by this version"),
            "--profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
     "--ai-framework": Fixed(("pytorch",), "the model is computed by PyTorch, not by MindSpore"),
 }
@@ -116,45 +117,45 @@ _STRUCTURE = Inert("the model has Hugging Face's structure either way, and --loa
 _INIT = Inert("text_decoder.init_method_std counts for the whole model")
 _NO_AUDIO = "this version trains on pictures, videos and text, not on audio"
 _NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
-_NOT_HERE = "not supported by this version"
-_OFF = Fixed((None, False), _NOT_HERE)
-_NULL = Fixed((None,), _NOT_HERE)
+NOT_HERE = "not supported by this version"
+_OFF = Fixed((None, False), NOT_HERE)
+_NULL = Fixed((None,), NOT_HERE)
 _PRECISION = "it repeats --bf16 or --fp16"
 
 _TOWER: dict[str, Row] = {
-    **_all(Fixed((True, False), _PRECISION), "fp16 bf16"),
+    **rows(Fixed((True, False), _PRECISION), "fp16 bf16"),
     "params_dtype": Fixed(("bf16", "fp16", "fp32", "bfloat16", "float16", "float32"), _PRECISION),
     "normalization": Fixed(("RMSNorm",)),
-    **_all(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
-    **_all(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),
+    **rows(Fixed((0.0,), "dropout is not part of this model"), "hidden_dropout attention_dropout"),
+    **rows(_KERNEL, "bias_activation_fusion bias_dropout_fusion use_fused_rotary_pos_emb"),
     "context_parallel_size": Inert("the command line flag decides"),
     "sequence_parallel": Inert("the command line flag decides"),
-    **_all(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
+    **rows(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
 }
 
 MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "": {
         "model_id": Fixed(("qwen2_5vl", "qwen2vl"), "this trainer is for Qwen2.5-VL"),
-        **_all(_NULL, "text_encoder video_encoder audio_encoder"),
+        **rows(_NULL, "text_encoder video_encoder audio_encoder"),
     },
     "image_encoder": {},
     "patch": {
         "bridge_patch": Inert("--load reads both Hugging Face and converted weights"),
         "infer_fa": Inert("it concerns inference only"),
         "clip_grad_async": Inert("the host reads the device once a step, loss and gradient norm together"),
-        **_all(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "
+        **rows(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "
                      "muon_optimizer layerwise_disaggregated_training"),
     },
     "image_encoder.vision_encoder": {
         **_TOWER,
         "model_id": Fixed(("qwen2vit", "qwen2_5_vit"), "the ViT of Qwen2.5-VL"),
         "activation_func": Fixed(("silu",)),
-        **_all(Fixed((True,)), "gated_linear_unit add_bias_linear"),
+        **rows(Fixed((True,)), "gated_linear_unit add_bias_linear"),
         "post_layer_norm": Fixed((False,)),
         "canonical_model": _STRUCTURE,
         "attention_mask_type": Inert("attention runs over variable-length segments, without masks"),
         "use_vit_dp": Inert("always on: context-parallel ranks share out whole images"),
-        **_all(_UNUSED, "llm_hidden_size intermediate_size"),
+        **rows(_UNUSED, "llm_hidden_size intermediate_size"),
         "init_method_std": _INIT,
     },
     "image_encoder.vision_projector": {
@@ -173,14 +174,14 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "position_embedding_type": Fixed(("mrope",)),
         "rope_scaling": _NULL,
         "activation_func": Fixed(("silu",)),
-        **_all(Fixed((True,)), "group_query_attention gated_linear_unit add_qkv_bias attention_softmax_in_fp32"),
+        **rows(Fixed((True,)), "group_query_attention gated_linear_unit add_qkv_bias attention_softmax_in_fp32"),
         "add_bias_linear": Fixed((False,)),
         "canonical_model": _STRUCTURE,
         "parallel_output": Inert("the output layer is always split over the tensor-parallel ranks"),
         "use_remove_padding": Inert("samples are always packed, without padding"),
         "seq_length": Inert("--seq-length decides"),
         "disable_bias_linear": _UNUSED,
-        **_all(Fixed((None, 0, False), "mixtures of experts are not part of Qwen2.5-VL"),
+        **rows(Fixed((None, 0, False), "mixtures of experts are not part of Qwen2.5-VL"),
                "num_moe_experts moe_router_topk"),
     },
 }
@@ -195,23 +196,23 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         "audio_sampling_rate": Inert(_NO_AUDIO),
         "video_resolution": _UNUSED,
         "fix_mistral_regex": Inert("it concerns another tokenizer"),
-        **_all(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
+        **rows(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
         "trust_remote_code": Fixed((None, False), _NO_TRUST),
     },
     "dataset_param.basic_parameters": {
         "template": Fixed(("qwen2vl",), "the chat template of Qwen2.5-VL"),
         "enable_thinking": Inert("Qwen2.5-VL has no thinking mode"),
-        **_all(Inert("samples are prepared on the fly; only their lengths are kept, in cache_dir"),
+        **rows(Inert("samples are prepared on the fly; only their lengths are kept, in cache_dir"),
                "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
         "tool_format": Inert(_NO_TOOLS),
-        **_all(_OFF, "streaming use_pmcc_data"),
+        **rows(_OFF, "streaming use_pmcc_data"),
     },
     "dataset_param.attr": {
         "audios": Fixed((None,), _NO_AUDIO),
-        **_all(_OFF, "ranking pretrain"),
-        **_all(Inert(_NO_TOOLS), "observation_tag function_tag"),
-        **_all(_NULL, "tools chosen rejected"),
+        **rows(_OFF, "ranking pretrain"),
+        **rows(Inert(_NO_TOOLS), "observation_tag function_tag"),
+        **rows(_NULL, "tools chosen rejected"),
     },
     "dataloader_param": {
         "dataloader_mode": Fixed(("sampler",), "the others are for streaming and video generation"),

@@ -15,10 +15,10 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, DeviceName, NaturalNumber, VitQkvOrder
+from mm.config.flags import Arguments, DeviceName, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.schema import STRICT, Count, NotNegative, Patterns, Positive, Read, fields_of
+from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, Read, fields_of
 from mm.errors import UserError, collected, refuse
 
 
@@ -137,7 +137,8 @@ DEFAULT = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "r
 
 @plain_dataclass(frozen=True)
 class Asking(Generic[Said]):
-    """The settings of one call of ``mm.generate``.  Every rule between them holds."""
+    """The settings of one call of ``mm.generate``, and those that ``mm.evaluate`` has too.  Every rule between them
+    holds."""
 
     args: Said
     inference: InferenceConfig | None

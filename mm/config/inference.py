@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from annotated_types import Ge
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from mm.config.foreign import MODEL_KEYS, Fixed, Inert, Row
+from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
 from mm.config.model import ModelConfig, model_problems, with_picture_token
 from mm.config.read import read_json
-from mm.config.schema import STRICT, Count, Int, Key, NotNegative, Positive, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, Read, read_settings
 
 
 def _one_or_more(value: Any) -> Any:
@@ -32,7 +31,7 @@ class GenerationSettings:
     do_sample: bool | None = None
     """Draw tokens; else the likeliest is taken, whatever temperature, top_k and top_p say."""
     temperature: NotNegative | None = None
-    top_k: Annotated[Int, Ge(0)] | None = None
+    top_k: NaturalNumber | None = None
     """The likeliest tokens to draw from; 0 is all."""
     top_p: NotNegative | None = None
     """The likeliest tokens whose probabilities come to this share; 1 is all."""
@@ -54,7 +53,7 @@ class InferenceConfig:
     video_path: str | None = None
     prompts: str | None = None
     """One question, asked before the picture is shown, as MindSpeed-MM's pipeline does."""
-    min_pixels: Annotated[Int, Ge(0)] | None = None
+    min_pixels: NaturalNumber | None = None
     """Of a picture."""
     max_pixels: Count | None = None
 
@@ -65,36 +64,31 @@ _OUTPUT = Inert("an answer is its tokens; nothing else is kept")
 _SPEED = Inert("it changes speed only; keys and values are always kept")
 _BEAMS = Inert("it concerns beam search")
 _IDS = Inert("the tokenizer and the model JSON have the tokens")
-_NOT_HERE = "not supported by this version"
-
-
-def _rows(row: Row, words: str) -> dict[str, Row]:
-    return dict.fromkeys(words.split(), row)
 
 
 GENERATION_KEYS: Mapping[str, Row] = {
-    **_rows(_OUTPUT, "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate"),
-    **_rows(_SPEED, "kv_cache use_cache use_mtp cache_implementation cache_config return_legacy_cache max_cache_len "
-                    "low_memory is_assistant num_assistant_tokens num_assistant_tokens_schedule "
-                    "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
-                    "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
-                    "speculation_type compile_config disable_compile continuous_batching_config prefill_chunk_size "
-                    "split_batch"),
-    **_rows(_BEAMS, "early_stopping length_penalty num_return_groups"),
-    **_rows(_IDS, "bos_token_id pad_token_id decoder_start_token_id vision_start_token_id image_token_id "
-                  "video_token_id"),
-    **_rows(Inert("it says who wrote the file"), "transformers_version _from_model_config"),
+    **rows(_OUTPUT, "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate"),
+    **rows(_SPEED, "kv_cache use_cache use_mtp cache_implementation cache_config return_legacy_cache max_cache_len "
+                   "low_memory is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+                   "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+                   "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+                   "speculation_type compile_config disable_compile continuous_batching_config prefill_chunk_size "
+                   "split_batch"),
+    **rows(_BEAMS, "early_stopping length_penalty num_return_groups"),
+    **rows(_IDS, "bos_token_id pad_token_id decoder_start_token_id vision_start_token_id image_token_id "
+                 "video_token_id"),
+    **rows(Inert("it says who wrote the file"), "transformers_version _from_model_config"),
     "max_length": Inert("max_new_tokens says how long an answer may become"),
-    **_rows(Fixed((None, 1), _NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
-    **_rows(Fixed((None, 0), _NOT_HERE),
-            "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
-            "min_new_tokens penalty_alpha"),
-    **_rows(Fixed((None, 1.0), _NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
-    **_rows(Fixed((None, False), _NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
-    **_rows(Fixed((None,), _NOT_HERE),
-            "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
-            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
-            "dola_layers watermarking_config max_time"),
+    **rows(Fixed((None, 1), NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
+    **rows(Fixed((None, 0), NOT_HERE),
+           "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
+           "min_new_tokens penalty_alpha"),
+    **rows(Fixed((None, 1.0), NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
+    **rows(Fixed((None, False), NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
+    **rows(Fixed((None,), NOT_HERE),
+           "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
+           "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
+           "dola_layers watermarking_config max_time"),
     "stop_strings": Fixed((None,), "give --stop-tokens"),
 }
 """Keys of transformers 4 and 5 that are no fields of ``GenerationSettings``."""
@@ -113,7 +107,7 @@ INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
         **MODEL_KEYS["text_decoder"],
         "tokenizer_type": Inert("tokenizer.from_pretrained decides"),
         "is_encoder_decoder": Fixed((False,)),
-        **_rows(Inert("the command line flags decide"), "tensor_model_parallel_size pipeline_model_parallel_size"),
+        **rows(Inert("the command line flags decide"), "tensor_model_parallel_size pipeline_model_parallel_size"),
         "use_infer_fa": Inert("the device chooses its kernels"),
     },
     "tokenizer": {

@@ -1,6 +1,6 @@
 """The settings of adapters (LoRA, arXiv:2106.09685), by the words of PEFT and MindSpeed-MM.
 
-Which weights of the model they mean is ``mm.weights.targets``.
+Which layers of the model their patterns name is ``mm.weights.names``'.
 """
 
 import math
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Lt
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from mm.config.schema import STRICT, Count, Number, OrDefault, Patterns, Positive, fields_of
+from mm.config.command_line import flag_name
+from mm.config.schema import STRICT, Count, Fraction, OrDefault, Patterns, Positive, changed
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "all": ("vision", "projector", "language"),
@@ -45,7 +45,6 @@ Alphas = Annotated[
 ]
 PartWords = Annotated[
     tuple[PartWord, ...], Strict(False), Field(title=f"a list of {', '.join(PARTS)}")]
-Dropout = Annotated[Number, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,11 +56,11 @@ class LoraConfig:
     """
 
     target_modules: Annotated[Patterns, OrDefault] = ()
-    """Patterns of linear layers: ``mm.weights.targets.is_target``."""
+    """Patterns of linear layers: ``mm.weights.names.is_target``."""
     r: Count = 8
     """The rank of every adapter that ``rank_pattern`` does not name."""
     alpha: Positive = 16.0
-    dropout: Dropout = 0.0
+    dropout: Fraction = 0.0
     """Probability with which a number of the adapter's input is left out in training."""
     use_rslora: bool = False
     """Divide alpha by the square root of the rank (rsLoRA, arXiv:2312.03732), not by the rank."""
@@ -97,56 +96,46 @@ class LoraConfig:
 def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
     """What is wrong with the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
     for word in words:
-        name, _, number = word.rpartition("=")
-        if not name or not _is_positive(number, whole):
+        if _pair(word, whole) is None:
             kind = "a whole number of at least 1" if whole else "a number above 0"
             yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
 
 
 def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
     """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` complains about."""
-    split = (word.rpartition("=") for word in words if not list(pattern_problems("", (word,), whole)))
-    return tuple((name, int(number) if whole else float(number)) for name, _, number in split)
+    return tuple(pair for word in words if (pair := _pair(word, whole)) is not None)
 
 
-def _is_positive(text: str, whole: bool) -> bool:
-    if whole:
-        return text.isdecimal() and int(text) >= 1
+def _pair(word: str, whole: bool) -> tuple[str, float] | None:
+    """None for a word that is none."""
+    name, _, text = word.rpartition("=")
     try:
-        return math.isfinite(float(text)) and float(text) > 0.0
+        number = (int(text) if text.isdecimal() else 0) if whole else float(text)
     except ValueError:
-        return False
+        return None
+    return (name, number) if name and math.isfinite(number) and number > 0 else None
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
     """What the model JSON says, and where it says nothing what the flags say."""
-    return replace(flags, **{name: getattr(stated, name) for name in _stated(stated)})
-
-
-def _stated(lora: LoraConfig) -> list[str]:
-    default = LoraConfig()
-    return [name for name in fields_of(LoraConfig) if getattr(lora, name) != getattr(default, name)]
-
-
-def flag_of(name: str) -> str:
-    """``target_modules`` -> ``--lora-target-modules``; only of fields that have a flag."""
-    return f"--lora-{name.replace('_', '-')}"
+    return replace(flags, **{name: getattr(stated, name) for name in changed(stated)})
 
 
 def lora_problems(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
     """Where the model JSON at ``path`` contradicts the flags."""
-    for name in _stated(stated):
-        one, other = getattr(stated, name), getattr(flags, name)
-        if name in _stated(flags) and one != other:
-            yield (f"{flag_of(name)} is {_shown(other)}, but {path}: lora_{name} is {_shown(one)}; both say the same "
-                   f"thing, so keep one")
+    for name in changed(stated):
+        one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
+        if name in changed(flags) and one != other:
+            yield (f"{flag_name(key)} is {_shown(other)}, but {path}: {key} is {_shown(one)}; both say the same thing, "
+                   f"so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
     """What is said of adapters and has no effect."""
     lora = merged(stated, flags)
     if not lora.is_on:
-        for names in ([flag_of(name) for name in _stated(flags)], [f"lora_{name}" for name in _stated(stated)]):
+        keys = [[f"lora_{name}" for name in changed(one)] for one in (flags, stated)]
+        for names in (list(map(flag_name, keys[0])), keys[1]):
             if names:
                 yield f"without --lora-target-modules there are no adapters; no effect: {', '.join(names)}"
     elif lora.apply_modules and not lora.mixed_training:

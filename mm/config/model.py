@@ -224,6 +224,13 @@ class ModelConfig:
         return replace(self, lora=LoraConfig())
 
     @property
+    def unfrozen(self) -> "ModelConfig":
+        """The model with no part, layer or weight frozen."""
+        vision, language = (replace(tower, freeze=False, freeze_layers="") for tower in (self.vision, self.language))
+        return replace(self, vision=vision, projector=replace(self.projector, freeze=False), language=language,
+                       freeze_modules=())
+
+    @property
     def visual_token_ids(self) -> tuple[int, int]:
         """Tokens in whose place the projector's rows go: of pictures, and of videos."""
         return self.image_token_id, self.video_token_id

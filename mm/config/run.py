@@ -19,7 +19,7 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
-from mm.config.schema import fields_of, shown
+from mm.config.schema import changed, shown
 from mm.config.sources import training_sources, validation_sources
 from mm.config.validation import validation_notes, validation_problems
 from mm.errors import UserError, collected, refuse
@@ -389,7 +389,7 @@ def _notes(args: Arguments) -> Iterator[str]:
         yield "command line: --lr-scale-modules has no effect without --lr-mult"
     if args.lr_mult != 1.0 and not args.lr_scale_modules:
         yield "command line: --lr-mult has no effect without --lr-scale-modules"
-    given = [flag_name(name) for name in _PROFILE_FLAGS if getattr(args, name) != fields_of(Arguments)[name].default]
+    given = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
     if given and not args.profile:
         yield f"command line: without --profile these have no effect: {', '.join(given)}"
     if not args.fp16 and args.loss_scale is not None:

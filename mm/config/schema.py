@@ -48,14 +48,16 @@ Int = Annotated[int, BeforeValidator(_whole)]
 """A whole number; 2.0 is one, true is not."""
 Count = Annotated[Int, Ge(1)]
 Number = Annotated[float, AllowInfNan(False)]
+NaturalNumber = Annotated[Int, Ge(0)]
 NotNegative = Annotated[Number, Ge(0)]
+Fraction = Annotated[NotNegative, Lt(1)]
 Positive = Annotated[Number, Gt(0)]
 WORDS = "one or more words"
 """The title of a field that takes a list of words; on the command line any number of them."""
 NUMBERS = "one or more whole numbers of at least 0"
 """The same of numbers."""
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
-"""Of names of weights; ``mm.weights.patterns.matches`` says how they are read."""
+"""Of names of weights; ``mm.weights.names.matches`` says how they are read."""
 OrDefault = "null means the default"
 """Marks a field in whose place null may stand."""
 
@@ -93,6 +95,11 @@ def read_settings(
 def fields_of(cls: type) -> Mapping[str, FieldInfo]:
     """The fields of a pydantic dataclass by name."""
     return typing.cast(Any, cls).__pydantic_fields__
+
+
+def changed(settings: object) -> list[str]:
+    """The fields of a pydantic dataclass whose values are not the defaults."""
+    return [name for name, field in fields_of(type(settings)).items() if getattr(settings, name) != field.default]
 
 
 def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:

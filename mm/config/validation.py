@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments
-from mm.config.schema import fields_of
+from mm.config.schema import changed
 
 _TRACKERS = ("wandb", "swanlab")
 
 
 def validates(args: Arguments, data: DataConfig) -> bool:
     """Whether there are samples for validation, and validation is wanted."""
-    return bool(data.val_dataset or data.val_rate) and args.eval_iters != 0
+    return data.has_validation and args.eval_iters != 0
 
 
 def is_due(args: Arguments, iteration: int) -> bool:
@@ -34,17 +34,13 @@ def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
     """What has no effect."""
-    given = [name for name in ("eval_interval", "eval_iters") if _is_given(args, name)]
-    if given and not (data.val_dataset or data.val_rate):
+    given = [name for name in ("eval_interval", "eval_iters") if name in changed(args)]
+    if given and not data.has_validation:
         flags = ", ".join(map(flag_name, given))
         yield (f"command line: without val_dataset or val_rate in {args.mm_data} there is no validation; no effect: "
                f"{flags}")
     for tracker in _TRACKERS:
-        names = [f"{tracker}_{name}" for name in ("exp_name", "save_dir") if _is_given(args, f"{tracker}_{name}")]
+        names = [name for name in (f"{tracker}_exp_name", f"{tracker}_save_dir") if name in changed(args)]
         if names and getattr(args, f"{tracker}_project") is None:
             flags = ", ".join(map(flag_name, names))
             yield f"command line: without {flag_name(tracker)}-project these have no effect: {flags}"
-
-
-def _is_given(args: Arguments, name: str) -> bool:
-    return getattr(args, name) != fields_of(Arguments)[name].default

@@ -272,7 +272,7 @@ def validation_dataset(
 
     Raises UserError as ``Dataset`` does.
     """
-    if not (config.val_dataset or config.val_rate):
+    if not config.has_validation:
         return None
     return Dataset(config, skips_bad, gauge, seed, "validation")
 

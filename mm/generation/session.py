@@ -24,7 +24,7 @@ from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
-from mm.weights.trained import saved_weights
+from mm.weights.trained import saved_among
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Session:
         self.stage = Stage(model, mesh, asking.args.precision, device)
         load.fill(self.stage, [one for one in self.stage.weights if not one.is_adapter], found.source, mesh)
         if found.adapters is not None:
-            trained = {one.name for one in saved_weights(model)}
-            load.fill(self.stage, [one for one in self.stage.weights if one.name in trained], found.adapters, mesh)
+            load.fill(self.stage, saved_among(self.stage.weights, model), found.adapters, mesh)
         self._answerer = Answerer(self.stage, mesh, self.decoding)
 
     @property

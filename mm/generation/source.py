@@ -6,9 +6,8 @@ Only headers and JSON files are read.  Every rank does it, and finds the same.
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.adapters import check_base, holds_adapters, is_peft_directory, model_crc32, open_adapters
+from checkpoint.adapters import check_base, holds_adapters, open_beside
 from checkpoint.formats import source as weights
-from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf_config import hf_problems, model_from_hf
 from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source
@@ -77,9 +76,8 @@ def _beside_its_model(path: str, base: str | None, order: QkvOrder) -> tuple[Sou
         raise UserError(f"--load {path} holds adapters (LoRA), not a whole model; give --model-name-or-path, the "
                         f"Hugging Face directory of the model that they were trained beside.")
     model = weights.open(base, "--model-name-or-path", qkv=order)
-    trained = AdapterDirectory.open(path).model(model.model) if is_peft_directory(path) else None
-    adapters = open_adapters(path, trained)
-    check_base(adapters, model, model_crc32(model))
+    adapters = open_beside(path, model.model)
+    check_base(adapters, model)
     return model, adapters
 
 

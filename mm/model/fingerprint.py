@@ -14,7 +14,7 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
 from mm.weights.memory import MemoryLayout
-from mm.weights.table import Place, Weight, unshard
+from mm.weights.table import Weight, unshard
 from mm.weights.trained import is_frozen
 
 _WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "recompute", "tokens_per_second")
@@ -36,7 +36,7 @@ def vision_fingerprint(stage: Stage, mesh: Mesh) -> str:
 def _digests(stage: Stage, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Name and hash of each weight of the ViT that is here, on the first tensor-parallel rank."""
     for weight in stage.weights:
-        if weight.place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER):
+        if weight.part == "vision":
             assert is_frozen(weight, stage.model), f"{weight.name} is trained"
             whole = _whole(weight, stage.get_parameter(weight.name).detach(), mesh)
             if mesh.tp_rank == 0:

@@ -122,7 +122,7 @@ class ColumnLinear(ColumnParallelLinear):
         group = self.tp_group if self.tp_group.size() > 1 else None
         y = linear(x, self.weight, self.bias, self.accumulate, group, cut)
         for adapter in self.adapters:
-            y = adapter.add_to_outputs(y, x, cut, keys, self)
+            y = adapter.add_to_outputs(y, x, cut, keys)
         return y
 
 
@@ -143,7 +143,7 @@ class RowLinear(RowParallelLinear):
         """[rows, input / TP] -> [rows, output], or a piece of ``cut``.  ``keys``: of rows, for adapters' dropout."""
         y = self._product(x, cut)
         for adapter in self.adapters:
-            y = adapter.add_to_sum(y, x, cut, keys, self)
+            y = adapter.add_to_sum(y, x, cut, keys)
         return y
 
     def _product(self, x: Tensor, cut: CutRows | None) -> Tensor:

@@ -17,7 +17,8 @@ from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
 from mm.model.layers import LayerContext
-from mm.model.linear import ColumnLinear, RowLinear, gradient_buffer, gradient_from, linear
+from mm.model.linear import gradient_buffer, gradient_from, linear
+from mm.weights.lora import layer_weight, matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Weight, local_shape
 
@@ -70,8 +71,9 @@ class Adapter(nn.Module):
         assert a.scale is not None, "an adapter's matrix"
         self.lora_A, self.lora_B = Matrix(a, context), Matrix(b, context)
         self.scale, self.probability, self.salt = a.scale, probability, seed_of(a.hf_names[0])
+        self.tp_group = context.tp_group if context.tp_size > 1 else None
         self.first_column = 0 if a.tp_dim is None else local_shape(a, context.tp_size)[1] * context.tp_group.rank()
-        self.place = _place(b.hf_names[0], base, context.tp_size)
+        self.place = _place(base.hf_names.index(layer_weight(b)), base, context.tp_size)
 
     def _hidden(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """[rows, inputs] -> [rows, rank]"""
@@ -84,29 +86,26 @@ class Adapter(nn.Module):
         """``y``, what the layer makes of ``x``, with the adapter's part added; the layer is whole on every rank."""
         return y + self.lora_B(self._hidden(x, keys))
 
-    def add_to_outputs(
-        self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: ColumnLinear
-    ) -> Tensor:
+    def add_to_outputs(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
         """The same where the outputs are cut: ``y`` has those of this rank, for all rows, and is changed in place."""
-        group = layer.tp_group if layer.tp_group.size() > 1 else None
-        added = self.lora_B(self._hidden(x, keys), group, cut)
+        added = self.lora_B(self._hidden(x, keys), self.tp_group, cut)
         shape, part = self.place
         y.view(len(y), *shape)[:, :, part].add_(added.view(len(y), shape[0], part.stop - part.start, shape[2]))
         return y
 
-    def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None, layer: RowLinear) -> Tensor:
+    def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
         """The same where the inputs are cut: ``y`` is whole, or a piece of ``cut``."""
         hidden = self._hidden(x, keys)
-        if layer.tp_group.size() > 1:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, layer.tp_group) if cut is None else (
+        if self.tp_group is not None:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, self.tp_group) if cut is None else (
                 reduce_rows(hidden, cut))
         return y + self.lora_B(hidden)
 
 
-def _place(hf_name: str, base: Weight, tp_size: int) -> tuple[tuple[int, int, int], slice]:
-    """Where the outputs of one tensor of a fused weight lie on a rank: [blocks, parts, width] and which parts."""
+def _place(number: int, base: Weight, tp_size: int) -> tuple[tuple[int, int, int], slice]:
+    """Where the outputs of Hugging Face's tensor ``number`` of a fused weight lie on a rank: [blocks, parts, width] and
+    which parts."""
     size = memory_shape(base, tp_size)[0]
-    number = base.hf_names.index(hf_name.replace(".lora_B", ""))
     if base.fusion is Fusion.GATE_UP:
         return (1, 2, size // 2), slice(number, number + 1)
     if base.fusion is Fusion.GROUPED_QKV:
@@ -118,11 +117,9 @@ def _place(hf_name: str, base: Weight, tp_size: int) -> tuple[tuple[int, int, in
 
 def attach(chunk: nn.Module, weights: Sequence[Weight], probability: float, context: LayerContext) -> None:
     """Give the linear layers of ``chunk`` the adapters among ``weights``, under the names of the table."""
-    bases = {one.name.removesuffix("weight"): one for one in weights if not one.is_adapter}
-    matrices = [one for one in weights if one.is_adapter]
-    for a, b in zip(matrices[::2], matrices[1::2], strict=True):
-        path, _, word = a.name.removesuffix(".lora_A.weight").rpartition(".")
+    for base, a, b in matrix_pairs(weights):
+        path = base.name.removesuffix(".weight")
         layer: Any = chunk.get_submodule(path)
-        adapter = Adapter(a, b, bases[f"{path}."], probability, context)
-        layer.add_module(word, adapter)
+        adapter = Adapter(a, b, base, probability, context)
+        layer.add_module(a.name.removeprefix(f"{path}.").partition(".")[0], adapter)
         layer.adapters = (*layer.adapters, adapter)

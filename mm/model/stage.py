@@ -42,7 +42,7 @@ class ChunkInputs:
     embedding: EmbeddingInputs | None
     language: AttentionInputs | None
     loss: LossInputs | None
-    kept: tuple[tuple[str, int], ...] = ()
+    to_keep: tuple[tuple[str, int], ...] = ()
     """Key and patches of each image here whose features are to be kept ("": are not)."""
 
 
@@ -112,7 +112,7 @@ class Chunk(nn.Module):
         spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
         share = self.context.share(microbatch) if self.context.size > 1 else None
         vision = embedding = language = loss = None
-        grids, kept = self.context.image_grids(microbatch), ()
+        grids, to_keep = self.context.image_grids(microbatch), ()
         if grids and spec.vision_layers and (spec.has_projector or not microbatch.skips_vision):
             pixels = self._pixels(microbatch) if spec.has_patch_embedding else None
             features = None if microbatch.features is None else (
@@ -120,7 +120,7 @@ class Chunk(nn.Module):
             keys = None if dropout_seed is None else patch_keys(
                 microbatch, self.context.images(microbatch), model.visual_token_ids, dropout_seed)
             vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
-            kept = self._kept(microbatch)
+            to_keep = self._images_to_keep(microbatch)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
@@ -130,16 +130,16 @@ class Chunk(nn.Module):
                 microbatch, model.language, self.config.params_dtype, device, cut_group, share, keys)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
-        return ChunkInputs(vision, embedding, language, loss, kept)
+        return ChunkInputs(vision, embedding, language, loss, to_keep)
 
-    def _kept(self, microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
-        """``ChunkInputs.kept``, on the rank that gives features and on those that hold pieces of them."""
+    def _images_to_keep(self, microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
+        """``ChunkInputs.to_keep``, on the rank that gives features and on those that hold pieces of them."""
         keys = microbatch.feature_keys
         if not keys or not (self.gives_features or (self.spec.has_projector and self.cut_group is not None)):
             return ()
-        kept = tuple((keys[image], math.prod(microbatch.image_grids[image]))
-                     for image in self.context.images(microbatch))
-        return kept if any(key for key, _ in kept) else ()
+        images = tuple((keys[image], math.prod(microbatch.image_grids[image]))
+                       for image in self.context.images(microbatch))
+        return images if any(key for key, _ in images) else ()
 
     def _pixels(self, microbatch: Microbatch) -> Tensor | None:
         """The bytes of its images go to the device and become numbers there."""
@@ -192,11 +192,11 @@ class Chunk(nn.Module):
             x = vision.pixel_values if spec.has_patch_embedding else x
             assert x is not None, "a microbatch with images came without their pixels or patches"
             seen = self.image_encoder["encoder"](x, vision)
-            if inputs.kept:
-                self._keep(features_of(seen, vision), inputs.kept)
+            if inputs.to_keep:
+                self._give(features_of(seen, vision), inputs.to_keep)
         return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
 
-    def _keep(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
+    def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Begin to copy ``features`` to the host: nobody waits for them before the step ends."""
         if self.gives_features:
             read = self.device.start_copying_back(features)

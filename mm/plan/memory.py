@@ -13,6 +13,7 @@ from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, Vision
 from mm.model.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import in_flight
 from mm.placement import Message, Placement, StageSpec
+from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Place, Weight, stage_weights
 from mm.weights.trained import GradientPath, is_frozen
@@ -57,8 +58,8 @@ def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[
     which of these are linear layers'; and the sum of the ranks of each of these."""
     own = [weight for weight in weights if not weight.is_adapter]
     ranks = dict.fromkeys((weight.name for weight in own), 0)
-    for one in (weight for weight in weights if weight.name.endswith(".lora_A.weight")):
-        ranks[f"{one.name.rsplit('.', 3)[0]}.weight"] += one.shape[0]
+    for base, a, _ in matrix_pairs(weights):
+        ranks[base.name] += a.shape[0]
     linear = [index for index, weight in enumerate(own) if len(weight.shape) > 1]
     trained = [ranks[weight.name] > 0 or not is_frozen(weight, model) for weight in own]
     return trained, linear, [ranks[own[index].name] for index in linear]

@@ -160,7 +160,8 @@ def _contents(spec: StageSpec, model: ModelConfig) -> str:
     adapted: set[tuple[Place, int | None]] = set()
     for weight in stage_weights(model, spec):
         frozen.setdefault((weight.place, weight.layer), []).append(is_frozen(weight, model))
-        adapted |= {(weight.place, weight.layer)} if weight.is_adapter else set()
+        if weight.is_adapter:
+            adapted.add((weight.place, weight.layer))
     words = {at: "" if not any(flags) else " (frozen)" if all(flags) else (
         " (adapters)" if at in adapted else " (partly frozen)") for at, flags in frozen.items()}
     parts: list[str] = []

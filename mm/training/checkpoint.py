@@ -34,8 +34,8 @@ from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_sta
 from mm.training.step import Parts
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
-from mm.weights.table import local_shape, stored_name
-from mm.weights.trained import saved_weights
+from mm.weights.table import local_shape
+from mm.weights.trained import saved_among, saved_weights
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def load(
     # a run in fp32 goes on from the fp32 copies of one in bf16
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
-    held = {weight.name for weight in saved_weights(stored.manifest.model)}
-    fill(stage, [one for one in stage.weights if one not in from_master and stored_name(one) in held], source, mesh)
+    held = saved_among(stage.weights, stored.manifest.model)
+    fill(stage, [weight for weight in held if weight not in from_master], source, mesh)
 
     def restore() -> tuple[str, ...]:
         for weight in from_master:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.adapters import check_base, model_crc32
+from checkpoint.adapters import check_base
 from checkpoint.formats.source import Kind
 from mm.config.run import Run
 from mm.model import load
@@ -15,7 +15,7 @@ from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.sources import Sources, open_start
 from mm.training.step import Parts
-from mm.weights.trained import saved_weights
+from mm.weights.trained import saved_among
 
 _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training",
           Kind.ADAPTER: "PEFT"}  # fmt: skip
@@ -40,7 +40,6 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     """
     args = run.args
     sources = together(mesh, lambda: open_start(run))
-    trained = {weight.name for weight in saved_weights(run.model)} if run.model.lora.is_on else set[str]()
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base = None
@@ -48,12 +47,12 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
         load.initialize(stage, own, mesh, args.seed, run.model.language.init_method_std)
     elif sources.model.kind is not Kind.TRAINING or run.model.lora.is_on:
         load.fill(stage, own, sources.model, mesh)
-    if run.model.lora.is_on and sources.model is not None:
-        base = {"path": str(sources.model.path), "crc32": on_first(mesh, lambda: _checked(sources))}
+    if run.model.lora.is_on and (whole := sources.model) is not None:
+        base = {"path": str(whole.path), "crc32": on_first(mesh, lambda: check_base(sources.adapters, whole))}
     if sources.adapters is None:
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is not Kind.TRAINING:
-        load.fill(stage, [one for one in stage.weights if one.name in trained], sources.adapters, mesh)
+        load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)
     loaded = sources.adapters or sources.model
@@ -69,15 +68,6 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
             "goes on as if these were the same")
     return replace(started, base=base)
-
-
-def _checked(sources: Sources) -> int:
-    """The checksum of the base model, which adapters must not contradict."""
-    assert sources.model is not None, "called with one"
-    found = model_crc32(sources.model)
-    if sources.adapters is not None:
-        check_base(sources.adapters, sources.model, found)
-    return found
 
 
 def _progress(run: Run, parts: Parts, sources: Sources) -> Start:

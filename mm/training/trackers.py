@@ -3,7 +3,7 @@
 What is shown, and when, is not known here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,38 +37,20 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Weights & Biases, with Megatron's flags; its own environment variables (WANDB_MODE, WANDB_API_KEY) count."""
+class Online:
+    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same calls.
 
-    def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
-        """Raises UserError where it cannot begin: without a login, or without the network."""
-        wandb: Any = import_module("wandb")
-        Path(directory).mkdir(parents=True, exist_ok=True)  # without it wandb writes below the system's /tmp
+    Their own environment variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) count.
+    """
+
+    def __init__(self, package: str, title: str, begin: Callable[[], Any], refusal: type[Exception]) -> None:
+        """Raises UserError where ``begin`` raises a ``refusal``: without a login, or without the network."""
         try:
-            self._run: Any = wandb.init(project=project, name=name, dir=directory, config=dict(facts))
-        except wandb.Error as error:
-            raise UserError(f"--wandb-project: Weights & Biases cannot begin ({error}); log in with wandb login, set "
-                            f"WANDB_MODE=offline to send it later with wandb sync, or leave it out") from error
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self._run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class SwanLab:
-    """The same for SwanLab (SWANLAB_MODE, SWANLAB_API_KEY)."""
-
-    def __init__(self, project: str, name: str | None, directory: str, facts: Mapping[str, Any]) -> None:
-        """Raises UserError as ``Wandb`` does."""
-        swanlab: Any = import_module("swanlab")
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run: Any = swanlab.init(project=project, name=name, log_dir=directory, config=dict(facts))
-        except RuntimeError as error:
-            raise UserError(f"--swanlab-project: SwanLab cannot begin ({error}); log in with swanlab login, set "
-                            f"SWANLAB_MODE=offline to send it later with swanlab sync, or leave it out") from error
+            self._run: Any = begin()
+        except refusal as error:
+            raise UserError(
+                f"--{package}-project: {title} cannot begin ({error}); log in with {package} login, set "
+                f"{package.upper()}_MODE=offline to send it later with {package} sync, or leave it out") from error
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         self._run.log(dict(values), step=iteration)
@@ -83,11 +65,21 @@ def open_trackers(args: Arguments, facts: Mapping[str, Any]) -> list[Tracker]:
     if args.tensorboard_dir is not None:
         trackers.append(TensorBoard(args.tensorboard_dir))
     if args.wandb_project is not None:
-        trackers.append(Wandb(args.wandb_project, args.wandb_exp_name, args.wandb_save_dir or args.log_dir, facts))
+        wandb: Any = import_module("wandb")
+        folder = _made(args.wandb_save_dir or args.log_dir)  # without it wandb writes below the system's /tmp
+        trackers.append(Online("wandb", "Weights & Biases", lambda: wandb.init(
+            project=args.wandb_project, name=args.wandb_exp_name, dir=folder, config=dict(facts)), wandb.Error))
     if args.swanlab_project is not None:
-        directory = args.swanlab_save_dir or str(Path(args.log_dir) / "swanlog")
-        trackers.append(SwanLab(args.swanlab_project, args.swanlab_exp_name, directory, facts))
+        swanlab: Any = import_module("swanlab")
+        logs = _made(args.swanlab_save_dir or str(Path(args.log_dir) / "swanlog"))
+        trackers.append(Online("swanlab", "SwanLab", lambda: swanlab.init(
+            project=args.swanlab_project, name=args.swanlab_exp_name, log_dir=logs, config=dict(facts)), RuntimeError))
     return trackers
+
+
+def _made(directory: str) -> str:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def tracker_problems(args: Arguments) -> Iterator[str]:

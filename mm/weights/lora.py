@@ -4,14 +4,14 @@ The matrices themselves are weights of ``mm.weights.table``.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import nearest
-from mm.weights.names import is_target
-from mm.weights.table import Weight, adapters, is_linear, layer_names, model_weights
+from mm.weights.names import chosen, is_target
+from mm.weights.table import Weight, is_linear, layer_names, model_weights
 from mm.weights.trained import is_frozen
 
 
@@ -40,14 +40,30 @@ class Adapter:
 def model_adapters(model: ModelConfig) -> tuple[Adapter, ...]:
     """Every adapter of the model, in model order."""
     found: list[Adapter] = []
-    for base in model_weights(model.base):
-        matrices = list(adapters(base, model))
-        for a, b in zip(matrices[::2], matrices[1::2], strict=True):
-            assert a.scale is not None, "an adapter's matrix"
-            rank = a.shape[0]
-            alpha = a.scale * (math.sqrt(rank) if model.lora.use_rslora else rank)
-            found.append(Adapter(a.hf_names[0].removesuffix(".lora_A.weight"), base, a, b, alpha))
+    for base, a, b in matrix_pairs(model_weights(model)):
+        hf_name = layer_weight(a)
+        alpha = chosen(model.lora.alpha_pattern, layer_names(hf_name, base), model.lora.alpha)
+        found.append(Adapter(hf_name.removesuffix(".weight"), base, a, b, alpha))
     return tuple(found)
+
+
+def matrix_pairs(weights: Iterable[Weight]) -> Iterator[tuple[Weight, Weight, Weight]]:
+    """The weight that an adapter stands beside, its A and its B, of all adapters among ``weights`` in model order."""
+    base = a = None
+    for weight in weights:
+        if not weight.is_adapter:
+            base, a = weight, None
+        elif a is None:
+            a = weight
+        else:
+            assert base is not None, "adapters follow their weight"
+            yield base, a, weight
+            a = None
+
+
+def layer_weight(matrix: Weight) -> str:
+    """The Hugging Face name of the weight that an adapter's ``matrix`` A or B stands beside."""
+    return f"{matrix.hf_names[0].rpartition('.lora_')[0]}.weight"
 
 
 def num_adapter_params(model: ModelConfig) -> int:

@@ -1,12 +1,37 @@
-"""Patterns of names, as flags and the model JSON have them: how they are read.  Only text is known here."""
+"""Hugging Face's two spellings of a name, and patterns of names, as flags and the model JSON have them: how they are
+read.  Only text is known here.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase, translate
 from functools import cache
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer of a model but the output layer."""
+
+_LIVE_STARTS = {"model.visual.": "visual.", "model.language_model.": "model."}
+"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
+on the hub, and by ``save_pretrained``."""
+
+
+def published_name(name: str) -> str:
+    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
+    for live, published in _LIVE_STARTS.items():
+        if name.startswith(live):
+            return published + name.removeprefix(live)
+    return name
+
+
+def live_name(name: str) -> str:
+    """A published name as transformers' live module has it; an unknown name comes back as it is."""
+    for live, published in _LIVE_STARTS.items():
+        if name.startswith(published):
+            return live + name.removeprefix(published)
+    return name
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -24,6 +49,11 @@ def is_target(pattern: str, names: Iterable[str]) -> bool:
     ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` is any number of that span.
     """
     return pattern == ALL_LINEAR or any(_expression(pattern).fullmatch(name) for name in names)
+
+
+def chosen(by_pattern: Iterable[tuple[str, Value]], names: Collection[str], default: Value) -> Value:
+    """The value of the first pattern that names the layer that has these ``names``; without one ``default``."""
+    return next((value for pattern, value in by_pattern if is_target(pattern, names)), default)
 
 
 @cache

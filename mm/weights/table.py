@@ -17,7 +17,7 @@ from torch import Tensor
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig, layers_in
 from mm.errors import UserError
 from mm.placement import StageSpec
-from mm.weights.names import ALL_LINEAR, is_target, matches
+from mm.weights.names import ALL_LINEAR, chosen, is_target, live_name, matches
 
 Names = tuple[str, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -97,7 +97,7 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     weights = _own_weights(model)
     if not model.lora.is_on:
         return weights
-    return tuple(one for weight in weights for one in (weight, *adapters(weight, model)))
+    return tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
 
 
 def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -234,9 +234,7 @@ def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
     """How patterns may call the linear layer whose weight is the Hugging Face tensor ``hf_name`` of ``weight``: by its
     published name, by that in transformers' live module, and by ours."""
     published = hf_name.removesuffix(".weight")
-    live = published if published.startswith("lm_head") else f"model.{published}" if (
-        published.startswith("visual.")) else f"model.language_{published}"
-    return published, live, weight.name.removesuffix(".weight")
+    return published, live_name(published), weight.name.removesuffix(".weight")
 
 
 def is_linear(weight: Weight) -> bool:
@@ -245,7 +243,7 @@ def is_linear(weight: Weight) -> bool:
             and weight.place not in (Place.EMBEDDING, Place.HEAD))
 
 
-def adapters(weight: Weight, model: ModelConfig) -> Iterator[Weight]:
+def _adapters(weight: Weight, model: ModelConfig) -> Iterator[Weight]:
     """A and B of each Hugging Face tensor of ``weight`` that the settings of adapters name, unless it is frozen.
 
     A or B is cut as the weight is: B where its outputs are, A where its inputs are.
@@ -258,13 +256,11 @@ def adapters(weight: Weight, model: ModelConfig) -> Iterator[Weight]:
         patterns = [one for one in lora.target_modules if one != ALL_LINEAR or len(shape) == 2]  # not a convolution
         if not any(is_target(pattern, names) for pattern in patterns):
             continue
-        rank = next((rank for pattern, rank in lora.rank_pattern if is_target(pattern, names)), lora.r)
-        alpha = next((one for pattern, one in lora.alpha_pattern if is_target(pattern, names)), lora.alpha)
+        rank, alpha = chosen(lora.rank_pattern, names, lora.r), chosen(lora.alpha_pattern, names, lora.alpha)
         word = SINGLE_ADAPTER if len(weight.hf_names) == 1 else hf_name.split(".")[-2]
         section = _Section(weight.part, weight.place, weight.layer)
-        cut, whole = Cut(weight.tp_dim, weight.num_units, pads=weight.pads, head_dim=weight.head_dim), Cut()
-        if weight.fusion is Fusion.PER_HEAD_QKV:
-            cut = replace(cut, fusion=weight.fusion)
+        fusion = weight.fusion if weight.fusion is Fusion.PER_HEAD_QKV else Fusion.COPY
+        cut, whole = Cut(weight.tp_dim, weight.num_units, fusion, weight.pads, weight.head_dim), Cut()
         b_shape = (shape[0], rank, *(1 for _ in shape[2:]))
         for letter, matrix, one in (("A", (rank, *shape[1:]), cut if weight.tp_dim == 1 else whole),
                                     ("B", b_shape, cut if weight.tp_dim == 0 else whole)):

@@ -5,7 +5,7 @@ that are foretold, and the text of a dry run.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mm.config.model import ModelConfig
@@ -34,6 +34,13 @@ def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """
     weights = model_weights(model)
     return tuple(one for one in weights if not is_frozen(one, model)) if model.lora.is_on else weights
+
+
+def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
+    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds; where it holds a tied
+    embedding, both copies."""
+    names = {weight.name for weight in saved_weights(model)}
+    return [weight for weight in weights if stored_name(weight) in names]
 
 
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
@@ -67,8 +74,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
 def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
     """Why what the ViT makes of a picture cannot be kept: it changes while something up to its last layer is
     trained."""
-    found = [weight for weight in model_weights(model)
-             if weight.place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER) and not is_frozen(weight, model)]
+    found = [weight for weight in model_weights(model) if weight.part == "vision" and not is_frozen(weight, model)]
     if not found:
         return
     named = [pattern for pattern in model.trainable_modules

@@ -4,7 +4,7 @@ Pure: opens no file.  Conversions and loading learn from views what the bytes of
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ import torch
 
 from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.table import Weight
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,29 @@ class Misfit:
     """Which of the weight's Hugging Face tensors, in a Hugging Face directory."""
     stored: Stored | None = None
     """What is there; None for what is missing."""
+
+
+def whole_views(
+    weights: Iterable[Weight], tensors: Mapping[str, Stored], missing: Callable[[str, Shape], str],
+    other_shape: Callable[[str, Shape, Stored], str],
+) -> tuple[list[View], list[Misfit]]:
+    """Views of ``weights`` in ``tensors``, by Hugging Face name, and what keeps the others from having one.
+
+    ``missing`` says it of a name and the shape that it should have, ``other_shape`` of what is there besides.
+    """
+    views: list[View] = []
+    misfits: list[Misfit] = []
+    for weight in weights:
+        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+            stored = tensors.get(name)
+            if stored is None:
+                misfits.append(Misfit("missing", missing(name, shape), weight, hf_name=name))
+            elif stored.shape != shape:
+                text = other_shape(name, shape, stored)
+                misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
+            else:
+                views.append(whole_view(stored, name, weight))
+    return views, misfits
 
 
 def shard_view(stored: Stored, weight: Weight, tp_size: int, tp_rank: int) -> View:

@@ -1,5 +1,6 @@
 """Adapters in files: PEFT's directories, MindSpeed-MM's layout, and models that they were merged with."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -12,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint import lora
-from checkpoint.adapters import check_base, holds_adapters, model_crc32, open_adapters, open_base
+from checkpoint.adapters import check_base, holds_adapters, model_crc32, open_adapters, open_base, open_beside
 from checkpoint.cli import main
 from checkpoint.convert import Options
 from checkpoint.formats.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterDirectory
+from checkpoint.formats.atomic import Output
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.source import open as open_source
@@ -24,6 +26,7 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.lora import model_adapters
+from tests.checkpoint.models import files
 from tests.peft_oracle import peft_model, peft_tensors
 from tests.tiny import TOKENS_PER_SECOND, hf_model, hf_tensors, our_config
 
@@ -106,7 +109,7 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
 
 
 def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path) -> None:
-    settings = LoraConfig(("q_proj", "v_proj", "qkv"), r=3, alpha=5.0)
+    settings = LoraConfig(("q_proj", "o_proj", "qkv"), r=3, alpha=5.0)  # the ViT has a linear_proj, too
     peft_model(hf_model(), model_of(settings)).save_pretrained(tmp_path / "adapter")
     lora.lora_hf_to_mm(tmp_path / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH, str(folder / "base")).run(
         Options(num_workers=1))
@@ -135,10 +138,10 @@ def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: 
         open_adapters(tmp_path / "mm", other, LAYOUT)
     assert ("give the --lora-* flags" if is_stated else "was read as the adapters of q_proj on") in str(caught.value)
     if is_stated:
-        assert open_adapters(tmp_path / "mm").layout == LAYOUT
+        assert open_beside(tmp_path / "mm", model).layout == LAYOUT
     else:
         with pytest.raises(UserError, match="make a PEFT directory of them with mm-convert lora_mm_to_hf"):
-            open_adapters(tmp_path / "mm")
+            open_beside(tmp_path / "mm", model)
 
 
 def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
@@ -153,6 +156,28 @@ def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     for name, stored in directory.tensors.items():
         torch.testing.assert_close(ours[stored.name], theirs[name], rtol=0, atol=1e-6)  # measured 6e-8
     assert main(words) == 2  # not empty any more
+
+
+def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    hf_model().save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    lora.merge_lora(folder / "adapter", tmp_path / "base", tmp_path / "whole").run(Options())
+    merge = lora.merge_lora(folder / "adapter", tmp_path / "base", tmp_path / "merged")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", fail)
+        with pytest.raises(UserError, match=r"give the same command again, which goes on after the [2-9] of [2-9] "):
+            merge.run(Options())
+    victim = min((tmp_path / ".merged.mm-convert").glob("*.safetensors"))
+    *content, last = victim.read_bytes()
+    victim.write_bytes(bytes((*content, last ^ 1)))
+    merge.run(Options())
+    assert f"{victim} is not as it was finished" in capsys.readouterr().out
+    assert files(tmp_path / "merged") == files(tmp_path / "whole")
 
 
 def test_the_commands_take_the_peers_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -194,9 +219,9 @@ def test_an_adapter_of_another_base_model_is_refused(folder: Path, tmp_path: Pat
     assert model_crc32(found) != model_crc32(other)
     lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS)
     adapters = replace(open_adapters(folder / "adapter", base), base_crc32=model_crc32(found))
-    check_base(adapters, found, model_crc32(found))
+    assert check_base(adapters, found) == model_crc32(found)
     with pytest.raises(UserError, match="holds adapters of another base model than"):
-        check_base(adapters, other, model_crc32(other))
+        check_base(adapters, other)
 
 
 def test_the_checksum_of_a_model_is_that_of_its_copies(folder: Path, tmp_path: Path) -> None:
@@ -223,6 +248,12 @@ def test_broken_directories_are_told(broken: Path) -> None:
     assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in told()
     save_file({"x": torch.zeros(2, dtype=torch.int8)}, broken / WEIGHTS_FILE)
     assert "Quantized weights are not supported" in told()
+
+
+def test_a_number_that_is_none_is_told(broken: Path) -> None:
+    change(broken, lora_alpha="many")
+    with pytest.raises(UserError, match=r"has no possible r, lora_alpha or lora_dropout \(could not convert"):
+        open_adapters(broken, model_of())
 
 
 def test_a_base_model_that_is_not_here_is_told(broken: Path, tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.flags import parse
 from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
 from mm.config.model import read_model
 from mm.errors import UserError
-from tests.config.test_flags import parse, problems
+from tests.config.test_flags import REQUIRED, problems
 from tests.launch import ROOT
 
 MODEL = ROOT / "examples" / "qwen2.5vl" / "model_7b.json"
-REQUIRED = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "1",
-            "--lr", "1e-4")
 
 
 def written(tmp_path: Path, **keys: object) -> Path:
@@ -27,7 +26,7 @@ def test_flags_are_one_setting() -> None:
                   "--lora-alpha-pattern", "v_proj=7.5"])
     assert args.lora == LoraConfig(("q_proj", "v_proj", "mlp.0"), 4, 32.0, 0.05, True, (("q_proj", 2),),
                                    (("v_proj", 7.5),))
-    assert not parse(list(REQUIRED)).lora.is_on
+    assert not parse(REQUIRED).lora.is_on
 
 
 @pytest.mark.parametrize(("argv", "what"), [

@@ -7,6 +7,10 @@ from mm.config.lora import LoraConfig
 from tests.parallel.cases import Case
 
 EVERY = LoraConfig(("all-linear", "patch_embed.proj"), r=3, alpha=5.0)
+MIXED = replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))
+"""The projector is trained in whole."""
+ONLY_LANGUAGE = replace(EVERY, mixed_training=True, apply_modules=("text_decoder",))
+"""ViT and projector are."""
 LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "model.language_model.layers.*_proj")
 VISION = ("qkv", "proj", "visual.blocks.*_proj")
 
@@ -38,7 +42,7 @@ CASES = (
     _case("tp1-language", lora=replace(EVERY, target_modules=LANGUAGE)),
     _case("tp1-vision", lora=replace(EVERY, target_modules=VISION)),
     _case("tp1-frozen-vision", freeze=("vision", "projector")),
-    _case("tp1-mixed", lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))),
+    _case("tp1-mixed", lora=MIXED),
     _case("tp1-patterns-rslora", lora=replace(
         EVERY, target_modules=("layers.1-2.self_attention.linear_qkv", "blocks.0-1.mlp.up_proj", "model.*.gate_proj"),
         use_rslora=True, rank_pattern=(("k_proj", 2), ("up_proj", 5)), alpha_pattern=(("gate_proj", 9.0),))),
@@ -49,7 +53,7 @@ CASES = (
     _case("tp1-recompute-mlp", recompute="selective mlp layernorm"),
     _case("tp1-text-only", batch="text"),
     _case("tp2", tp=2),
-    _case("tp2-mixed", tp=2, lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder",))),
+    _case("tp2-mixed", tp=2, lora=ONLY_LANGUAGE),
     _case("tp2-sp", tp=2, sequence_parallel=True),
     _case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=1),
     _case("cp2", cp=2),
@@ -63,8 +67,7 @@ CASES = (
           batch="images on one rank"),
     _case("dp2-overlap", dp=2, overlap=True),
     _case("tp2-pp2", (3, 1), (0, 4), tp=2),
-    _case("tp2-pp2-sp-mixed", (3, 1), (0, 4), tp=2, sequence_parallel=True,
-          lora=replace(EVERY, mixed_training=True, apply_modules=("text_decoder",))),
+    _case("tp2-pp2-sp-mixed", (3, 1), (0, 4), ONLY_LANGUAGE, tp=2, sequence_parallel=True),
     _case("cp2-pp2-frozen-vision", (3, 1), (0, 4), cp=2, freeze=("vision", "projector")),
 )
 """Compared with PEFT."""

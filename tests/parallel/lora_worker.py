@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base
+from checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_trained
 from checkpoint.convert import Options
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
@@ -28,9 +28,9 @@ from mm.training.optimizer_state import MOMENTS, owned_states
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters
 from mm.weights.table import model_weights, stage_weights
-from mm.weights.trained import is_frozen, saved_weights
+from mm.weights.trained import is_frozen, saved_among, saved_weights
 from tests.parallel.cases import Case, batch_of
-from tests.parallel.lora_cases import CASES, DROPOUT_CASES, EVERY, LoraCase
+from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MIXED, LoraCase
 from tests.parallel.parity_worker import (  # picks the device before all others
     LR,
     WEIGHT_DECAY,
@@ -138,7 +138,6 @@ def run_dropped(case: LoraCase) -> dict:
 
 
 FILE_LAYOUTS = {"tp2": Case("tp2", tp=2), "pp2": Case("pp2", (3, 1), (0, 4))}
-MIXED = replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))
 
 
 def run_files(name: str, directory: Path) -> dict:
@@ -178,9 +177,7 @@ def run_files(name: str, directory: Path) -> dict:
     dist.barrier()
     engine = start(case, zeros)
     adapters = open_adapters(directory / "peft", model_of(case))
-    held = {weight.name for weight in saved_weights(model_of(case))}
-    fill(engine.parts.stage, [one for one in engine.parts.stage.weights if one.name in held], adapters,
-         engine.parts.mesh)
+    fill(engine.parts.stage, saved_among(engine.parts.stage.weights, model_of(case)), adapters, engine.parts.mesh)
     loaded = engine.loss()
     parallel.stop_mesh()
     return {"straight": straight, "resumed": resumed, "other_layout": other_layout, "different_weights": different,
@@ -189,7 +186,7 @@ def run_files(name: str, directory: Path) -> dict:
 
 def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
     """What PEFT and transformers make of the exports of a checkpoint."""
-    adapters, base = open_adapters(folder), open_base(hf, model_of(case))
+    adapters, base = open_trained(folder), open_base(hf, model_of(case))
     export_peft(adapters, directory / "peft", str(hf)).run(Options(num_workers=1))
     merge(adapters, base, hf, directory / "merged").run(Options(num_workers=1))
     microbatches = [microbatch for rank in batch_of(case.layout) for microbatch in rank]

@@ -24,7 +24,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from checkpoint.formats.hf import published_name  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
@@ -38,6 +37,7 @@ from mm.training.optimizer_state import owned_states  # noqa: E402
 from mm.training.step import Parts, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
+from mm.weights.names import published_name  # noqa: E402
 from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.launch import write_whole  # noqa: E402

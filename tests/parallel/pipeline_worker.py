@@ -101,35 +101,31 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
 
 
 @contextmanager
-def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
-    """Count tensors that Python reads back, except in ``prepare`` of each chunk, which works on host tensors.
-
-    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in test_pipeline.py.)
-    """
+def reads_counted(trace: Trace, counts: Callable[[], bool]) -> Iterator[None]:
+    """Count tensors that Python reads back while ``counts`` says so."""
     import torch
 
     originals = {name: getattr(torch.Tensor, name) for name in READ_BACK}
 
-    def on_host(prepare: Callable) -> Callable:
-        def host_work(*args):
-            trace.in_host_work = True
-            try:
-                return prepare(*args)
-            finally:
-                trace.in_host_work = False
-
-        return host_work
-
-    def counted(name: str):
+    def counted(name: str) -> Callable:
         def read(tensor, *args, **kwargs):
-            trace.num_read_back += not trace.in_host_work
+            trace.num_read_back += counts()
             return originals[name](tensor, *args, **kwargs)
 
         return read
 
-    def keep(tensor):
-        trace.num_kept += 1
-        return tensor
+    for name in READ_BACK:
+        setattr(torch.Tensor, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+
+
+@contextmanager
+def layers_counted(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
+    """Count how often layers of each tower run."""
 
     def count_vision(*_) -> None:
         trace.num_vision_layer_runs += 1
@@ -141,18 +137,43 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
         ("image_encoder", "encoder.blocks", count_vision), ("text_decoder", "decoder", count_language))
         if hasattr(chunk, attribute)
         for layer in getattr(chunk, attribute).get_submodule(stack).layers.values()]
-    for chunk in stage.chunks:
-        chunk.prepare = on_host(chunk.prepare)
-    for name in READ_BACK:
-        setattr(torch.Tensor, name, counted(name))
     try:
-        with watch(trace), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            yield
+        yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.Tensor, name, original)
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
+    """Count runs of layers, tensors that are kept, and those that Python reads back but in ``prepare`` of each chunk,
+    which works on host tensors.
+
+    (That ``prepare`` reads nothing back from the device either is shown on the meta device, in test_pipeline.py.)
+    """
+    import torch
+
+    def on_host(prepare: Callable) -> Callable:
+        def host_work(*args):
+            trace.in_host_work = True
+            try:
+                return prepare(*args)
+            finally:
+                trace.in_host_work = False
+
+        return host_work
+
+    def keep(tensor):
+        trace.num_kept += 1
+        return tensor
+
+    for chunk in stage.chunks:
+        chunk.prepare = on_host(chunk.prepare)
+    try:
+        with (layers_counted(trace, stage), reads_counted(trace, lambda: not trace.in_host_work), watch(trace),
+              torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
+            yield
+    finally:
         for chunk in stage.chunks:
             del chunk.prepare
 

@@ -6,8 +6,6 @@ written.  Both runs of a case start from the same checkpoint and read the same s
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -21,12 +19,11 @@ import torch.distributed as dist  # noqa: E402
 
 from mm.config.run import load_run  # noqa: E402
 from mm.model.fingerprint import vision_fingerprint  # noqa: E402
-from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.preflight import sample_problems  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
-from tests.parallel.pipeline_worker import READ_BACK, Trace, watch  # noqa: E402
+from tests.parallel.pipeline_worker import Trace, layers_counted, reads_counted, watch  # noqa: E402
 
 NUM_EPOCHS = 2
 
@@ -55,36 +52,6 @@ class Result:
     """On the rank that writes them."""
 
 
-@contextmanager
-def counting(trace: Trace, stage: Stage) -> Iterator[None]:
-    """Count runs of ViT layers, and what the thread that trains reads back in ways that torch's dispatcher does not see
-    on a CPU."""
-    originals = {name: getattr(torch.Tensor, name) for name in READ_BACK}
-
-    def counted(name: str) -> Callable:
-        def read(tensor, *args, **kwargs):
-            trace.num_read_back += current_thread() is main_thread()
-            return originals[name](tensor, *args, **kwargs)
-
-        return read
-
-    def count_layer(*_) -> None:
-        trace.num_vision_layer_runs += 1
-
-    hooks = [layer.register_forward_pre_hook(count_layer)
-             for chunk in stage.chunks if hasattr(chunk, "image_encoder")
-             for layer in chunk.image_encoder["encoder"].blocks.layers.values()]
-    for name in READ_BACK:
-        setattr(torch.Tensor, name, counted(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.Tensor, name, original)
-        for hook in hooks:
-            hook.remove()
-
-
 def train(directory: Path, name: str, *flags: str) -> Result:
     """The whole of a run but its export, epoch by epoch."""
     argv = [*json.loads((directory / f"{name}.argv.json").read_text()), *flags]
@@ -97,7 +64,8 @@ def train(directory: Path, name: str, *flags: str) -> Result:
         result = Result(trainer.fingerprint)
         for _ in range(NUM_EPOCHS):
             trace = Trace(operations=[])
-            with counting(trace, trainer.parts.stage), watch(trace):
+            with (layers_counted(trace, trainer.parts.stage), watch(trace),
+                  reads_counted(trace, lambda: current_thread() is main_thread())):
                 trainer.run_steps()
             sends = [one for one in trace.operations if one["name"] == "send"]
             result.epochs.append(Epoch(trace.num_vision_layer_runs, len(sends), trace.num_read_back))

@@ -21,10 +21,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats import training as files
-from checkpoint.formats.hf import published_name
 from checkpoint.formats.source import Kind, find_kind, open_training
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
+from mm.weights.names import published_name
 from mm.weights.table import local_shape, model_weights
 from tests import tiny
 from tests.checkpoint.models import SmallModel

@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def write_a_run(tmp_path: Path, *flags: str) -> None:
     """Two steps and a validation after the second."""
     writer = MetricsWriter(parse([*BASE, "--log-dir", str(tmp_path / "logs"), *flags]), {"a": {"b": 1}, "c": [2]}, 0)
     for iteration in (4, 5):
-        writer.write(STEP.__class__(**{**vars(STEP), "iteration": iteration}))
+        writer.write(replace(STEP, iteration=iteration))
     writer.write_validation(VALIDATION)
     writer.close()
 

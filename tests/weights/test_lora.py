@@ -8,9 +8,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.weights.lora import adapter_problems, model_adapters
-from mm.weights.names import is_target
-from mm.weights.table import layer_names, model_weights
-from mm.weights.trained import GradientPath, is_frozen, saved_weights
+from mm.weights.names import is_target, live_name
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, model_weights, stage_weights
+from mm.weights.trained import GradientPath, is_frozen, saved_among, saved_weights
 from tests.peft_oracle import peft_config
 from tests.tiny import hf_model, our_config
 
@@ -35,12 +35,12 @@ def live() -> list[str]:
                                      "visual.blocks.1.attn.qkv", "model.language_model.layers.0.self_attn.o_proj"])
 def test_a_pattern_names_what_it_names_in_peft(pattern: str, live: list[str]) -> None:
     found = model_adapters(model_of(pattern))
-    ours = {layer_names(f"{one.layer}.weight", one.base)[1] for one in found}
+    ours = {live_name(one.layer) for one in found}
     assert ours == {name for name in live if name == pattern or name.endswith(f".{pattern}")} != set()
 
 
 def test_all_linear_is_pefts(live: list[str]) -> None:
-    ours = {layer_names(f"{one.layer}.weight", one.base)[1] for one in model_adapters(model_of("all-linear"))}
+    ours = {live_name(one.layer) for one in model_adapters(model_of("all-linear"))}
     assert ours == set(live) - {"lm_head", "model.visual.patch_embed.proj"}
 
 
@@ -70,6 +70,14 @@ def test_what_is_trained_and_saved_are_the_adapters() -> None:
     assert all(is_frozen(one, model) != one.is_adapter for one in model_weights(model))
     assert saved_weights(model) == tuple(one for one in model_weights(model) if one.is_adapter)
     assert saved_weights(model.base) == model_weights(model.base)
+
+
+def test_both_copies_of_a_tied_embedding_that_is_trained_beside_adapters_are_saved() -> None:
+    model = replace(our_config(((4, 0),), ((2, 2),), tied=True), lora=LoraConfig(("q_proj",)),
+                    trainable_modules=("word_embeddings",))
+    copies = [[one.name for one in saved_among(stage_weights(model, spec), model) if not one.is_adapter]
+              for spec in model.placement().slots]
+    assert copies == [[EMBEDDING_NAME], [OUTPUT_LAYER_NAME]]
 
 
 def test_mixed_training_trains_the_parts_without_adapters_in_whole() -> None:

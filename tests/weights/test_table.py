@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.formats.hf import are_module_names, published_name
+from checkpoint.formats.hf import are_module_names
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems
+from mm.weights.names import live_name, published_name
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -279,6 +280,7 @@ def test_stage_local_names_count_from_zero_in_each_slot():
 ])
 def test_both_spellings(published, module):
     assert published_name(published) == published_name(module) == published
+    assert live_name(published) == module
     assert spell(published, Spelling.PUBLISHED) == published
     assert spell(published, Spelling.MODULE) == module
 
