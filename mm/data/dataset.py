@@ -72,7 +72,6 @@ class _Records:
         # What is told of a record that cannot be read is without these; it may also be nested too deeply.
         with suppress(UserError, ValueError, RecursionError):
             media = self.reader.read(number, row).media
-        reason = reason.partition(" (counted from 0): ")[2] or reason
         return BadSample(
             file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
             self.name(number), next((path for path in (str(item.path) for item in media) if path in reason), None),
@@ -168,9 +167,9 @@ class Dataset:
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
-        found = [source.path + one.problem for one in index.bad]
+        found = [one.told(source.path) for one in index.bad]
         if skips_bad:
-            self.skipped += [records.told(one.index, one.problem, one.line) for one in index.bad]
+            self.skipped += [records.told(one.index, one.reason, one.line) for one in index.bad]
         elif found:
             if not any(_SKIP_HINT in problem for problem in problems):
                 found[0] += _SKIP_HINT

@@ -17,6 +17,7 @@ from mm.data.chat import TooLongError
 from mm.data.formats import read_sample
 from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_crc32, sample_lengths
 from mm.data.media import KnownMedia, MediaRoots
+from mm.data.quarantine import sample_problem
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
@@ -34,8 +35,13 @@ class Bad:
     """From 0 within the file."""
     line: int
     """Of Parquet 0."""
-    problem: str
-    """What follows the name of the file, which may be another one tomorrow: ``:line``, and what is wrong there."""
+    place: str
+    """``Raw.place``."""
+    reason: str
+
+    def told(self, path: str) -> str:
+        """``path`` is that of the file, which may be another one tomorrow."""
+        return f"{path}{self.place}: {sample_problem(self.index, self.reason)}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class Checker:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
                 except UserError as error:
                     row["num_tokens"] = BAD
-                    bad += [Bad(raw.index, raw.line, problem) for problem in error.problems]
+                    bad += [Bad(raw.index, raw.line, raw.place, problem) for problem in error.problems]
         except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
             return _Checked(rows, bad, boxes, error)
         return _Checked(rows, bad, boxes)
@@ -125,20 +131,13 @@ class Checker:
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader = self.reader
-        line = f":{raw.line}" if raw.line else ""
-        try:
-            sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
-            if self.gauge is None:
-                return False
-            if len(self._grids) > _MAX_KNOWN:
-                self._grids.clear()
-            columns, grids = sample_lengths(self.gauge, sample, self._grids)
-            columns["media_crc32"] = media_crc32(sample)
-        except TooLongError:
-            raise
-        except UserError as error:
-            start = f"{line}: sample {raw.index} (counted from 0): "
-            raise UserError(start + problem for problem in error.problems) from error
+        sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
+        if self.gauge is None:
+            return False
+        if len(self._grids) > _MAX_KNOWN:
+            self._grids.clear()
+        columns, grids = sample_lengths(self.gauge, sample, self._grids)
+        columns["media_crc32"] = media_crc32(sample)
         for name, value in columns.items():
             row[name] = value
         return has_boxes_outside(sample, grids, self.gauge.encoder.images.patch_size)

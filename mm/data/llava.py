@@ -69,7 +69,7 @@ def _records(file: RecordFile) -> Iterator[Any]:
         for block in file.blocks(problems):
             for raw in file.read_block(block):
                 if raw.problem is not None:
-                    raise UserError(file.path + raw.problem)
+                    raise UserError(f"{file.path}{raw.place}: {raw.problem}")
                 yield raw.value
                 bar.update()
     if problems:

@@ -22,7 +22,7 @@ from mm.data.gauge import ROW
 from mm.data.index import Bad, Index
 from mm.data.records import RecordFile
 
-_FORM = 1
+_FORM = 2
 """Goes up when the same words would be read or measured otherwise."""
 _SETTLED_SECONDS = 2.0
 """A file that was changed later than this before it was read may be changed again within one tick of its clock."""

@@ -59,7 +59,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
             where = f"{path}:{raw.line}: " if raw.line else f"{path}: record {raw.index}: "
             try:
                 if raw.problem is not None:
-                    raise UserError(raw.problem.partition(": ")[2] or raw.problem)
+                    raise UserError(raw.problem)
                 sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where.removesuffix(": "), True)
             except UserError as error:
                 problems += [f"{where}prompt {raw.index} {problem}" for problem in error.problems]

@@ -61,7 +61,7 @@ def _records(path: str, problems: list[str]) -> Iterator[Raw]:
             if raw.problem is None:
                 yield raw
             else:
-                problems.append(path + raw.problem)
+                problems.append(f"{path}{raw.place}: {raw.problem}")
 
 
 def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
