@@ -132,6 +132,15 @@ class RecordFile:
                 place, problem = _explained(error, line, begin - raw.rfind(b"\n", 0, begin))
             yield Raw(block.first_index + number, line, (start, end), value, problem, place)
 
+    def records(self, problems: list[str]) -> Iterator[Raw]:
+        """Every record in its order; ``problems`` and errors are those of ``blocks``."""
+        for block in self.blocks(problems):
+            yield from self.read_block(block)
+
+    def where(self, raw: Raw) -> str:
+        """``file:line``; in Parquet, which has no lines, ``file: record N``."""
+        return f"{self.path}{raw.place or f': record {raw.index}'}"
+
     def read(self, span: Span) -> Any:
         """The value of one record that was found good.  Raises UserError when the file is no longer this version."""
         if self.form is Form.PARQUET:

@@ -18,7 +18,7 @@ from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import Parts, parts_of
 from mm.data.records import RecordFile
 from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Sample, Turn, Video
-from mm.errors import UserError
+from mm.errors import UserError, collected
 
 _ATTRIBUTES = Attributes(system="system")
 """The usual names of columns and roles are found beside these."""
@@ -53,17 +53,13 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     problems: list[str] = []
     unreadable: list[str] = []
     file, num_records = RecordFile.open(path), 0
-    for block in file.blocks(unreadable):
-        for raw in file.read_block(block):
-            num_records += 1
-            where = f"{path}:{raw.line}: " if raw.line else f"{path}: record {raw.index}: "
-            try:
-                if raw.problem is not None:
-                    raise UserError(raw.problem)
-                sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where.removesuffix(": "), True)
-            except UserError as error:
-                problems += [f"{where}prompt {raw.index} {problem}" for problem in error.problems]
-                continue
+    for raw in file.records(unreadable):
+        num_records += 1
+        where = file.where(raw)
+        with collected(problems, f"{where}: prompt {raw.index} "):
+            if raw.problem is not None:
+                raise UserError(raw.problem)
+            sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
             name = raw.value.get("id")
             digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True).encode()).hexdigest()
             prompts.append(Prompt(raw.index, sample, name if isinstance(name, str | int) else None, digest))

@@ -8,7 +8,7 @@ but the options is added to a user's words.
 """
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     media = KnownMedia(MediaRoots(str(Path(path).parent), media_roots, ROOT_SETTINGS))
     problems: list[str] = []
     items: dict[str, Item] = {}
-    for raw in _records(path, problems):
-        where = f"{path}:{raw.line}" if raw.line else f"{path}: row {raw.index}"
+    file = RecordFile.open(path)
+    for raw in file.records(problems):
+        where = file.where(raw)
         with collected(problems, f"{where}: "):
+            if raw.problem is not None:
+                raise UserError(raw.problem)
             item = _item(raw, where, rule, media)
             if item.index in items:
                 raise UserError(f"has the index {item.index!r} of {items[item.index].where}; expected indices that "
@@ -51,17 +54,6 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     if not items:
         raise UserError(f"{path}: has no records; there is nothing to ask.")
     return Items(path, rule, tuple(items.values()))
-
-
-def _records(path: str, problems: list[str]) -> Iterator[Raw]:
-    """All records; one that is no JSON goes into ``problems``."""
-    file = RecordFile.open(path)
-    for block in file.blocks(problems):
-        for raw in file.read_block(block):
-            if raw.problem is None:
-                yield raw
-            else:
-                problems.append(f"{path}{raw.place}: {raw.problem}")
 
 
 def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
