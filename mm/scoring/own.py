@@ -14,12 +14,12 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.formats import read_sample
+from mm.data.formats import num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
-from mm.data.parts import shown
+from mm.data.parts import shown, with_places
 from mm.data.picture import image_size
 from mm.data.records import Raw, RecordFile
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image
+from mm.data.sample import Image
 from mm.errors import UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, ROOT_SETTINGS, Item, Items
 from mm.scoring.prompts import prompt
@@ -81,18 +81,11 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
                         f"take the rule choice.")
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
-    for kind, placeholder in (("video", VIDEO_PLACEHOLDER), ("image", IMAGE_PLACEHOLDER)):
-        text = text if placeholder in text else placeholder * _num_media(record, kind) + text
     as_sample = {
-        "messages": [{"role": "user", "content": text}],
+        "messages": [{"role": "user", "content": with_places(text, num_media(record))}],
         **{name: record[name] for name in ("image", "images", "video", "videos") if name in record}}
     (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
     return Item(_index(record, raw), where, question, asked.parts, right, options, _groups(record))
-
-
-def _num_media(record: Mapping[str, Any], kind: str) -> int:
-    given = record.get(f"{kind}s") or record.get(kind) or []
-    return len(given) if isinstance(given, list) else 1
 
 
 def _options(given: Any) -> dict[str, str]:
