@@ -22,7 +22,6 @@ from mm.errors import UserError, collected
 
 _ATTRIBUTES = Attributes(system="system")
 """The usual names of columns and roles are found beside these."""
-_ROOT_SETTINGS = ("the path, which begins beside the file of prompts", "--media-roots")
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
     Raises UserError when the file cannot be read to its end, or holds no record.
     """
-    directory = os.path.dirname(os.path.abspath(path))
-    media = KnownMedia(MediaRoots(directory, tuple(media_roots), _ROOT_SETTINGS))
+    media = KnownMedia(MediaRoots.beside(os.path.abspath(path), tuple(media_roots)))
     prompts: list[Prompt] = []
     problems: list[str] = []
     unreadable: list[str] = []

@@ -24,8 +24,6 @@ GROUPS = ("split", "l2-category", "category")
 """Columns by which scores are given apart, as VLMEvalKit does."""
 _PATHS = "image_path"
 """The column with paths of pictures, in a file without the other one."""
-ROOT_SETTINGS = ("the path, which begins beside the file of questions", "--media-roots")
-"""What says where pictures are, for messages."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
 def _pictures(table: Table, row: Row, media_roots: tuple[str, ...]) -> tuple[Image | Cell, ...]:
     if IMAGE in table.columns or _PATHS not in row.texts:
         return row.pictures
-    roots = MediaRoots(os.path.dirname(table.path) or ".", media_roots, ROOT_SETTINGS)
+    roots = MediaRoots.beside(table.path, media_roots)
     return tuple(Image(roots.find(one, "image")) for one in right_answers(row.texts[_PATHS]))
 
 

@@ -21,7 +21,7 @@ from mm.data.picture import image_size
 from mm.data.records import Raw, RecordFile
 from mm.data.sample import Image
 from mm.errors import UserError, collected, refuse
-from mm.scoring.benchmarks import GROUPS, ROOT_SETTINGS, Item, Items
+from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
 
 _MAX_PROBLEMS = 20
@@ -31,7 +31,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
     if not Path(path).is_file():
         raise UserError(f"{path}: is no file; expected JSON, JSONL or Parquet with questions and answers.")
-    media = KnownMedia(MediaRoots(str(Path(path).parent), media_roots, ROOT_SETTINGS))
+    media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
     file = RecordFile.open(path)
