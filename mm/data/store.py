@@ -121,6 +121,11 @@ def _text(value: Any) -> Callable[[IO[bytes]], Any]:
     return lambda stream: stream.write(json.dumps(value).encode())
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """As ``replace_file``, where all of it is there."""
+    replace_file(path, lambda stream: stream.write(content))
+
+
 def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file beside and rename it: whoever reads ``path`` sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from mm.data.picture import image_size
 from mm.data.sample import Inline
 from mm.data.spans import UTF8_MARK, not_utf8
-from mm.data.store import replace_file
+from mm.data.store import write_whole
 from mm.errors import UserError, collected, nearest, refuse
 
 IMAGE = "image"
@@ -59,7 +59,7 @@ class Cell:
         content = self.content()
         path = folder / f"{zlib.crc32(content):08x}-{len(content)}"
         if not path.exists():
-            replace_file(path, lambda stream: stream.write(content))
+            write_whole(path, content)
         return str(path)
 
 
