@@ -4,6 +4,7 @@ The files go up to gigabytes, nearly all of it pictures; so a pass over the file
 texts, and reads a picture when it is asked for.  What the columns mean is not known here.
 """
 
+import ast
 import base64
 import binascii
 import mmap
@@ -76,7 +77,6 @@ class Row:
 class Table:
     """A whole file."""
 
-    path: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
 
@@ -111,7 +111,7 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
         with collected(problems):
             found.append(_with_pictures(path, row, rows))
     refuse(problems[:_MAX_PROBLEMS])
-    return Table(path, columns, tuple(found))
+    return Table(columns, tuple(found))
 
 
 def _mapped(path: str) -> mmap.mmap:
@@ -206,6 +206,19 @@ def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], da
     for picture, one in zip(pictures, encoded, strict=True):
         image_size(Inline(picture.where, _decoded(one, picture.where)))
     return Row(line, texts, pictures)
+
+
+def listed(cell: str) -> tuple[str, ...]:
+    """The texts in one cell, such as several right answers: a list as Python writes it, or a single text."""
+    text = cell.strip()
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError):  # a text that stands in brackets
+            return (cell,)
+        if isinstance(found, list) and found:
+            return tuple(str(one) for one in found)
+    return (cell,)
 
 
 def _pictures(raw: bytes) -> list[bytes]:

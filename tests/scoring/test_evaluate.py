@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mm.scoring.rules import right_answers, score
+from mm.scoring.rules import score
+from mm.scoring.tsv import listed
 from tests.generation.commands import run_commands
 from tests.launch import run_ranks
 from tests.scoring.tables import encoded, peer_json, write_table
@@ -96,7 +97,7 @@ def test_each_benchmark(root, done, name):
     found, scores = lines(root / name / "predictions.jsonl"), json.loads((root / name / "scores.json").read_text())
     assert [one["index"] for one in found] == [row["index"] for row in ROWS[name]]
     for one, row in zip(found, ROWS[name], strict=True):
-        right, options = right_answers(row["answer"]), one.get("options", {})
+        right, options = listed(row["answer"]), one.get("options", {})
         assert one["right"] == list(right) and one["score"] == score(scores["rule"], one["prediction"], right, options)
     mean = 100 * sum(one["score"] for one in found) / len(found)
     assert scores["overall"]["score_percent"] == pytest.approx(mean, abs=1e-4)
