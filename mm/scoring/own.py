@@ -45,7 +45,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
                 raise UserError(f"has the index {item.index!r} of {items[item.index].where}; expected indices that "
                                 f"differ.")
             items[item.index] = item
-            for part in item.parts:
+            for part in (*(part for turn in item.earlier for part in turn.parts), *item.parts):
                 if isinstance(part, Image):
                     image_size(part.path)
         if len(problems) >= _MAX_PROBLEMS:
