@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+MAX_PROBLEMS = 20
+"""That are told of one file or dataset: where every record is wrong, thousands say it no better."""
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: flags, JSON, data, checkpoints, environment.

@@ -27,9 +27,8 @@ from mm.data.remarks import length_remarks, too_long_remark
 from mm.data.sample import Sample
 from mm.data.selection import chosen, split
 from mm.data.store import Store, key_of, mapped
-from mm.errors import UserError, collected
+from mm.errors import MAX_PROBLEMS, UserError, collected
 
-MAX_PROBLEMS = 20
 CACHE_DIR = ".mm-index"
 """Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
 _MOST_CHARACTERS = 2000

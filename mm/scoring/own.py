@@ -20,11 +20,9 @@ from mm.data.parts import shown, with_places
 from mm.data.picture import image_size
 from mm.data.records import Raw, RecordFile
 from mm.data.sample import Image
-from mm.errors import UserError, collected, refuse
+from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
-
-_MAX_PROBLEMS = 20
 
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
@@ -48,7 +46,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
             for part in (*(part for turn in item.earlier for part in turn.parts), *item.parts):
                 if isinstance(part, Image):
                     image_size(part.path)
-        if len(problems) >= _MAX_PROBLEMS:
+        if len(problems) >= MAX_PROBLEMS:
             raise UserError([*problems, f"{path}: reading stopped here; more may be wrong below."])
     refuse(problems)
     if not items:

@@ -18,14 +18,12 @@ from mm.data.picture import image_size
 from mm.data.sample import Inline
 from mm.data.spans import UTF8_MARK, not_utf8
 from mm.data.store import write_whole
-from mm.errors import UserError, collected, nearest, refuse
+from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
 
 IMAGE = "image"
 """The column with pictures."""
 _LONGEST_INDEX = 64
 """Characters: an image cell with no more names another row, whose pictures are meant.  VLMEvalKit's bound."""
-_MAX_PROBLEMS = 20
-"""As many are told; a file in which every row is wrong says it no better with thousands."""
 _QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
 _ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
 """What browsers write before base64."""
@@ -103,14 +101,14 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
                     raise UserError(f"{path}:{line}: has the index {index!r} of line {rows[index].line}; expected "
                                     f"indices that differ.")
                 rows[index] = row
-            if len(problems) >= _MAX_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS:
                 raise UserError([*problems, f"{path}: reading stopped at line {line}; more may be wrong below it."])
     refuse(problems)
     found = []
     for row in rows.values():
         with collected(problems):
             found.append(_with_pictures(path, row, rows))
-    refuse(problems[:_MAX_PROBLEMS])
+    refuse(problems[:MAX_PROBLEMS])
     return Table(columns, tuple(found))
 
 
