@@ -45,6 +45,15 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
         problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
 
 
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """What is raised inside says in front where it was found."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {problem}" for problem in error.problems) from error
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

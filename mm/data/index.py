@@ -21,7 +21,7 @@ from mm.data.quarantine import sample_problem
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
-from mm.errors import UserError
+from mm.errors import UserError, naming
 
 _MAX_KNOWN = 100_000
 """Pictures whose grid is remembered while a file is checked."""
@@ -86,14 +86,12 @@ class Reader:
         """Record ``number``, which was found good.  Raises UserError when its file or its media are other ones."""
         source = f"{self.file.path}:{number}"
         record = self.file.read((int(row["start"]), int(row["end"])))
-        try:
+        with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
             if row["num_tokens"] > 0 and media_crc32(sample) != row["media_crc32"]:
                 paths = ", ".join(str(part.path) for part in sample.media)
                 raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
                                 f"'mm-data index --again', and start again.")
-        except UserError as error:
-            raise UserError(f"{source}: {problem}" for problem in error.problems) from error
         return sample
 
 
