@@ -193,9 +193,8 @@ class Dataset:
             records, number = self._place(index)
             return records.named(number)
 
-        chat, names = gauge.encoder.chat, ("tokens", "dropped_tokens", "dropped_turns", "control_words")
-        columns = {name: self.column(f"num_{name}") for name in names}
-        return length_remarks(columns, chat.seq_length, chat.drops_turns, named)
+        chat = gauge.encoder.chat
+        return length_remarks(self.column, chat.seq_length, chat.drops_turns, named)
 
     def __len__(self) -> int:
         return len(self._samples)
