@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,6 +69,10 @@ def results_by_size(directory: Path, module: str) -> Callable[[int], dict[str, d
         return json.loads(output.read_text())
 
     return run
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def write_whole(path: Path, text: str) -> None:

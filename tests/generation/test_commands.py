@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.data.oracle import photo
 from tests.generation.commands import run_commands
-from tests.launch import run_ranks
+from tests.launch import json_lines, run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]
@@ -109,12 +109,8 @@ def test_an_error_of_one_rank_ends_all(root: Path):
                   "--pipeline-model-parallel-size", "2", timeout_seconds=240)
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_file_of_prompts(done: dict, root: Path):
-    answers = lines(root / "whole.jsonl")
+    answers = json_lines(root / "whole.jsonl")
     assert done["whole"]["status"] == 2
     assert [answer["number"] for answer in answers] == GOOD
     assert all(answer["answer"] and answer["question"].startswith("<image>What is in it") for answer in answers)
