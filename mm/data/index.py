@@ -37,6 +37,8 @@ class Bad:
     """Of Parquet 0."""
     place: str
     """``Raw.place``."""
+    has_media: bool
+    """Whether files of media were looked for, which may be others tomorrow."""
     reason: str
 
     def told(self, path: str) -> str:
@@ -112,6 +114,7 @@ class Checker:
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
                 row["start"], row["end"] = raw.span
+                asked_before = self._media.num_asked
                 try:
                     if self._measure(raw, row):
                         boxes.append(raw.index)
@@ -119,7 +122,8 @@ class Checker:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
                 except UserError as error:
                     row["num_tokens"] = BAD
-                    bad += [Bad(raw.index, raw.line, raw.place, problem) for problem in error.problems]
+                    has_media = self._media.num_asked > asked_before
+                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem) for problem in error.problems]
         except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
             return _Checked(rows, bad, boxes, error)
         return _Checked(rows, bad, boxes)
@@ -171,11 +175,14 @@ def make_index(
 
 
 def still_bad(index: Index, checker: Checker) -> bool:
-    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since."""
+    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since.
+
+    One that is bad without any media stays so: its file and the settings are those of the index.
+    """
     return all(part.bad for part in map(checker, _bad_blocks(index)))
 
 
 def _bad_blocks(index: Index) -> Iterator[Block]:
-    for one in {bad.index: bad for bad in index.bad}.values():
+    for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
         row: Any = index.rows[one.index]
         yield Block(one.index, one.line, np.array([[row["start"], row["end"]]], dtype=np.int64))

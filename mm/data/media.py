@@ -94,9 +94,11 @@ class KnownMedia:
     def __init__(self, roots: MediaRoots) -> None:
         self._roots = roots
         self._found: dict[tuple[str, str], str] = {}
+        self.num_asked = 0
 
     def find(self, path: str, kind: str) -> str | Inline:
         """As ``MediaRoots.find``."""
+        self.num_asked += 1
         found = self._found.get((path, kind))
         if found is not None:
             return found
