@@ -61,7 +61,7 @@ class _Records:
                 raise UserError(f"{self.rows_path}: the index of the samples is gone or damaged; start again.")
             self.index = replace(self.index, rows=rows)
 
-    def told(self, number: int, reason: str, line: int | None = None) -> BadSample:
+    def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
         """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
 
         Raises UserError when the file itself is no longer the one that was checked.
@@ -94,8 +94,8 @@ class Dataset:
     """The samples of ``config.dataset``, in file order, or those kept for validation.
 
     In memory are 8 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
-    index, 68 bytes a record.  Pickles small into data workers.  ``config.max_samples`` keeps that many of the first
-    samples of all files together.
+    index (``mm.data.gauge.ROW``).  Pickles small into data workers.  ``config.max_samples`` keeps that many of the
+    first samples of all files together.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Dataset:
                             f"line.")
         found = [one.told(source.path) for one in index.bad]
         if skips_bad:
-            self.skipped += [records.told(one.index, one.reason, one.line) for one in index.bad]
+            self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
         elif found:
             if not any(_SKIP_HINT in problem for problem in problems):
                 found[0] += _SKIP_HINT
@@ -212,7 +212,7 @@ class Dataset:
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """What is told of sample ``index``, which cannot be used because of ``error``."""
         records, number = self._place(index)
-        return records.told(number, error.problems[0].removeprefix(f"{records.reader.file.path}:{number}: "))
+        return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.file.path}:{number}: "))
 
     def _place(self, index: int) -> tuple[_Records, int]:
         """The file of sample ``index``, and its number in it."""

@@ -101,7 +101,7 @@ class ValidationReader:
         assert dataset is not None, "asked with the settings"
         return cls(dataset, validation_order(run, dataset.lengths), gauge, run, dp_rank)
 
-    def told(self) -> ValidationPlan:
+    def plan(self) -> ValidationPlan:
         """The same on every rank that owns data."""
         facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
