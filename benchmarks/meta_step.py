@@ -134,10 +134,10 @@ def trace(case: Case) -> Trace:
 
 
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
-    from benchmarks.one_device import random_microbatch
+    from benchmarks.one_device import own_pixels, random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
-    from mm.data.owner import deal_images, own_pixels
+    from mm.data.owner import deal_images
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
     from mm.parallel.schedule import run_forward

@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+MAX_PROBLEMS = 20
+"""That are told of one file or dataset: where every record is wrong, thousands say it no better."""
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: flags, JSON, data, checkpoints, environment.
@@ -40,6 +43,15 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
         problems += [prefix + problem for problem in error.problems]
     except OSError as error:
         problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """What is raised inside says in front where it was found."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {problem}" for problem in error.problems) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

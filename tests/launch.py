@@ -1,5 +1,6 @@
 """Starts ranks on this machine's CPU, as forks of one process, for tests that need real processes."""
 
+import json
 import os
 import signal
 import socket
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +57,22 @@ def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def results_by_size(directory: Path, module: str) -> Callable[[int], dict[str, dict]]:
+    """What ``module OUTPUT.json`` writes of all its cases, by name, on a number of ranks: one launch of each."""
+
+    @cache
+    def run(world_size: int) -> dict[str, dict]:
+        output = directory / f"{world_size}.json"
+        run_ranks(world_size, module, str(output))
+        return json.loads(output.read_text())
+
+    return run
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from mm.data.picture import image_size
 from tests.data.oracle import photo
+from tests.launch import json_lines
 from tests.test_train import metrics, run
 from tests.tiny_inputs import write_inputs
 
@@ -44,7 +45,7 @@ def test_any_layout_trains_on_the_same_good_samples(inputs: Path) -> None:
     assert sum(row["num_images"] for row in one) == NUM_SAMPLES - len(BAD)
     assert [row["loss"] for row in four] == pytest.approx([row["loss"] for row in one], rel=1e-6)  # measured 9.8e-8
     for name in ("one", "four"):
-        rows = [json.loads(line) for line in (inputs / name / "logs" / "quarantine.jsonl").read_text().splitlines()]
+        rows = json_lines(inputs / name / "logs" / "quarantine.jsonl")
         assert sorted(row["index"] for row in rows) == list(BAD)
         for row in rows:
             number, path = row["index"], str(inputs / f"picture{row['index']}.png")

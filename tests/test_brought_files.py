@@ -19,7 +19,7 @@ from tests.launch import ROOT, free_port
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 
-SCRIPT = """\
+MACHINES = """\
 #!/bin/bash
 source /usr/local/Ascend/no_such_toolkit/set_env.sh
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -32,12 +32,8 @@ NNODES=1
 NODE_RANK=0
 WORLD_SIZE=$(($NPUS_PER_NODE*$NNODES))
 
-MM_DATA="{inputs}/data.json"
-MM_MODEL="{inputs}/model_2.json"
-MM_TOOL="./mindspeed_mm/tools/tools.json"
-LOAD_PATH="{inputs}/mm"
-SAVE_PATH="{inputs}/save_dir"
-
+"""
+SIZES = """
 TP=1
 PP=2
 CP=1
@@ -54,6 +50,16 @@ DISTRIBUTED_ARGS="
     --master_port $MASTER_PORT
 "
 
+"""
+"""The beginning of every script of MindSpeed-MM's, and what follows its paths."""
+
+SCRIPT = MACHINES + """\
+MM_DATA="{inputs}/data.json"
+MM_MODEL="{inputs}/model_2.json"
+MM_TOOL="./mindspeed_mm/tools/tools.json"
+LOAD_PATH="{inputs}/mm"
+SAVE_PATH="{inputs}/save_dir"
+""" + SIZES + """\
 GPT_ARGS="
     --use-mcore-models \\
     --tensor-model-parallel-size ${{TP}} \\
@@ -143,6 +149,13 @@ def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.
                           capture_output=True, text=True, timeout=200, check=False)
 
 
+def run_script(text: str, inputs: Path) -> subprocess.CompletedProcess[str]:
+    """As after ``source .venv/bin/activate``."""
+    script = inputs / "brought.sh"
+    script.write_text(text.format(inputs=inputs, port=free_port()))
+    return run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
 def trained_by_the_peer(inputs: Path) -> None:
     """``inputs/hf`` as a checkpoint of the peer's training at iteration 2, on two stages."""
     layout, storage = Layout(((5, 3),), ((0, 4),), 1), Storage(Format.TORCH)
@@ -158,10 +171,7 @@ def trained_by_the_peer(inputs: Path) -> None:
 def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     """It goes on from the peer's own checkpoint with new optimizer state, at the iteration and sample named there."""
     trained_by_the_peer(write_inputs(tmp_path))
-    script = tmp_path / "finetune.sh"
-    script.write_text(SCRIPT.format(inputs=tmp_path, port=free_port()))
-    activated = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as after `source .venv/bin/activate`
-    done = run(["bash", str(script)], PATH=activated)
+    done = run_script(SCRIPT, tmp_path)
     log = (tmp_path / "logs" / "train_brought.log").read_text()
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
     assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states begin anew" in log
@@ -175,37 +185,10 @@ def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / "save_dir" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
 
 
-INFERENCE = """\
-#!/bin/bash
-source /usr/local/Ascend/no_such_toolkit/set_env.sh
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-
-NPUS_PER_NODE=2
-MASTER_ADDR=localhost
-MASTER_PORT={port}
-NNODES=1
-NODE_RANK=0
-WORLD_SIZE=$(($NPUS_PER_NODE*$NNODES))
-
+INFERENCE = MACHINES + """\
 MM_MODEL="{inputs}/inference.json"
 LOAD_PATH="{inputs}/mm"
-
-TP=1
-PP=2
-CP=1
-MBS=1
-GRAD_ACC_STEP=1
-DP=$(($WORLD_SIZE/$TP/$PP/$CP))
-GBS=$(($MBS*$GRAD_ACC_STEP*$DP))
-
-DISTRIBUTED_ARGS="
-    --nproc_per_node $NPUS_PER_NODE \\
-    --nnodes $NNODES \\
-    --node_rank $NODE_RANK \\
-    --master_addr $MASTER_ADDR \\
-    --master_port $MASTER_PORT
-"
-
+""" + SIZES + """\
 GPT_ARGS="
     --use-mcore-models \\
     --tensor-model-parallel-size ${{TP}} \\
@@ -255,9 +238,7 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     inference["tokenizer"]["from_pretrained"] = str(tmp_path / "hf")
     inference |= {"device": "npu", "dtype": "bf16", "image_path": str(tmp_path / "1_0.png")}
     (tmp_path / "inference.json").write_text(json.dumps(inference))
-    script = tmp_path / "inference.sh"
-    script.write_text(INFERENCE.format(inputs=tmp_path, port=free_port()))
-    done = run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = run_script(INFERENCE, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "note: command line: it concerns training" in done.stderr
     alone = run([sys.executable, "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
@@ -279,9 +260,7 @@ def test_a_brought_script_scores_the_peers_checkpoint(tmp_path: Path) -> None:
     evaluate = peer_json(str(tmp_path / "AI2D_TEST.tsv"), str(tmp_path / "results"), str(tmp_path / "hf"))
     evaluate["generation_config"]["max_new_tokens"] = 6
     (tmp_path / "evaluate.json").write_text(json.dumps(evaluate))
-    script = tmp_path / "evaluate.sh"
-    script.write_text(EVALUATE.format(inputs=tmp_path, port=free_port()))
-    done = run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = run_script(EVALUATE, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     alone = run([sys.executable, "-m", "mm.evaluate", "--load", str(tmp_path / "hf"), "--device", "cpu", "--mm-model",
                  str(tmp_path / "evaluate.json"), "--output", str(tmp_path / "alone")])

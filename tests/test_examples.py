@@ -346,12 +346,8 @@ def test_every_data_json_loads(path):
 @pytest.mark.parametrize("size", list(SIZES))
 def test_scripts_that_evaluate(tmp_path, size):
     """As many devices as MindSpeed-MM's, where it has the script; the JSON is the model of the training."""
-    python, record = tmp_path / "python", tmp_path / "argv"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
-    subprocess.run(["bash", str(EXAMPLES / f"evaluate_qwen2_5_vl_{size}.sh"), "--benchmark", "mmmu"], check=True,
-                   env=os.environ | {"PYTHON": str(python), "RECORD": str(record)}, cwd=tmp_path, timeout=60)
-    argv = record.read_text().split("\0")[:-1]
+    outcome, argv = run_script(tmp_path, size, "--benchmark", "mmmu", script="evaluate")
+    assert outcome.returncode == 0, outcome.stderr
     json_file = argv[argv.index("--mm-model") + 1]
     assert "evaluate_vlm.py" in argv and json_file == f"./examples/qwen2.5vl/evaluate_qwen2_5_vl_{size}.json"
     num_stages = int(argv[argv.index("--pipeline-model-parallel-size") + 1])

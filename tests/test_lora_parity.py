@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run_ranks
+from tests.launch import results_by_size, run_ranks
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, LoraCase
 
 # Largest errors measured over all cases, fp32 on CPU: loss of three steps 1.7e-7, gradient 5.9e-6, weight after three
@@ -22,14 +21,7 @@ DROPOUT_TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LoraCase], dict]:
     """What a case gives; the first of a world size runs all of that size in one launch."""
-    directory: Path = tmp_path_factory.mktemp("lora")
-
-    @cache
-    def run(world_size: int) -> dict[str, dict]:
-        output = directory / f"{world_size}.json"
-        run_ranks(world_size, "tests.parallel.lora_worker", str(output))
-        return json.loads(output.read_text())
-
+    run = results_by_size(tmp_path_factory.mktemp("lora"), "tests.parallel.lora_worker")
     return lambda case: run(case.layout.world_size)[case.name]
 
 

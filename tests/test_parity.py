@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.launch import run_ranks, write_whole
+from tests.launch import results_by_size, run_ranks, write_whole
 from tests.parallel.cases import CASES, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.8e-7 (before and after the update), gradient 8.2e-6,
@@ -28,14 +27,7 @@ NORM_TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory):
     """Errors of a case; the first case of a world size runs all cases of that size in one launch."""
-    directory: Path = tmp_path_factory.mktemp("parity")
-
-    @cache
-    def run(world_size: int) -> dict[str, dict]:
-        output = directory / f"{world_size}.json"
-        run_ranks(world_size, "tests.parallel.parity_worker", str(output))
-        return json.loads(output.read_text())
-
+    run = results_by_size(tmp_path_factory.mktemp("parity"), "tests.parallel.parity_worker")
     return lambda case: run(case.world_size)[case.name]
 
 

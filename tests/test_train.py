@@ -23,7 +23,7 @@ from mm import ending
 from mm.config.model import read_model
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT, free_port, json_lines
 from tests.tiny_inputs import write_inputs
 
 
@@ -74,7 +74,7 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
 
 
 def metrics(inputs: Path, name: str) -> list[dict]:
-    return [json.loads(row) for row in (inputs / name / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(inputs / name / "logs" / "metrics.jsonl")
 
 
 def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
@@ -151,7 +151,7 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
                *skipping_bad_samples(inputs), num_processes=2)
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
-    assert [json.loads(line)["reason"] for line in listed.read_text().splitlines()] == [
+    assert [row["reason"] for row in json_lines(listed)] == [
         "has no 'messages'; attr.messages in the data JSON names that column.",
         "'messages' is []; expected a list of messages that is not empty."]
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Turn
+from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
@@ -276,14 +276,13 @@ def _masked(turns: Sequence[Turn]) -> tuple[list[Turn], str, list[str]]:
 
 def _contents(turn: Turn) -> list[dict[str, str]]:
     """A user's turn as transformers' chat templates take it."""
-    return [{"type": "text", "text": part} if isinstance(part, str) else
-            {"type": "image" if isinstance(part, Image) else "video"} for part in turn.parts]
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in turn.parts]
 
 
 def _num_placeholders(turns: Sequence[Turn]) -> int:
     """Of media, in texts: these show none."""
     texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
-    return sum(text.count(word) for text in texts for word in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER))
+    return sum(text.count(one.placeholder) for text in texts for one in KINDS.values())
 
 
 def _num_system_tokens(text: str, offsets: np.ndarray) -> int:

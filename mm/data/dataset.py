@@ -27,9 +27,8 @@ from mm.data.remarks import length_remarks, too_long_remark
 from mm.data.sample import Sample
 from mm.data.selection import chosen, split
 from mm.data.store import Store, key_of, mapped
-from mm.errors import UserError, collected
+from mm.errors import MAX_PROBLEMS, UserError, collected
 
-MAX_PROBLEMS = 20
 CACHE_DIR = ".mm-index"
 """Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
 _MOST_CHARACTERS = 2000
@@ -64,7 +63,7 @@ class _Records:
                 raise UserError(f"{self.rows_path}: the index of the samples is gone or damaged; start again.")
             self.index = replace(self.index, rows=rows)
 
-    def told(self, number: int, reason: str, line: int | None = None) -> BadSample:
+    def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
         """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
 
         Raises UserError when the file itself is no longer the one that was checked.
@@ -74,7 +73,6 @@ class _Records:
         # What is told of a record that cannot be read is without these; it may also be nested too deeply.
         with suppress(UserError, ValueError, RecursionError):
             media = self.reader.read(number, row).media
-        reason = reason.partition(" (counted from 0): ")[2] or reason
         return BadSample(
             file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
             self.name(number), next((path for path in (str(item.path) for item in media) if path in reason), None),
@@ -98,8 +96,8 @@ class Dataset:
     """The samples of ``config.dataset``, in file order, or those kept for validation.
 
     In memory are 4 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
-    index, 68 bytes a record.  Pickles small into data workers.  ``config.max_samples`` keeps that many of the first
-    samples of all files together.
+    index (``mm.data.gauge.ROW``).  Pickles small into data workers.  ``config.max_samples`` keeps that many of the
+    first samples of all files together.
     """
 
     def __init__(
@@ -171,9 +169,9 @@ class Dataset:
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
-        found = [source.path + one.problem for one in index.bad]
+        found = [one.told(source.path) for one in index.bad]
         if skips_bad:
-            self.skipped += [records.told(one.index, one.problem, one.line) for one in index.bad]
+            self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
         elif found:
             if not any(_SKIP_HINT in problem for problem in problems):
                 found[0] += _SKIP_HINT
@@ -198,9 +196,8 @@ class Dataset:
             records, number = self._place(index)
             return records.named(number)
 
-        chat, names = gauge.encoder.chat, ("tokens", "dropped_tokens", "dropped_turns", "control_words")
-        columns = {name: self.column(f"num_{name}") for name in names}
-        return length_remarks(columns, chat.seq_length, chat.drops_turns, named)
+        chat = gauge.encoder.chat
+        return length_remarks(self.column, chat.seq_length, chat.drops_turns, named)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -218,7 +215,7 @@ class Dataset:
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """What is told of sample ``index``, which cannot be used because of ``error``."""
         records, number = self._place(index)
-        return records.told(number, error.problems[0].removeprefix(f"{records.reader.file.path}:{number}: "))
+        return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.file.path}:{number}: "))
 
     def _place(self, index: int) -> tuple[_Records, int]:
         """The file of sample ``index``, and its number in it."""

@@ -1,7 +1,6 @@
 """Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +13,7 @@ from mm.data.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncod
 from mm.data.image import ImageProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.data.video import VideoPlan, VideoProcessor
-from mm.errors import UserError, refuse
+from mm.errors import UserError, naming, refuse
 from mm.model.positions import VideoTimes, mrope_positions
 
 
@@ -80,10 +79,8 @@ class SampleEncoder:
             )
         # A conversation of every kind of part finds a template of another model at once.
         conversation = [Turn("user", (Image(""), "question", Video(""))), Turn("assistant", ("answer",))]
-        try:
+        with naming(directory):
             chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)] * 2)
-        except UserError as error:
-            raise UserError(f"{directory}: {problem}" for problem in error.problems) from error
         return cls(chat, images, videos, vision.tokens_per_second)
 
     def encode(self, sample: Sample) -> Microbatch:
@@ -92,7 +89,7 @@ class SampleEncoder:
 
     def filled(self, outline: "Outline") -> Microbatch:
         """With pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
-        with _named(outline.source):
+        with naming(outline.source):
             pixels = [self._pixels(one) for one in outline.media]
         return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
 
@@ -110,12 +107,10 @@ class SampleEncoder:
 
     def prompt_length(self, prompt: Sample) -> int:
         """Tokens that a prompt has, by the headers of its pictures and videos.  Raises UserError as ``encode`` does."""
-        with _named(prompt.source):
-            planned = [self.planned(one) for one in prompt.media]
-            return len(self.chat.encode_prompt(prompt.turns, [one.grid for one in planned]).token_ids)
+        return self._outline(prompt, self.chat.encode_prompt).microbatch.num_tokens
 
     def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
-        with _named(sample.source):
+        with naming(sample.source):
             planned = [self.planned(one) for one in sample.media]
             text = encode(sample.turns, [one.grid for one in planned])
         kept = tuple(planned[number] for number in text.media)
@@ -153,15 +148,6 @@ class SampleEncoder:
             raise UserError(
                 f"{planned.path}: header and pixels disagree on the size ({planned.grid} and {grid} patches).")
         return patches
-
-
-@contextmanager
-def _named(source: str) -> Iterator[None]:
-    """What is raised inside names the sample of ``source``."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{source}: {problem}" for problem in error.problems) from error
 
 
 @dataclass(frozen=True)

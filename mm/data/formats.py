@@ -11,12 +11,10 @@ from typing import Any, Protocol
 
 from mm.config.data import Attributes
 from mm.data.parts import Parts, parts_of, shown
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Inline, Media, Sample, Turn, Video
+from mm.data.sample import KINDS, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {"image": (Image, IMAGE_PLACEHOLDER), "video": (Video, VIDEO_PLACEHOLDER)}
-"""Kind of media -> its class, and what marks its place in a text."""
 _MESSAGES = ("messages", "conversations")
 """The usual names of the column of messages."""
 
@@ -69,7 +67,7 @@ def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_pr
     if is_prompt and said[-1:] and said[-1][0] == "assistant":
         said = said[:-1]
     _check_order([role for role, _ in said], tags, is_prompt)
-    coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in _KINDS}
+    coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
     _check_counts(said, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
     return Sample(tuple(Turn(role, _filled(parts, left, media)) for role, parts in said), source)
@@ -196,13 +194,19 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[str]:
     return paths
 
 
+def num_media(record: Mapping[str, Any]) -> dict[str, int]:
+    """How many pictures and how many videos the usual columns of a record name."""
+    given = {kind: record.get(f"{kind}s") or record.get(kind) or [] for kind in KINDS}
+    return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
+
+
 def _check_counts(said: list[Said], coming: Mapping[str, list[str]]) -> None:
     media = [part for _, parts in said for part in parts if not isinstance(part, str)]
-    for kind, (cls, placeholder) in _KINDS.items():
+    for kind, cls in KINDS.items():
         num_places = sum(isinstance(part, cls) and not part.path for part in media)
         if num_places != len(coming[kind]):
-            raise UserError(f"has {num_places} {placeholder} in its messages but {len(coming[kind])} {kind}s; remove "
-                            f"or add some.")
+            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {len(coming[kind])} {kind}s; "
+                            f"remove or add some.")
 
 
 def _filled(parts: Parts, coming: Mapping[str, Iterator[str]], media: Finder) -> Parts:
@@ -210,9 +214,8 @@ def _filled(parts: Parts, coming: Mapping[str, Iterator[str]], media: Finder) ->
     filled: list[str | Media] = []
     for part in parts:
         if not isinstance(part, str):
-            kind = "image" if isinstance(part, Image) else "video"
-            path = part.path or next(coming[kind])
+            path = part.path or next(coming[part.kind])
             assert isinstance(path, str), "a file is found once"
-            part = replace(part, path=media.find(path, kind))
+            part = replace(part, path=media.find(path, part.kind))
         filled.append(part)
     return tuple(filled)

@@ -17,10 +17,11 @@ from mm.data.chat import TooLongError
 from mm.data.formats import read_sample
 from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_crc32, sample_lengths
 from mm.data.media import KnownMedia, MediaRoots
+from mm.data.quarantine import sample_problem
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
-from mm.errors import UserError
+from mm.errors import UserError, naming
 
 _MAX_KNOWN = 100_000
 """Pictures whose grid is remembered while a file is checked."""
@@ -34,8 +35,15 @@ class Bad:
     """From 0 within the file."""
     line: int
     """Of Parquet 0."""
-    problem: str
-    """What follows the name of the file, which may be another one tomorrow: ``:line``, and what is wrong there."""
+    place: str
+    """``Raw.place``."""
+    has_media: bool
+    """Whether files of media were looked for, which may be others tomorrow."""
+    reason: str
+
+    def told(self, path: str) -> str:
+        """``path`` is that of the file, which may be another one tomorrow."""
+        return f"{path}{self.place}: {sample_problem(self.index, self.reason)}"
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,12 @@ class Reader:
         """Record ``number``, which was found good.  Raises UserError when its file or its media are other ones."""
         source = f"{self.file.path}:{number}"
         record = self.file.read((int(row["start"]), int(row["end"])))
-        try:
+        with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
             if row["num_tokens"] > 0 and media_crc32(sample) != row["media_crc32"]:
                 paths = ", ".join(str(part.path) for part in sample.media)
                 raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
                                 f"'mm-data index --again', and start again.")
-        except UserError as error:
-            raise UserError(f"{source}: {problem}" for problem in error.problems) from error
         return sample
 
 
@@ -108,6 +114,7 @@ class Checker:
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
                 row["start"], row["end"] = raw.span
+                asked_before = self._media.num_asked
                 try:
                     if self._measure(raw, row):
                         boxes.append(raw.index)
@@ -115,7 +122,8 @@ class Checker:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
                 except UserError as error:
                     row["num_tokens"] = BAD
-                    bad += [Bad(raw.index, raw.line, problem) for problem in error.problems]
+                    has_media = self._media.num_asked > asked_before
+                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem) for problem in error.problems]
         except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
             return _Checked(rows, bad, boxes, error)
         return _Checked(rows, bad, boxes)
@@ -125,20 +133,13 @@ class Checker:
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader = self.reader
-        line = f":{raw.line}" if raw.line else ""
-        try:
-            sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
-            if self.gauge is None:
-                return False
-            if len(self._grids) > _MAX_KNOWN:
-                self._grids.clear()
-            columns, grids = sample_lengths(self.gauge, sample, self._grids)
-            columns["media_crc32"] = media_crc32(sample)
-        except TooLongError:
-            raise
-        except UserError as error:
-            start = f"{line}: sample {raw.index} (counted from 0): "
-            raise UserError(start + problem for problem in error.problems) from error
+        sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
+        if self.gauge is None:
+            return False
+        if len(self._grids) > _MAX_KNOWN:
+            self._grids.clear()
+        columns, grids = sample_lengths(self.gauge, sample, self._grids)
+        columns["media_crc32"] = media_crc32(sample)
         for name, value in columns.items():
             row[name] = value
         return has_boxes_outside(sample, grids, self.gauge.encoder.images.patch_size)
@@ -174,11 +175,14 @@ def make_index(
 
 
 def still_bad(index: Index, checker: Checker) -> bool:
-    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since."""
+    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since.
+
+    One that is bad without any media stays so: its file and the settings are those of the index.
+    """
     return all(part.bad for part in map(checker, _bad_blocks(index)))
 
 
 def _bad_blocks(index: Index) -> Iterator[Block]:
-    for one in {bad.index: bad for bad in index.bad}.values():
+    for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
         row: Any = index.rows[one.index]
         yield Block(one.index, one.line, np.array([[row["start"], row["end"]]], dtype=np.int64))

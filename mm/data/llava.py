@@ -66,12 +66,11 @@ def told(done: Converted, target: Path, folder: str) -> str:
 def _records(file: RecordFile) -> Iterator[Any]:
     problems: list[str] = []
     with tqdm(unit="record", disable=None) as bar:
-        for block in file.blocks(problems):
-            for raw in file.read_block(block):
-                if raw.problem is not None:
-                    raise UserError(file.path + raw.problem)
-                yield raw.value
-                bar.update()
+        for raw in file.records(problems):
+            if raw.problem is not None:
+                raise UserError(f"{file.where(raw)}: {raw.problem}")
+            yield raw.value
+            bar.update()
     if problems:
         raise UserError(problems)
 

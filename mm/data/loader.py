@@ -115,7 +115,7 @@ class _ReadMicrobatch:
 
     def _outline(self, index: int) -> Outline:
         sample = self.dataset[index]
-        with _naming(sample.source):
+        with _noting(sample.source):
             outline = self.encoder.outline(sample)
         return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
 
@@ -137,12 +137,12 @@ class _ReadMicrobatch:
         """With pixels, unless the ViT has nothing to do."""
         if outline.microbatch.skips_vision:
             return outline
-        with _naming(outline.source):
+        with _noting(outline.source):
             return replace(outline, microbatch=self.encoder.filled(outline))
 
 
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def _noting(source: str) -> Iterator[None]:
     """Of an error that is no user's, say at which sample it came."""
     try:
         yield

@@ -42,6 +42,12 @@ class MediaRoots:
     settings: tuple[str, str] = ("dataset_dir", "basic_parameters.media_roots of the data JSON")
     """What names ``directory``, and what names ``others``; for messages."""
 
+    @classmethod
+    def beside(cls, file: str, others: tuple[str, ...]) -> "MediaRoots":
+        """Those of a file of questions or prompts: its own folder, and what ``--media-roots`` names."""
+        return cls(os.path.dirname(file) or ".", others,
+                   ("the path, which begins beside the file that names it", "--media-roots"))
+
     @cached_property
     def _real(self) -> tuple[str, ...]:
         return tuple(os.path.join(os.path.realpath(root), "") for root in self.all)
@@ -88,9 +94,11 @@ class KnownMedia:
     def __init__(self, roots: MediaRoots) -> None:
         self._roots = roots
         self._found: dict[tuple[str, str], str] = {}
+        self.num_asked = 0
 
     def find(self, path: str, kind: str) -> str | Inline:
         """As ``MediaRoots.find``."""
+        self.num_asked += 1
         found = self._found.get((path, kind))
         if found is not None:
             return found

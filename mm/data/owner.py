@@ -30,7 +30,7 @@ from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.flops import image_flops
 from mm.parallel.agreement import all_of, attempt
-from mm.parallel.context import Context, deal, images_of
+from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
 
 _NO_KEY = "0" * 32
@@ -191,13 +191,6 @@ def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) ->
         return microbatch
     costs = [image_flops(vision, grid) for grid in microbatch.image_grids]
     return replace(microbatch, image_ranks=deal(costs, num_ranks))
-
-
-def own_pixels(microbatch: Microbatch, context: Context) -> Microbatch:
-    """``microbatch``, which has the pixels of all images, with those that this rank of the context axis holds."""
-    pixels, images = microbatch.pixel_values, context.images(microbatch)
-    own = _rows_of(pixels, microbatch, images) if pixels is not None and images else None
-    return replace(microbatch, pixel_values=own)
 
 
 def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:

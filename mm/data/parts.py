@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Video
+from mm.data.sample import KINDS, Image, Media, Video
 from mm.errors import UserError, nearest
 
 Parts = tuple[str | Media, ...]
 
-_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")
-_CLASSES: Mapping[str, type[Image | Video]] = {"image": Image, "video": Video}
+_MARKED = {one.placeholder: one for one in KINDS.values()}
+_PLACEHOLDERS = re.compile(f"({'|'.join(_MARKED)})")
 _TYPES = ("text", "image", "video", "image_url", "video_url")
 _WHOLE = ("nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 """Settings that are whole numbers; ``fps`` and the seconds may have a fraction."""
@@ -33,21 +33,23 @@ def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
     if isinstance(content, str):
         pieces: list[str | Media] = [content]
         if role == "user":
-            pieces = [_placeholder(piece) for piece in _PLACEHOLDERS.split(content)]
+            pieces = [_MARKED[piece]("") if piece in _MARKED else piece for piece in _PLACEHOLDERS.split(content)]
     elif isinstance(content, list):
         pieces = [_part(part, f"part {number} of {where}") for number, part in enumerate(content)]
         if role != "user" and not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where} ({role}) shows an image or a video; only the user's turns may.")
     else:
         raise UserError(
-            f"{where} has {name!r} = {shown(content)}; expected a string, media being marked by {IMAGE_PLACEHOLDER} "
-            f"and {VIDEO_PLACEHOLDER} in it, or a list of parts like {{'type': 'text', 'text': ...}}."
+            f"{where} has {name!r} = {shown(content)}; expected a string, media being marked by {Image.placeholder} "
+            f"and {Video.placeholder} in it, or a list of parts like {{'type': 'text', 'text': ...}}."
         )
     return _joined(pieces)
 
 
-def _placeholder(piece: str) -> str | Media:
-    return Image("") if piece == IMAGE_PLACEHOLDER else Video("") if piece == VIDEO_PLACEHOLDER else piece
+def with_places(text: str, num_media: Mapping[str, int]) -> str:
+    """``text`` with a place for each picture and video: in front, unless it says itself where those of a kind stand."""
+    missing = (one for one in KINDS.values() if one.placeholder not in text)
+    return "".join(one.placeholder * num_media[one.kind] for one in missing) + text
 
 
 def _joined(pieces: list[str | Media]) -> Parts:
@@ -84,13 +86,13 @@ def _part(part: Any, where: str) -> str | Media:
                         f"video file, or the pictures as images.")
     if value is not None and not (isinstance(value, str) and value):
         raise UserError(f"{where} has {kind!r} = {shown(value)}; expected the path of a file.")
-    cls = _CLASSES[kind.removesuffix("_url")]
+    cls = KINDS[kind.removesuffix("_url")]
     known = [field.name for field in fields(cls) if field.name != "path"]
     settings = {key: one for key, one in part.items() if key not in ("type", kind) and one is not None}
     for key in settings:
         if key not in known:
             hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
-            raise UserError(f"{where} has {key!r}, which no {cls.__name__.lower()} has as a setting{hint}; known: "
+            raise UserError(f"{where} has {key!r}, which no {cls.kind} has as a setting{hint}; known: "
                             f"{', '.join(known)}.")
     return cls(value or "", **_checked(settings, where))
 

@@ -61,7 +61,7 @@ def image_remarks(path: str | Inline) -> list[str]:
         try:
             num_frames = getattr(image, "n_frames", 1)
         except Exception as error:  # Pillow looks for all frames
-            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+            raise _damaged(path, error) from error
         remarks = {
             "have more than 8 bits a channel, which are scaled": image.mode.split(";")[0] in ("I", "F"),
             "have several frames, of which the first is read": num_frames > 1,
@@ -82,7 +82,7 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
         try:
             image.load()
         except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-            raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+            raise _damaged(path, error) from error
         shallow = _in_8_bits(image, path)
         if shallow.mode == "RGB" and "transparency" not in shallow.info:
             decoded = shallow  # as it is: a copy of a large picture takes milliseconds
@@ -102,8 +102,12 @@ def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
         content = Path(path).read_bytes() if isinstance(path, str) else path.content
         pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=False, fastupsample=False)
     except ValueError as error:
-        raise UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.") from error
+        raise _damaged(path, error) from error
     return pixels if turn is None else _turned(pixels, turn)
+
+
+def _damaged(path: str | Inline, error: Exception) -> UserError:
+    return UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.")
 
 
 def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:

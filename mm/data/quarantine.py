@@ -35,8 +35,17 @@ class BadSample:
     def where(self) -> str:
         return self.dataset if self.line is None else f"{self.dataset}:{self.line}"
 
+    @property
+    def what(self) -> str:
+        return sample_problem(self.index, self.reason)
+
     def told(self) -> str:
-        return f"{self.where}: sample {self.index} (counted from 0): {self.reason}"
+        return f"{self.where}: {self.what}"
+
+
+def sample_problem(index: int, reason: str) -> str:
+    """What is said of sample ``index`` of a file, after the place where it stands."""
+    return f"sample {index} (counted from 0): {reason}"
 
 
 class Quarantine:

@@ -62,7 +62,9 @@ class Raw:
     span: Span
     value: Any = None
     problem: str | None = None
-    """What follows the name of the file: ``:line``, and what is wrong there."""
+    place: str = ""
+    """What follows the name of the file: ``:line`` where it begins, or ``:line:column`` of the problem; of Parquet
+    nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,21 @@ class RecordFile:
         for number, (start, end) in enumerate(spans):
             begin = start - first
             line, counted = line + raw.count(b"\n", counted, begin), begin
-            index = block.first_index + number
+            value, problem, place = None, None, f":{line}"
             try:
-                yield Raw(index, line, (start, end), _decoded(raw[begin : end - first]))
+                value = _decoded(raw[begin : end - first])
             except (ValueError, RecursionError) as error:
-                column = begin - raw.rfind(b"\n", 0, begin)
-                yield Raw(index, line, (start, end), None, f":{_explained(error, line, column)}")
+                place, problem = _explained(error, line, begin - raw.rfind(b"\n", 0, begin))
+            yield Raw(block.first_index + number, line, (start, end), value, problem, place)
+
+    def records(self, problems: list[str]) -> Iterator[Raw]:
+        """Every record in its order; ``problems`` and errors are those of ``blocks``."""
+        for block in self.blocks(problems):
+            yield from self.read_block(block)
+
+    def where(self, raw: Raw) -> str:
+        """``file:line``; in Parquet, which has no lines, ``file: record N``."""
+        return f"{self.path}{raw.place or f': record {raw.index}'}"
 
     def read(self, span: Span) -> Any:
         """The value of one record that was found good.  Raises UserError when the file is no longer this version."""
@@ -197,17 +208,17 @@ def _decoded(raw: bytes) -> Any:
     return _DECODER.decode(raw.decode())
 
 
-def _explained(error: Exception, line: int, column: int) -> str:
-    """What is wrong with a record that begins at this line and column."""
+def _explained(error: Exception, line: int, column: int) -> tuple[str, str]:
+    """The place of a problem in a record that begins at this line and column, and what it is."""
     match error:
         case UnicodeDecodeError():
             num_before = error.object.count(b"\n", 0, error.start)
-            return f"{line + num_before}: {not_utf8(error)}"
+            return f":{line + num_before}", not_utf8(error)
         case json.JSONDecodeError():
             near = error.doc[max(0, error.pos - 30) : error.pos + 10]
-            place = f"{line + error.lineno - 1}:{error.colno + (column - 1) * (error.lineno == 1)}"
-            return f"{place}: not valid JSON: {error.msg}, near {near!r}."
+            place = f":{line + error.lineno - 1}:{error.colno + (column - 1) * (error.lineno == 1)}"
+            return place, f"not valid JSON: {error.msg}, near {near!r}."
         case RecursionError():
-            return f"{line}: not valid JSON: it is nested too deeply."
+            return f":{line}", "not valid JSON: it is nested too deeply."
         case _:
-            return f"{line}: not valid JSON: {error}."
+            return f":{line}", f"not valid JSON: {error}."

@@ -3,7 +3,7 @@
 Each is a sentence with how many, the first few, and what to change.  Where the numbers come from is not known here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,13 +13,13 @@ Named = Callable[[int], str]
 
 
 def length_remarks(
-    columns: Mapping[str, np.ndarray], seq_length: int, drops_turns: bool, named: Named
+    column: Callable[[str], np.ndarray], seq_length: int, drops_turns: bool, named: Named
 ) -> Iterator[str]:
-    """Of the samples of a dataset, whose ``columns`` are numbers that ``mm.data.gauge.ROW`` has."""
-    dropped, turns, words = (columns[name] for name in ("dropped_tokens", "dropped_turns", "control_words"))
+    """Of the samples of a dataset; ``column`` gives the numbers that ``mm.data.gauge.ROW`` has of each."""
+    dropped, turns, words = map(column, ("num_dropped_tokens", "num_dropped_turns", "num_control_words"))
     shortened = np.flatnonzero(dropped)
     if len(shortened):
-        longest = int((columns["tokens"] + dropped).max())
+        longest = int((column("num_tokens") + dropped).max())
         num_turns = int(turns.sum())
         how = f"lose {num_turns} whole turn{'s' * (num_turns != 1)}" if drops_turns else (
             "are cut by LLaMA-Factory's rule")

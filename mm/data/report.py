@@ -9,8 +9,9 @@ from html import escape
 
 import numpy as np
 
+from mm.errors import MAX_PROBLEMS
+
 _BAR_CHARACTERS = 40
-_MAX_PROBLEMS_IN_TEXT = 20
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Report:
         blocks += [_table_lines(table) for table in self.tables]
         blocks += [_bars(histogram) for histogram in self.histograms]
         blocks.append([f"note: {note}" for note in self.notes])
-        shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:_MAX_PROBLEMS_IN_TEXT]]
+        shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > len(shown):
             shown.append(f"... and {len(self.problems) - len(shown)} more problems")
         blocks.append(shown)

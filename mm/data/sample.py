@@ -3,9 +3,9 @@
 Which formats there are, and what becomes of a sample, is not known here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Inline:
 class Image:
     """A picture.  Bounds of its own, in pixels, take the place of those of the data JSON."""
 
+    kind: ClassVar[str] = "image"
+    placeholder: ClassVar[str] = "<image>"
+    """Marks its place in a text."""
     path: str | Inline
     """It exists on this machine."""
     min_pixels: int | None = None
@@ -34,6 +37,8 @@ class Image:
 class Video:
     """A video.  Settings of its own take the place of those of the data JSON; they are named as qwen-vl-utils does."""
 
+    kind: ClassVar[str] = "video"
+    placeholder: ClassVar[str] = "<video>"
     path: str
     fps: float | None = None
     """Frames to take of a second; not together with ``nframes``."""
@@ -51,6 +56,7 @@ class Video:
 
 
 Media = Image | Video
+KINDS: Mapping[str, type[Media]] = {one.kind: one for one in (Image, Video)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Turn:
     @property
     def text(self) -> str:
         """Its words, with a placeholder for each picture and video."""
-        return "".join(part if isinstance(part, str) else _placeholder(part) for part in self.parts)
+        return "".join(part if isinstance(part, str) else part.placeholder for part in self.parts)
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -83,7 +89,3 @@ class Sample:
     def media(self) -> tuple[Media, ...]:
         """In reading order."""
         return tuple(part for turn in self.turns for part in turn.media)
-
-
-def _placeholder(part: Media) -> str:
-    return IMAGE_PLACEHOLDER if isinstance(part, Image) else VIDEO_PLACEHOLDER

@@ -33,7 +33,7 @@ def order_of(run: Run, lengths: Lengths, dp_rank: int, consumed_samples: int) ->
     deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
     if data.needs_lengths:
         sizes = sizes_of(run.model, lengths)
-        budget = Budget(args.seq_length * micro_batch_size, data.packing_max_patches)
+        budget = budget_of(run)
         if data.packs and data.is_balanced:
             deal = partial(packed_evenly, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit,
                            num_stages=run.num_stages)
@@ -46,6 +46,11 @@ def order_of(run: Run, lengths: Lengths, dp_rank: int, consumed_samples: int) ->
         else:
             stream = bucket_stream(sizes.costs, args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
+
+
+def budget_of(run: Run) -> Budget:
+    """Of one pack."""
+    return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
 def sizes_of(model: ModelConfig, lengths: Lengths) -> Sizes:

@@ -22,7 +22,7 @@ from mm.data.gauge import ROW
 from mm.data.index import Bad, Index
 from mm.data.records import RecordFile
 
-_FORM = 1
+_FORM = 2
 """Goes up when the same words would be read or measured otherwise."""
 _SETTLED_SECONDS = 2.0
 """A file that was changed later than this before it was read may be changed again within one tick of its clock."""
@@ -119,6 +119,11 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def _text(value: Any) -> Callable[[IO[bytes]], Any]:
     return lambda stream: stream.write(json.dumps(value).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """As ``replace_file``, where all of it is there."""
+    replace_file(path, lambda stream: stream.write(content))
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

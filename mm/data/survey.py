@@ -184,4 +184,4 @@ class _Look:
 
 
 def _problem(bad: BadSample) -> Problem:
-    return Problem(bad.where, f"sample {bad.index}: {bad.reason}")
+    return Problem(bad.where, bad.what)

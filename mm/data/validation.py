@@ -18,8 +18,8 @@ from mm.data.gauge import Gauge
 from mm.data.lengths import Lengths
 from mm.data.loader import ReadStep, StepLoader
 from mm.data.order import Step
-from mm.data.pack import Budget, fullest_packs
-from mm.data.sampler import sizes_of
+from mm.data.pack import fullest_packs
+from mm.data.sampler import budget_of, sizes_of
 from mm.parallel.context import deal
 
 
@@ -66,9 +66,8 @@ def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> Step:
     size = run.args.micro_batch_size
     if not run.data.packs:
         return [samples[first : first + size].tolist() for first in range(0, len(samples), size)]
-    budget = Budget(run.args.seq_length * size, run.data.packing_max_patches)
     own = sizes.of(samples)
-    packs = fullest_packs(own.num_tokens, own.num_patches, budget)
+    packs = fullest_packs(own.num_tokens, own.num_patches, budget_of(run))
     return [samples[pack].tolist() for pack in packs]
 
 
@@ -102,7 +101,7 @@ class ValidationReader:
         assert dataset is not None, "asked with the settings"
         return cls(dataset, validation_order(run, dataset.lengths), gauge, run, dp_rank)
 
-    def told(self) -> ValidationPlan:
+    def plan(self) -> ValidationPlan:
         """The same on every rank that owns data."""
         facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()

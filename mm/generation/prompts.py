@@ -8,21 +8,20 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.generate import Asking
-from mm.data.formats import read_sample
+from mm.data.formats import num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
-from mm.data.parts import Parts, parts_of
+from mm.data.parts import parts_of, with_places
 from mm.data.records import RecordFile
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image, Media, Sample, Turn, Video
-from mm.errors import UserError
+from mm.data.sample import Image, Media, Sample, Turn, Video
+from mm.errors import UserError, collected
 
 _ATTRIBUTES = Attributes(system="system")
 """The usual names of columns and roles are found beside these."""
-_ROOT_SETTINGS = ("the path, which begins beside the file of prompts", "--media-roots")
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,18 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
     Raises UserError when the file cannot be read to its end, or holds no record.
     """
-    directory = os.path.dirname(os.path.abspath(path))
-    media = KnownMedia(MediaRoots(directory, tuple(media_roots), _ROOT_SETTINGS))
+    media = KnownMedia(MediaRoots.beside(os.path.abspath(path), tuple(media_roots)))
     prompts: list[Prompt] = []
     problems: list[str] = []
     unreadable: list[str] = []
     file, num_records = RecordFile.open(path), 0
-    for block in file.blocks(unreadable):
-        for raw in file.read_block(block):
-            num_records += 1
-            where = f"{path}:{raw.line}: " if raw.line else f"{path}: record {raw.index}: "
-            try:
-                if raw.problem is not None:
-                    raise UserError(raw.problem.partition(": ")[2] or raw.problem)
-                sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where.removesuffix(": "), True)
-            except UserError as error:
-                problems += [f"{where}prompt {raw.index} {problem}" for problem in error.problems]
-                continue
+    for raw in file.records(unreadable):
+        num_records += 1
+        where = file.where(raw)
+        with collected(problems, f"{where}: prompt {raw.index} "):
+            if raw.problem is not None:
+                raise UserError(raw.problem)
+            sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
             name = raw.value.get("id")
             digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True).encode()).hexdigest()
             prompts.append(Prompt(raw.index, sample, name if isinstance(name, str | int) else None, digest))
@@ -80,22 +74,7 @@ def _conversation(record: Any) -> Any:
         return {**record, "output": "-"}  # which is left out as an answer
     if not isinstance(text := record.get("prompt"), str) or {"messages", "conversations"} & record.keys():
         return record
-    counts = {kind: _count(record, kind) for kind in ("image", "video")}
-    content = with_places(text, counts["image"], counts["video"])
-    return {**record, "messages": [{"role": "user", "content": content}]}
-
-
-def _count(record: dict[str, Any], kind: str) -> int:
-    """How many pictures or videos the columns of a record name."""
-    found = record.get(f"{kind}s") or record.get(kind) or []
-    return len(found) if isinstance(found, list) else 1
-
-
-def with_places(text: str, num_images: int, num_videos: int) -> str:
-    """``text`` with a place for each picture and video: in front, unless it says itself where they stand."""
-    images = "" if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * num_images
-    videos = "" if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * num_videos
-    return images + videos + text
+    return {**record, "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
 
 
 def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_last: bool = False) -> Turn:
@@ -104,21 +83,25 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     ``media_last``: without places in the text they come after it, as in MindSpeed-MM's pipeline.  Raises UserError
     naming each file that is not there, and when there are more or fewer places than files.
     """
-    problems = [f"{kind} {path!r} is no regular file; give the path of a file that is there"
-                for kind, paths in (("image", images), ("video", videos)) for path in paths if not os.path.isfile(path)]
-    placed = with_places(text, len(images), len(videos))
+    given: dict[type[Media], Sequence[str]] = {Image: images, Video: videos}
+    problems = [f"{cls.kind} {path!r} is no regular file; give the path of a file that is there"
+                for cls, paths in given.items() for path in paths if not os.path.isfile(path)]
+    placed = with_places(text, {cls.kind: len(paths) for cls, paths in given.items()})
     if media_last and placed.endswith(text):
         placed = text + placed.removesuffix(text)
     parts = parts_of(placed, "user", "the question", "prompt")
-    for kind, cls, paths in (("image", Image, images), ("video", Video, videos)):
+    for cls, paths in given.items():
         places = sum(isinstance(part, cls) for part in parts)
         if places != len(paths):
-            problems.append(f"the question has {places} <{kind}> but {len(paths)} {kind}s; remove or add some")
+            problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; remove or add "
+                            f"some")
     if not text.strip() and not images and not videos:
         problems.append("the question is empty; give it text, a picture or a video")
     if problems:
         raise UserError(problems)
-    return Turn("user", _filled(parts, images, videos))
+    coming = {cls: iter(paths) for cls, paths in given.items()}
+    return Turn("user", tuple(part if isinstance(part, str) else replace(part, path=next(coming[type(part)]))
+                              for part in parts))
 
 
 def prompt_of(asking: Asking) -> Sample:
@@ -135,10 +118,3 @@ def prompt_of(asking: Asking) -> Sample:
             images, videos = ((path,) if path else () for path in (inference.image_path, inference.video_path))
     asked = question(text, images, videos, media_last=is_theirs)
     return Sample((asked,) if args.system is None else (Turn("system", (args.system,)), asked), "the question")
-
-
-def _filled(parts: Parts, images: Sequence[str], videos: Sequence[str]) -> Parts:
-    coming = {Image: iter(images), Video: iter(videos)}
-    filled: list[str | Media] = [part if isinstance(part, str) else type(part)(next(coming[type(part)]))
-                                 for part in parts]
-    return tuple(filled)

@@ -17,15 +17,12 @@ from mm.data.media import MediaRoots
 from mm.data.sample import Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, collected, refuse
 from mm.scoring.prompts import Form, max_mark, prompt
-from mm.scoring.rules import right_answers
-from mm.scoring.tsv import IMAGE, Cell, Row, Table, read_table
+from mm.scoring.tsv import IMAGE, Cell, Row, Table, listed, read_table
 
 GROUPS = ("split", "l2-category", "category")
 """Columns by which scores are given apart, as VLMEvalKit does."""
 _PATHS = "image_path"
 """The column with paths of pictures, in a file without the other one."""
-ROOT_SETTINGS = ("the path, which begins beside the file of questions", "--media-roots")
-"""What says where pictures are, for messages."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,10 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
                         f"{benchmark.title} asks about pictures.")
     problems: list[str] = []
     items: list[Item] = []
-    num_without = 0
+    num_without, roots = 0, MediaRoots.beside(path, media_roots)
     for row in table.rows:
         with collected(problems, f"{path}:{row.line}: "):
-            pictures = _pictures(table, row, media_roots)
+            pictures = _pictures(table, row, roots)
             num_without += not pictures
             if pictures:
                 items.append(_item(path, row, pictures, benchmark, custom_prompt))
@@ -119,18 +116,17 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     return Items(path, benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
-def _pictures(table: Table, row: Row, media_roots: tuple[str, ...]) -> tuple[Image | Cell, ...]:
+def _pictures(table: Table, row: Row, roots: MediaRoots) -> tuple[Image | Cell, ...]:
     if IMAGE in table.columns or _PATHS not in row.texts:
         return row.pictures
-    roots = MediaRoots(os.path.dirname(table.path) or ".", media_roots, ROOT_SETTINGS)
-    return tuple(Image(roots.find(one, "image")) for one in right_answers(row.texts[_PATHS]))
+    return tuple(Image(roots.find(one, Image.kind)) for one in listed(row.texts[_PATHS]))
 
 
 def _item(path: str, row: Row, pictures: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
     options = {letter: row.texts[letter] for letter in string.ascii_uppercase if letter in row.texts}
     question, is_open = row.texts.get("question", ""), benchmark.form == "marked options" and "A" not in options
     refuse(_problems(row, question, options, is_open, benchmark, len(pictures)))
-    right = right_answers(row.texts["answer"])
+    right = listed(row.texts["answer"])
     asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(pictures))
     return Item(
         row.texts["index"], f"{path}:{row.line}", question,

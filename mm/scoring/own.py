@@ -8,60 +8,50 @@ but the options is added to a user's words.
 """
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.formats import read_sample
+from mm.data.formats import num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
-from mm.data.parts import shown
+from mm.data.parts import shown, with_places
 from mm.data.picture import image_size
 from mm.data.records import Raw, RecordFile
-from mm.data.sample import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Image
-from mm.errors import UserError, collected, refuse
-from mm.scoring.benchmarks import GROUPS, ROOT_SETTINGS, Item, Items
+from mm.data.sample import Image
+from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
+from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
-
-_MAX_PROBLEMS = 20
 
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
     if not Path(path).is_file():
         raise UserError(f"{path}: is no file; expected JSON, JSONL or Parquet with questions and answers.")
-    media = KnownMedia(MediaRoots(str(Path(path).parent), media_roots, ROOT_SETTINGS))
+    media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
-    for raw in _records(path, problems):
-        where = f"{path}:{raw.line}" if raw.line else f"{path}: row {raw.index}"
+    file = RecordFile.open(path)
+    for raw in file.records(problems):
+        where = file.where(raw)
         with collected(problems, f"{where}: "):
+            if raw.problem is not None:
+                raise UserError(raw.problem)
             item = _item(raw, where, rule, media)
             if item.index in items:
                 raise UserError(f"has the index {item.index!r} of {items[item.index].where}; expected indices that "
                                 f"differ.")
             items[item.index] = item
-            for part in item.parts:
+            for part in (*(part for turn in item.earlier for part in turn.parts), *item.parts):
                 if isinstance(part, Image):
                     image_size(part.path)
-        if len(problems) >= _MAX_PROBLEMS:
+        if len(problems) >= MAX_PROBLEMS:
             raise UserError([*problems, f"{path}: reading stopped here; more may be wrong below."])
     refuse(problems)
     if not items:
         raise UserError(f"{path}: has no records; there is nothing to ask.")
     return Items(path, rule, tuple(items.values()))
-
-
-def _records(path: str, problems: list[str]) -> Iterator[Raw]:
-    """All records; one that is no JSON goes into ``problems``."""
-    file = RecordFile.open(path)
-    for block in file.blocks(problems):
-        for raw in file.read_block(block):
-            if raw.problem is None:
-                yield raw
-            else:
-                problems.append(path + raw.problem)
 
 
 def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
@@ -89,18 +79,11 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
                         f"take the rule choice.")
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
-    for kind, placeholder in (("video", VIDEO_PLACEHOLDER), ("image", IMAGE_PLACEHOLDER)):
-        text = text if placeholder in text else placeholder * _num_media(record, kind) + text
     as_sample = {
-        "messages": [{"role": "user", "content": text}],
+        "messages": [{"role": "user", "content": with_places(text, num_media(record))}],
         **{name: record[name] for name in ("image", "images", "video", "videos") if name in record}}
     (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
     return Item(_index(record, raw), where, question, asked.parts, right, options, _groups(record))
-
-
-def _num_media(record: Mapping[str, Any], kind: str) -> int:
-    given = record.get(f"{kind}s") or record.get(kind) or []
-    return len(given) if isinstance(given, list) else 1
 
 
 def _options(given: Any) -> dict[str, str]:

@@ -6,7 +6,6 @@ It needs nothing beside it: pictures are inside, made smaller.
 import base64
 import html
 import io
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from PIL import Image as Pillow
 
 from mm.data.picture import load_image
 from mm.data.report import Report, Table, page
-from mm.data.sample import Image, Media
+from mm.data.sample import Image, Inline, Media
 from mm.scoring.results import Scored
 from mm.scoring.tsv import Cell
 
@@ -30,8 +29,7 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     """The whole page."""
     worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]  # else as in file
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
-    with tempfile.TemporaryDirectory() as folder:
-        shown = "\n".join(_answer(one, Path(folder)) for one in worst)
+    shown = "\n".join(map(_answer, worst))
     body = report(scores, settings).body()
     return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
                 f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>Every answer is right</h2>"))
@@ -67,10 +65,10 @@ def _percent(value: Mapping[str, Any]) -> str:
     return f"{value['score_percent']:.2f} %"
 
 
-def _answer(one: Scored, folder: Path) -> str:
+def _answer(one: Scored) -> str:
     pictures = [part for part in one.item.parts if not isinstance(part, str)]
     more = len(pictures) - _NUM_TOGETHER
-    shown = "".join(_picture(part, folder) for part in pictures[:_NUM_TOGETHER])
+    shown = "".join(map(_picture, pictures[:_NUM_TOGETHER]))
     options = "".join(f"\n{letter}. {text}" for letter, text in one.item.options.items())
     rows = (("question", one.item.question + options), ("answered", one.answer.text or "(nothing)"),
             ("right", " | ".join(one.item.right)), ("score", f"{100 * one.score:.1f} %"),
@@ -81,10 +79,10 @@ def _answer(one: Scored, folder: Path) -> str:
             f"<table>{cells}</table><p></p>")
 
 
-def _picture(part: Media | Cell, folder: Path) -> str:
+def _picture(part: Media | Cell) -> str:
     if not isinstance(part, Image | Cell):
         return f"<p>[video {html.escape(Path(part.path).name)}]</p>"
-    image = load_image(part.path if isinstance(part, Image) else part.write(folder))
+    image = load_image(part.path if isinstance(part, Image) else Inline(part.where, part.content()))
     image.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Pillow.Resampling.LANCZOS)
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=85)

@@ -20,7 +20,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from mm.config.evaluate import Rule
-from mm.data.store import replace_file
+from mm.data.store import write_whole
 from mm.scoring.benchmarks import GROUPS
 from mm.scoring.results import Scored
 
@@ -57,14 +57,13 @@ _FRAME = {
 
 def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[Scored]) -> None:
     """Write all of them; ``model`` and ``dataset`` are its ``evaluation_model`` and ``evaluation_dataset``."""
-    start = f"{model}_{dataset}"
-    hits = {one.item.index: {"hit": int(one.score), "log": _log(one)} for one in found}
     acc = choice_scores(found) if rule == "choice" else word_scores(found)
-    replace_file(folder / f"{start}.xlsx", lambda stream: stream.write(workbook(_predictions(rule, found))))
-    replace_file(folder / f"{start}_acc.xlsx", lambda stream: stream.write(workbook(acc)))
-    replace_file(folder / f"{start}_acc.csv", lambda stream: stream.write(_csv(acc).encode()))
+    files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc), "_acc.csv": _csv(acc).encode()}
     if rule == "choice":
-        replace_file(folder / f"{start}_PREV.json", lambda stream: stream.write(json.dumps(hits, indent=4).encode()))
+        hits = {one.item.index: {"hit": int(one.score), "log": _log(one)} for one in found}
+        files["_PREV.json"] = json.dumps(hits, indent=4).encode()
+    for end, content in files.items():
+        write_whole(folder / f"{model}_{dataset}{end}", content)
 
 
 def _predictions(rule: Rule, found: Sequence[Scored]) -> Cells:

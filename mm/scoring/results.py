@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mm.data.store import replace_file
+from mm.data.store import write_whole
 from mm.errors import UserError, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import SOURCES, chosen_option, score
@@ -140,8 +140,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """At once: whoever reads ``path`` sees the old text or the new one."""
-    replace_file(path, lambda stream: stream.write(text.encode()))
+    """In UTF-8."""
+    write_whole(path, text.encode())
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ VLMEvalKit is open-compass/VLMEvalKit at commit e8e78f0 of August 2026, without 
 Which benchmark uses which rule is not known here.
 """
 
-import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -50,19 +49,6 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
             return anls(answer, right)
         case "relaxed":
             return float(any(is_about(answer, one) for one in right))
-
-
-def right_answers(cell: str) -> tuple[str, ...]:
-    """The right answers in one cell of a table: a list as Python writes it, or a single answer."""
-    text = cell.strip()
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            found = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError):  # an answer that stands in brackets
-            return (cell,)
-        if isinstance(found, list) and found:
-            return tuple(str(one) for one in found)
-    return (cell,)
 
 
 def is_about(answer: str, right: str) -> bool:

@@ -4,6 +4,7 @@ The files go up to gigabytes, nearly all of it pictures; so a pass over the file
 texts, and reads a picture when it is asked for.  What the columns mean is not known here.
 """
 
+import ast
 import base64
 import binascii
 import mmap
@@ -16,15 +17,13 @@ from pathlib import Path
 from mm.data.picture import image_size
 from mm.data.sample import Inline
 from mm.data.spans import UTF8_MARK, not_utf8
-from mm.data.store import replace_file
-from mm.errors import UserError, collected, nearest, refuse
+from mm.data.store import write_whole
+from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
 
 IMAGE = "image"
 """The column with pictures."""
 _LONGEST_INDEX = 64
 """Characters: an image cell with no more names another row, whose pictures are meant.  VLMEvalKit's bound."""
-_MAX_PROBLEMS = 20
-"""As many are told; a file in which every row is wrong says it no better with thousands."""
 _QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
 _ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
 """What browsers write before base64."""
@@ -59,7 +58,7 @@ class Cell:
         content = self.content()
         path = folder / f"{zlib.crc32(content):08x}-{len(content)}"
         if not path.exists():
-            replace_file(path, lambda stream: stream.write(content))
+            write_whole(path, content)
         return str(path)
 
 
@@ -76,7 +75,6 @@ class Row:
 class Table:
     """A whole file."""
 
-    path: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
 
@@ -103,15 +101,15 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
                     raise UserError(f"{path}:{line}: has the index {index!r} of line {rows[index].line}; expected "
                                     f"indices that differ.")
                 rows[index] = row
-            if len(problems) >= _MAX_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS:
                 raise UserError([*problems, f"{path}: reading stopped at line {line}; more may be wrong below it."])
     refuse(problems)
     found = []
     for row in rows.values():
         with collected(problems):
             found.append(_with_pictures(path, row, rows))
-    refuse(problems[:_MAX_PROBLEMS])
-    return Table(path, columns, tuple(found))
+    refuse(problems[:MAX_PROBLEMS])
+    return Table(columns, tuple(found))
 
 
 def _mapped(path: str) -> mmap.mmap:
@@ -206,6 +204,19 @@ def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], da
     for picture, one in zip(pictures, encoded, strict=True):
         image_size(Inline(picture.where, _decoded(one, picture.where)))
     return Row(line, texts, pictures)
+
+
+def listed(cell: str) -> tuple[str, ...]:
+    """The texts in one cell, such as several right answers: a list as Python writes it, or a single text."""
+    text = cell.strip()
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError):  # a text that stands in brackets
+            return (cell,)
+        if isinstance(found, list) and found:
+            return tuple(str(one) for one in found)
+    return (cell,)
 
 
 def _pictures(raw: bytes) -> list[bytes]:

@@ -171,7 +171,7 @@ class Trainer:
         opened = together(mesh, open_data)
         self.progress = replace(self.progress, data=opened and opened.data)
         reader = opened and opened.validation
-        found = all_of((reader.told(),) if reader else (), mesh.control_group)
+        found = all_of((reader.plan(),) if reader else (), mesh.control_group)
         assert len(found) <= 1, "ranks that own data see the same samples"
         self.validation = found[0] if found else None
         if self.validation is not None:

@@ -126,6 +126,7 @@ def test_one_bad_record(opened, tmp_path, name):
         assert len(dataset) == 2 and all(dataset[number].turns[1].text == "Hello" for number in range(2))
         (skipped,) = (one.told() for one in dataset.skipped)
         assert skipped.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample" not in skipped
+        assert dataset.skipped[0].reason[0] != ":", "the place is told once"
         assert len(json.dumps(asdict(dataset.skipped[0]))) < 1000  # so small is a row of the ledger
 
 

@@ -210,13 +210,13 @@ BAD_FILES = {
     "comma and end of file": (f"[{GOOD},\n", "has no final ']'"),
     "two lists": (f"[{GOOD}][{GOOD}]", "expected ',' and an object"),
     "missing comma": (f"[{GOOD} {GOOD}]", "expected ',' and an object"),
-    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", "data.json:2:2: not valid JSON"),
+    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2:2: sample 1 \(counted from 0\): not valid JSON"),
     "cut last line": (f"{GOOD}\n{GOOD[:30]}", "data.json:2:.*not valid JSON"),
     "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' stands twice"),
     "not a number": ('{"messages": NaN}', "NaN is not JSON"),
     "deep": ("[" * 200_000, "nested too deeply"),
     "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
-    "other encoding": ("中文".encode("gbk"), "data.json:1: byte 0x.. is not UTF-8"),
+    "other encoding": ("中文".encode("gbk"), r"data.json:1: sample 0 \(counted from 0\): byte 0x.. is not UTF-8"),
 }
 
 

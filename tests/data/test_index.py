@@ -15,6 +15,7 @@ from mm.data import dataset as dataset_module
 from mm.data import workers
 from mm.data.dataset import Dataset, validation_dataset
 from mm.data.gauge import ROW, Gauge
+from mm.data.index import Checker
 from mm.data.lengths import Lengths
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, data_config, photo
@@ -144,6 +145,23 @@ def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
     photo(60, 60).save(tmp_path / "a.png")
     assert len(Dataset(data, gauge=gauge)) == len(RECORDS) + 1
     assert len(made) == 2
+
+
+def test_bad_records_without_media_are_not_looked_at_again(cached, model_config, tmp_path, monkeypatch):
+    picture = {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}
+    data = cached([*RECORDS, picture, {"messages": [("user", ""), ("assistant", "x")]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    first, looked_at = Dataset(data, True, gauge), []
+    check = Checker.__call__
+
+    def noted(checker, block):
+        looked_at.append(block.first_index)
+        return check(checker, block)
+
+    monkeypatch.setattr(Checker, "__call__", noted)
+    second = Dataset(data, True, gauge)
+    assert second.skipped == first.skipped and [one.index for one in first.skipped] == [5, 6]
+    assert looked_at == [5]
 
 
 def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import chain, count
 
+import psutil
 import pytest
 import torch
 
@@ -111,19 +112,11 @@ def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader
         thread.join()
 
 
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def assert_end(pids):
     deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(is_running, pids))
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_loader):
@@ -132,7 +125,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
     pids = [worker.pid for worker in loader._microbatches._made._workers]
-    assert len(pids) == 2 and all(map(is_running, pids))
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert_end(pids)
     with pytest.raises(StopIteration):

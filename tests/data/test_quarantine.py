@@ -1,19 +1,15 @@
 """Bad samples are listed once, over runs too, and too many of them end the run."""
 
-import json
 from dataclasses import asdict
 
 import pytest
 
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
 from mm.errors import UserError
+from tests.launch import json_lines
 
 BAD = [BadSample("a.json", 10 * number, number, f"id{number}", "x.jpg", f"x.jpg: damaged {number} é")
        for number in range(4)]
-
-
-def rows(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_each_sample_has_one_row_over_epochs_and_runs(tmp_path) -> None:
@@ -24,7 +20,7 @@ def test_each_sample_has_one_row_over_epochs_and_runs(tmp_path) -> None:
     first.add([BAD[0], BAD[1], BAD[0]])
     first.add([BAD[1]])
     Quarantine(100, 0.1, ledger).add([BAD[1], BAD[2]])
-    assert rows(ledger) == [asdict(one) for one in BAD[:3]]
+    assert json_lines(ledger) == [asdict(one) for one in BAD[:3]]
 
 
 def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
@@ -33,7 +29,7 @@ def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
     quarantine.add(BAD[:2])
     with pytest.raises(UserError, match=r"3 of 20 samples cannot be used, more than --max-bad-fraction 0.1 .*ed 2"):
         quarantine.add(BAD[2:3])
-    assert len(rows(tmp_path / LEDGER)) == 3
+    assert len(json_lines(tmp_path / LEDGER)) == 3
 
 
 def test_what_a_killed_run_left_is_read(tmp_path) -> None:
@@ -43,7 +39,7 @@ def test_what_a_killed_run_left_is_read(tmp_path) -> None:
     with open(ledger, "a") as stream:
         stream.write('{"dataset": "a.j')
     Quarantine(100, 0.1, ledger).add([odd, BAD[2]])
-    assert rows(ledger) == [asdict(odd), asdict(BAD[1]), asdict(BAD[2])]
+    assert json_lines(ledger) == [asdict(odd), asdict(BAD[1]), asdict(BAD[2])]
     ledger.write_text("something\n")
     with pytest.raises(UserError, match=r"quarantine.jsonl: is no list of samples"):
         Quarantine(100, 0.1, ledger)

@@ -14,7 +14,7 @@ from mm.data.gauge import Gauge
 from mm.data.tool import main
 from mm.training.preflight import sample_problems
 from tests.data.oracle import photo
-from tests.launch import ROOT
+from tests.launch import ROOT, json_lines
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 LLAVA = [
@@ -105,7 +105,7 @@ def test_convert(inputs: Path, capsys):
     assert convert(inputs, "out.json") == convert(inputs, "out.jsonl") == 0
     assert "2 records; 1 are left out" in capsys.readouterr().out
     records = json.loads((inputs / "out.json").read_text())
-    assert records == [json.loads(line) for line in (inputs / "out.jsonl").read_text().splitlines()]
+    assert records == json_lines(inputs / "out.jsonl")
     assert records[0] == {"images": [f"{inputs}/media/1.png"], "messages": [
         {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "猫"}]}
     assert (records[1]["images"], records[1]["videos"]) == ([], [f"{inputs}/media/v.mp4"])

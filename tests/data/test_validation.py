@@ -9,10 +9,12 @@ import pytest
 from mm.config.run import Run
 from mm.data.loader import ReadStep
 from mm.data.validation import in_between, validation_order
-from tests.data.test_sampler import lengths, run_of  # noqa: F401  (a fixture)
+from tests.data import test_sampler
+from tests.data.test_sampler import lengths
 from tests.tiny import our_config
 
 COUNTS = (1, 7, 8, 13, 100)
+run_of = test_sampler.run_of  # the fixture
 
 
 def with_iters(run: Run, eval_iters: int | None) -> Run:
@@ -28,7 +30,7 @@ def microbatches_of(run: Run, num_samples: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", ["random", "balanced", "packed", "packed evenly, few patches"])
 @pytest.mark.parametrize("num_samples", COUNTS)
 def test_every_sample_once_in_the_same_microbatches_for_any_replicas(
-    run_of: Callable[..., Run], kind: str, num_samples: int  # noqa: F811
+    run_of: Callable[..., Run], kind: str, num_samples: int
 ) -> None:
     expected = microbatches_of(run_of(kind), num_samples)
     assert sorted(one for m in expected for one in m) == list(range(num_samples))
@@ -41,19 +43,19 @@ def test_every_sample_once_in_the_same_microbatches_for_any_replicas(
         assert all(sum(bool(m) for rank in step for m in rank) <= most for step in steps)
 
 
-def test_replicas_share_the_work(run_of: Callable[..., Run]) -> None:  # noqa: F811
+def test_replicas_share_the_work(run_of: Callable[..., Run]) -> None:
     (first, *_) = validation_order(run_of("random", 4), lengths(100)).steps
     assert [sum(map(bool, rank)) for rank in first] != [12, 0, 0, 0] and all(rank[0] for rank in first)
 
 
-def test_chunks_have_a_microbatch_for_each_stage(run_of: Callable[..., Run]) -> None:  # noqa: F811
+def test_chunks_have_a_microbatch_for_each_stage(run_of: Callable[..., Run]) -> None:
     run = replace(run_of("random", 2), model=our_config(((3, 1), (0, 0)), ((0, 0), (1, 3))))
     (step,) = validation_order(run, lengths(3)).steps  # two microbatches
     assert sorted(map(tuple, (m for rank in step for m in rank))) == [(), (), (0, 1), (2,)]
     assert [len(rank) for rank in step] == [2, 2]
 
 
-def test_fewer_batches_are_drawn_and_the_same_each_time(run_of: Callable[..., Run]) -> None:  # noqa: F811
+def test_fewer_batches_are_drawn_and_the_same_each_time(run_of: Callable[..., Run]) -> None:
     run = with_iters(run_of("random"), 2)
     taken = [one for m in microbatches_of(run, 100) for one in m]
     assert len(taken) == len(set(taken)) == 48 and sorted(taken) == taken != list(range(48))

@@ -12,6 +12,7 @@ from torch import Tensor, tensor
 
 from demo import golden
 from demo.run import FULL, PICTURED_ITERATION, PIPELINE, QUICK, TENSOR, DemoError, max_abs_diff
+from tests.launch import json_lines
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metrics(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "logs/metrics.jsonl").read_text().splitlines()]
+    return json_lines(directory / "logs/metrics.jsonl")
 
 
 def test_summary_says_what_was_measured(directory: Path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT, free_port, json_lines
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2
@@ -91,7 +91,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metrics(inputs: Path, device: str, name: str) -> list[dict]:
-    return [json.loads(row) for row in (inputs / device / name / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(inputs / device / name / "logs" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,16 +9,13 @@ from hypothesis import strategies as st
 
 from mm.errors import UserError
 from mm.generation.answers import AnswerFile
+from tests.launch import json_lines
 
 KEYS = {number: f"key {number}" for number in range(10)}
 
 
 def answer(number: int) -> dict:
     return {"number": number, "answer": f"{number} ünï", "key": KEYS[number]}
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @given(order=st.permutations(range(10)), cut_after=st.integers(0, 10), torn=st.integers(0, 30))
@@ -36,7 +32,7 @@ def test_an_interruption_anywhere_changes_nothing(order, cut_after, torn, tmp_pa
     assert again.numbers == set(order[:cut_after])
     again.add(map(answer, order))
     again.close()
-    assert lines(path) == [answer(number) for number in range(10)]
+    assert json_lines(path) == [answer(number) for number in range(10)]
 
 
 def test_a_second_run_waits_its_turn(tmp_path):

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.data.oracle import photo
 from tests.generation.commands import run_commands
-from tests.launch import run_ranks
+from tests.launch import json_lines, run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]
@@ -18,7 +17,7 @@ SHORT = ("--device", "cpu", "--max-new-tokens", "6")
 def write_prompts(directory: Path) -> None:
     """Two of them cannot be asked: a picture is not there, another one is cut off in the middle."""
     photo(84, 56, seed=1).save(directory / "wide.png")
-    Image.fromarray(_noise()).save(directory / "cut.png")
+    photo(84, 84, seed=2).save(directory / "cut.png")
     content = (directory / "cut.png").read_bytes()
     (directory / "cut.png").write_bytes(content[: len(content) // 2])
     records = [{"prompt": f"What is in it, {number}?" + " there" * (number % 5), "image": "wide.png"}
@@ -26,12 +25,6 @@ def write_prompts(directory: Path) -> None:
     records[3]["image"] = "missing.png"
     records[7]["image"] = "cut.png"
     (directory / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def _noise():
-    import numpy as np
-
-    return np.random.default_rng(0).integers(0, 256, (84, 84, 3), dtype=np.uint8)
 
 
 def commands(root: Path) -> dict[str, dict]:
@@ -109,12 +102,8 @@ def test_an_error_of_one_rank_ends_all(root: Path):
                   "--pipeline-model-parallel-size", "2", timeout_seconds=240)
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_file_of_prompts(done: dict, root: Path):
-    answers = lines(root / "whole.jsonl")
+    answers = json_lines(root / "whole.jsonl")
     assert done["whole"]["status"] == 2
     assert [answer["number"] for answer in answers] == GOOD
     assert all(answer["answer"] and answer["question"].startswith("<image>What is in it") for answer in answers)

@@ -4,8 +4,9 @@ import json
 import re
 from pathlib import Path
 
+from mm.config.command_line import flag_name
 from mm.config.evaluate import EVALUATE
-from mm.config.generate import ModelArguments, flag_name
+from mm.config.generate import ModelArguments
 from mm.config.schema import fields_of
 from tests.generation.test_docs import run_commands_of
 from tests.launch import ROOT

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from mm.scoring.rules import right_answers, score
+from mm.scoring.rules import score
+from mm.scoring.tsv import listed
 from tests.generation.commands import run_commands
-from tests.launch import run_ranks
+from tests.launch import json_lines, run_ranks
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.scoring.test_results import ROWS
 from tests.tiny_inputs import write_inputs
@@ -85,18 +86,14 @@ def done(root: Path) -> dict[str, dict[str, Any]]:
     return dict(zip(asked, run_commands(root, list(asked.values())), strict=True))
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_each_benchmark(root, done, name):
     assert done[name]["status"] == 0, done[name]["err"]
     assert sorted(path.name for path in (root / name).iterdir()) == FILES
-    found, scores = lines(root / name / "predictions.jsonl"), json.loads((root / name / "scores.json").read_text())
+    found, scores = json_lines(root / name / "predictions.jsonl"), json.loads((root / name / "scores.json").read_text())
     assert [one["index"] for one in found] == [row["index"] for row in ROWS[name]]
     for one, row in zip(found, ROWS[name], strict=True):
-        right, options = right_answers(row["answer"]), one.get("options", {})
+        right, options = listed(row["answer"]), one.get("options", {})
         assert one["right"] == list(right) and one["score"] == score(scores["rule"], one["prediction"], right, options)
     mean = 100 * sum(one["score"] for one in found) / len(found)
     assert scores["overall"]["score_percent"] == pytest.approx(mean, abs=1e-4)
@@ -106,8 +103,8 @@ def test_each_benchmark(root, done, name):
 
 def test_answers_are_those_of_mm_generate(root, done):
     assert done["own"]["status"] == done["generated"]["status"] == 0
-    assert [one["prediction"] for one in lines(root / "own/predictions.jsonl")] == [
-        one["answer"] for one in lines(root / "own.jsonl")]
+    assert [one["prediction"] for one in json_lines(root / "own/predictions.jsonl")] == [
+        one["answer"] for one in json_lines(root / "own.jsonl")]
 
 
 def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
@@ -159,10 +156,10 @@ def test_bad_questions_are_told_and_results_stay(root, done):
 def test_a_picture_that_is_cut_off_can_be_mended(root, done):
     found = done["cut"]
     assert found["status"] == 2 and f"{root}/changing.tsv:3" in found["err"] and "damaged or cut short" in found["err"]
-    assert [one["number"] for one in lines(root / "changing/answers.jsonl")] == [0]
+    assert [one["number"] for one in json_lines(root / "changing/answers.jsonl")] == [0]
     before = (root / "changing/answers.jsonl").read_bytes()
     (root / "changing.tsv").write_bytes((root / "mended.tsv").read_bytes())
     (again,) = run_commands(root, [{"program": "mm.evaluate", "argv": commands(root)["cut"]["argv"]}])
     assert again["status"] == 0, again["err"]
     assert (root / "changing/answers.jsonl").read_bytes().startswith(before)
-    assert len(lines(root / "changing/predictions.jsonl")) == 2
+    assert len(json_lines(root / "changing/predictions.jsonl")) == 2

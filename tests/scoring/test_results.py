@@ -8,6 +8,7 @@ from mm.errors import UserError
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.results import ANSWERS as ANSWERS_FILE
 from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, write_results
+from tests.launch import json_lines
 from tests.scoring.tables import encoded, write_table
 
 ROWS = {
@@ -91,7 +92,7 @@ def test_scores_by_category_and_split(tmp_path):
 
 def test_predictions_say_everything(tmp_path):
     finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers_of("ai2d"))
-    lines = [json.loads(line) for line in (tmp_path / "out" / PREDICTIONS).read_text().splitlines()]
+    lines = json_lines(tmp_path / "out" / PREDICTIONS)
     assert [line["index"] for line in lines] == ["0", "1", "2"]
     assert lines[0] == {
         "index": "0", "category": "sky", "question": "What?", "options": {"A": "sun", "B": "moon"}, "chosen": "B",

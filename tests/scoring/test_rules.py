@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.scoring.rules import anls, chosen_option, edit_distance, right_answers, score
+from mm.scoring.rules import anls, chosen_option, edit_distance, score
 
 OPTIONS = {"A": "a red cat", "B": "a blue dog", "C": "None of these", "D": "both"}
 
@@ -53,8 +53,8 @@ def test_open_questions_of_mmmu(answer, right, expected):
 
 
 def test_open_questions_with_several_right_answers():
-    assert score("choice", "about .5", right_answers("['1/2', '.5']"), {}) == 1
-    assert score("choice", "about 0.7", right_answers("['1/2', '.5']"), {}) == 0
+    assert score("choice", "about .5", ("1/2", ".5"), {}) == 1
+    assert score("choice", "about 0.7", ("1/2", ".5"), {}) == 0
 
 
 @pytest.mark.parametrize(("answer", "right", "expected"), [
@@ -77,7 +77,7 @@ def test_the_five_percent_are_of_the_right_answer():
 
 
 def test_relaxed_accuracy_takes_any_right_answer():
-    assert score("relaxed", "1000", right_answers("['1,000', '1000']"), {}) == 1
+    assert score("relaxed", "1000", ("1,000", "1000"), {}) == 1
 
 
 @pytest.mark.parametrize(("answer", "right", "expected"), [
@@ -99,15 +99,6 @@ def test_anls(answer, right, expected):
 ])  # fmt: skip
 def test_exact_match(answer, right, expected):
     assert score("exact", answer, right, {}) == expected
-
-
-@pytest.mark.parametrize(("cell", "expected"), [
-    ("14", ("14",)), ("['14']", ("14",)), ("['a', 'b']", ("a", "b")),
-    ('["it\'s"]', ("it's",)), ("[1, 2.5]", ("1", "2.5")),
-    ("[]", ("[]",)), ("[sic]", ("[sic]",)), ("['a'", ("['a'",)), ("(1, 2)", ("(1, 2)",)),
-])  # fmt: skip
-def test_cells_with_several_answers(cell, expected):
-    assert right_answers(cell) == expected
 
 
 @given(st.text("abc", max_size=8), st.text("abc", max_size=8))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mm.data.picture import load_image
 from mm.errors import UserError
-from mm.scoring.tsv import read_table
+from mm.scoring.tsv import listed, read_table
 from tests.scoring.tables import encoded, write_table
 
 ROW = {"index": "0", "image": encoded(0), "question": "What?", "answer": "this"}
@@ -37,6 +37,15 @@ def test_lines_quotes_and_line_ends(tmp_path):
     rows = read_table(str(path), ["index"]).rows
     assert [row.line for row in rows] == [3, 5, 6]
     assert [row.texts["question"] for row in rows] == ['two\r\nlines, "and" quotes', '3" wide', "a b"]
+
+
+@pytest.mark.parametrize(("cell", "expected"), [
+    ("14", ("14",)), ("['14']", ("14",)), ("['a', 'b']", ("a", "b")),
+    ('["it\'s"]', ("it's",)), ("[1, 2.5]", ("1", "2.5")),
+    ("[]", ("[]",)), ("[sic]", ("[sic]",)), ("['a'", ("['a'",)), ("(1, 2)", ("(1, 2)",)),
+])  # fmt: skip
+def test_cells_with_several_texts(cell, expected):
+    assert listed(cell) == expected
 
 
 def test_words_for_nothing_stay_words(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from mm.config.flags import parse
 from mm.training.metrics import MetricsWriter, StepMetrics, log_line
 from mm.training.timeline import TIMED, seconds_key
+from tests.launch import json_lines
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
@@ -78,7 +79,7 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
     for iteration in range(4, 8):
         second.write(replace(STEP, iteration=iteration, loss=9.0))
     second.close()
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(1, 8))
     assert [row["loss"] for row in rows] == [1.25] * 3 + [9.0] * 4
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
