@@ -79,8 +79,7 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
                         f"{Layout.of(placed, tp_size)}; it must have been trained with the same settings and layout.")
     refuse(problems)
     return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
-                  iteration=directory.iteration,
-                  consumed_samples=None if directory.iteration is None else directory.consumed_samples)
+                  iteration=directory.iteration, consumed_samples=directory.consumed_samples)
 
 
 def _open_stated(directory: MindSpeedDirectory) -> Source:

@@ -150,9 +150,9 @@ class MindSpeedDirectory:
 
     @property
     def consumed_samples(self) -> int | None:
-        """How many samples that training had consumed; None where its files don't say."""
+        """How many samples that training had consumed; None for a conversion, and where its files don't say."""
         file = next((file for file in self.files if file.suffix == ".pt"), None)
-        return file and read_consumed_samples(file)
+        return read_consumed_samples(file) if file is not None and self.iteration is not None else None
 
     @property
     def layout(self) -> Layout:

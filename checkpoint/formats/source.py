@@ -299,7 +299,7 @@ def _open_mindspeed(
     directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
     return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
                    storage=directory.storage, is_stated=is_stated, notes=notes, iteration=directory.iteration,
-                   consumed_samples=None if directory.iteration is None else directory.consumed_samples)
+                   consumed_samples=directory.consumed_samples)
 
 
 def _source(
