@@ -50,20 +50,28 @@ def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = 
     """
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
-    if find_kind(path) is Kind.MINDSPEED:
-        directory = MindSpeedDirectory.open(path)
-        source = open_mindspeed(directory, model, layout) if layout and directory.manifest is None else (
-            _open_stated(directory))
+    if layout is not None and find_kind(path) is Kind.MINDSPEED and (
+            directory := MindSpeedDirectory.open(path)).manifest is None:
+        source = open_mindspeed(directory, model, layout)
     else:
-        source = open_trained(path)
+        source = open_stated(path)
     source.check_model(model)
     refuse(_difference(source, model))
     return source
 
 
-def open_trained(path: str | Path) -> Source:
-    """The adapters of a training checkpoint, which says itself what they are."""
-    return open_training(TrainingDirectory.open(path), takes_adapters=True)
+def open_stated(path: str | Path) -> Source:
+    """The adapters of a directory that says itself what they are: a training checkpoint, or a conversion of ours.
+
+    Raises UserError for those in MindSpeed-MM's layout without a manifest, which say nothing.
+    """
+    if find_kind(path) is not Kind.MINDSPEED:
+        return open_training(TrainingDirectory.open(path), takes_adapters=True)
+    directory = MindSpeedDirectory.open(path)
+    if directory.manifest is None:
+        raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them with "
+                        f"mm-convert lora_mm_to_hf, and give that.")
+    return open_mindspeed(directory, None, None)
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
@@ -82,22 +90,12 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
                   iteration=directory.iteration, consumed_samples=directory.consumed_samples)
 
 
-def _open_stated(directory: MindSpeedDirectory) -> Source:
-    if directory.manifest is None:
-        raise UserError(f"{directory.path} has no manifest that says what its adapters are; make a PEFT directory of "
-                        f"them with mm-convert lora_mm_to_hf, and give that.")
-    return open_mindspeed(directory, None, None)
-
-
 def open_beside(path: str | Path, base: ModelConfig) -> Source:
-    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``.
-
-    Raises UserError for those in MindSpeed-MM's layout without a manifest, which say nothing.
-    """
-    if is_peft_directory(path):
-        directory = AdapterDirectory.open(path)
-        return open_adapter(directory, directory.model(base))
-    return _open_stated(MindSpeedDirectory.open(path)) if find_kind(path) is Kind.MINDSPEED else open_trained(path)
+    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``."""
+    if not is_peft_directory(path):
+        return open_stated(path)
+    directory = AdapterDirectory.open(path)
+    return open_adapter(directory, directory.model(base))
 
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_trained
+from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_stated
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
 from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
@@ -51,7 +51,7 @@ def lora_mm_to_hf(
     Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
     """
     if find_kind(mm_dir) is Kind.TRAINING:
-        source = open_trained(mm_dir)
+        source = open_stated(mm_dir)
     else:
         source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
     return export_peft(source, save_hf_dir, base_dir or "")
