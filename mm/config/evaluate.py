@@ -121,8 +121,9 @@ def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -
     """As ``mm.evaluate`` would ask a checkpoint of this training with its ``--mm-data``."""
     questions, benchmark = args.eval_generate_questions, args.eval_generate_benchmark
     assert questions is not None, "checked with the settings"
-    said = EvaluateArguments(
-        load="", mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
+    defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))
+    said = replace(
+        defaults, mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
         max_questions=args.eval_generate_max_questions, max_new_tokens=args.eval_generate_max_new_tokens)
     asking = _with_defaults(Asking(said, None, data, world_size), benchmark)
     return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / "answers"),
