@@ -14,7 +14,7 @@ from demo.stages import Clock, DemoError, run_python, run_script
 QUESTION = "<image>Is this digit even or odd?"
 MAXIMUM_ACCURACY_BEFORE = 0.5
 """Of somebody who guesses: adapters that teach what is known already show nothing."""
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 5e-3
 LORA = ("--lora-target-modules", "all-linear", "--lora-r", "8", "--lora-alpha", "16")
 _MAX_NEW_TOKENS = 8
 _BATCH_SIZE = 60
