@@ -78,9 +78,8 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
             samples.append(_one_picture(name, digits[index]))
     for _ in range(NUM_TWO_PICTURES):
         left, right = rng.sample(train, 2)
-        samples.append(
-            _sample(TWO_PICTURES_QUESTION, f"{digits[left]} and {digits[right]}", images=[names[left], names[right]])
-        )
+        both = f"{digits[left]} and {digits[right]}"
+        samples.append(sample(TWO_PICTURES_QUESTION, both, images=[names[left], names[right]]))
     samples += [_counting(rng.randrange(9)) for _ in range(NUM_TEXT_ONLY)]
     videos = [_video(directory, scans, pool, rng) for pool, count in
               ((train, NUM_VIDEOS), (held_out, NUM_HELD_OUT_VIDEOS)) for _ in range(count)]
@@ -125,7 +124,7 @@ def _video(directory: Path, scans, pool: Sequence[int], rng: random.Random) -> d
             frames.append(picture(scans.images[index]).rotate(0, translate=shift))
     write_video(directory / name, frames)
     first, second = (int(scans.target[index]) for index in shown)
-    return _sample(VIDEO_QUESTION, f"{first} then {second}", videos=[name])
+    return sample(VIDEO_QUESTION, f"{first} then {second}", videos=[name])
 
 
 def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
@@ -144,14 +143,15 @@ def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
 
 
 def _one_picture(name: str, digit: int) -> dict:
-    return _sample(QUESTION, str(digit), images=[name])
+    return sample(QUESTION, str(digit), images=[name])
 
 
 def _counting(number: int) -> dict:
-    return _sample(f"Which digit comes after {number}?", str(number + 1))
+    return sample(f"Which digit comes after {number}?", str(number + 1))
 
 
-def _sample(question: str, answer: str, *, images: Sequence[str] = (), videos: Sequence[str] = ()) -> dict:
+def sample(question: str, answer: str, *, images: Sequence[str] = (), videos: Sequence[str] = ()) -> dict:
+    """In MindSpeed-MM's form; media paths are relative to the JSON file."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "images": images, "videos": videos}
 

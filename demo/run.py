@@ -2,16 +2,16 @@
 
 A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures and in short videos, on two CPU
 processes.  The run is interrupted and goes on under another parallel layout, the result is exported, and
-``transformers`` alone answers questions on held-out pictures and videos with it.  Every training step goes through the
-shell script that a user would run.  The losses of the first steps must be those of ``golden.json``.  With ``--quick``
-only these steps are trained, without the bar on accuracy: a test of the path, not of the learning.
+``transformers`` alone answers questions on held-out pictures and videos with it.  Then adapters beside the export learn
+another question.  Every training step goes through the shell script that a user would run.  The losses of the first
+steps must be those of ``golden.json``.  With ``--quick`` only these steps are trained, and a few of the adapters,
+without the bar on accuracy: a test of the path, not of the learning.
 """
 
 import argparse
 import json
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,14 +20,15 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
-from demo import digits, evaluate, figures, golden, tiny_checkpoint
-from demo.stages import ROOT, DemoError, run_python, run_script
+from demo import digits, evaluate, figures, golden, parity, tiny_checkpoint
+from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
 _MARK = "demo.txt"
 MINIMUM_ACCURACY = 0.95
 MINIMUM_VIDEO_ACCURACY = 0.8
+MINIMUM_PARITY_ACCURACY = 0.9
 PICTURED_ITERATION = 10
 """Its timeline is drawn: past the start, and in the quick run too."""
 MAXIMUM_LOGITS_DIFFERENCE = 1e-3
@@ -47,16 +48,20 @@ class Plan:
     """Held-out samples that are answered; None for all."""
     minimum_accuracy: float
     minimum_video_accuracy: float
+    parity_iters: int
+    """Steps of the adapters' training."""
+    minimum_parity_accuracy: float
+    """With the adapters."""
 
 
 # The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1 % of the highest there.
 FULL = Plan(
     schedule_iters=800, train_iters=760, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
-    minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY,
+    minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY, parity_iters=100, minimum_parity_accuracy=MINIMUM_PARITY_ACCURACY,
 )  # fmt: skip
 QUICK = Plan(
     schedule_iters=FULL.schedule_iters, train_iters=golden.NUM_STEPS, exit_iteration=10, num_held_out=24,
-    minimum_accuracy=0.0, minimum_video_accuracy=0.0,
+    minimum_accuracy=0.0, minimum_video_accuracy=0.0, parity_iters=2, minimum_parity_accuracy=0.0,
 )  # fmt: skip
 
 
@@ -144,17 +149,9 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
         golden.write(first_losses)
     golden_difference = golden.check(first_losses)
 
-    clock.stage("answering held-out pictures and videos with transformers alone")
-    run_python("demo.evaluate", [
-        "--model", str(run.export), "--dataset", str(dataset.held_out),
-        "--answers", str(run / "answers.json"), "--logits", str(run / "logits_transformers.safetensors"),
-    ], run / "evaluate.log")  # fmt: skip
-    clock.stage("comparing logits with the trainer's own")
-    run_python("demo.trainer_logits", [
-        "--model", str(run.export), "--mm-model", str(run.model_json(TENSOR)), "--mm-data", str(run.data_json),
-        "--dataset", str(dataset.held_out), "--logits", str(run / "logits_trainer.safetensors"),
-    ], run / "logits.log")  # fmt: skip
-    difference = max_abs_diff(run / "logits_transformers.safetensors", run / "logits_trainer.safetensors")
+    difference = prove(run, dataset, clock)
+    task = parity.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "parity")
+    learnt = parity.learn(task, plan.parity_iters, clock)
 
     clock.stage("drawing the loss curve and the answers")
     answers, video_answers = read_answers(run, dataset)
@@ -168,6 +165,9 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
         "held_out_video_accuracy": _accuracy(video_answers),
         "num_held_out_videos": len(video_answers),
         "hf_logits_max_abs_diff": difference,
+        "parity_accuracy_before_lora": learnt.before,
+        "parity_accuracy_after_lora": learnt.after,
+        "num_parity_questions": learnt.num_questions,
         "golden_losses_max_rel_diff": golden_difference,
         "final_loss": records[-1]["loss"],
         "train_iters": plan.train_iters,
@@ -177,7 +177,22 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    conclude(run, plan, summary)
+    conclude(run, plan, summary, learnt)
+
+
+def prove(run: Run, dataset: digits.DigitsDataset, clock: Clock) -> float:
+    """Answer with ``transformers`` alone; returns the largest difference of its logits from the trainer's."""
+    clock.stage("answering held-out pictures and videos with transformers alone")
+    run_python("demo.evaluate", [
+        "--model", str(run.export), "--dataset", str(dataset.held_out),
+        "--answers", str(run / "answers.json"), "--logits", str(run / "logits_transformers.safetensors"),
+    ], run / "evaluate.log")  # fmt: skip
+    clock.stage("comparing logits with the trainer's own")
+    run_python("demo.trainer_logits", [
+        "--model", str(run.export), "--mm-model", str(run.model_json(TENSOR)), "--mm-data", str(run.data_json),
+        "--dataset", str(dataset.held_out), "--logits", str(run / "logits_trainer.safetensors"),
+    ], run / "logits.log")  # fmt: skip
+    return max_abs_diff(run / "logits_transformers.safetensors", run / "logits_trainer.safetensors")
 
 
 def prepare(run: Run, plan: Plan) -> digits.DigitsDataset:
@@ -257,7 +272,7 @@ def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
     return max(float((expected[name] - found[name]).abs().max()) for name in expected if name.startswith("logits"))
 
 
-def conclude(run: Run, plan: Plan, summary: dict) -> None:
+def conclude(run: Run, plan: Plan, summary: dict, learnt: parity.Learnt) -> None:
     """Print what was found; DemoError when it is less than the demo promises."""
     difference = summary["hf_logits_max_abs_diff"]
     if difference > MAXIMUM_LOGITS_DIFFERENCE:
@@ -267,27 +282,15 @@ def conclude(run: Run, plan: Plan, summary: dict) -> None:
                              ("videos", video_accuracy, plan.minimum_video_accuracy)):  # fmt: skip
         if found < due:
             raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are due")
+    learnt.check(plan.minimum_parity_accuracy)
     print(
         f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits and {video_accuracy:.1%} of "
         f"{summary['num_held_out_videos']} held-out videos are read right by the exported checkpoint, whose logits "
         f"differ by {difference:.1e} at most from the trainer's.\n"
+        f"{learnt.told()}\n"
         f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'}, "
-        f"{run / 'video_answers.png'}, {run.timeline} and {run / 'summary.json'}."
+        f"{run / 'video_answers.png'}, {run.timeline}, {run / 'parity/after/report.html'} and {run / 'summary.json'}."
     )
-
-
-class Clock:
-    """Announces stages with the time since the start."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def stage(self, what: str) -> None:
-        minutes, seconds = divmod(int(self.seconds()), 60)
-        print(f"[{minutes:02d}:{seconds:02d}] {what}", flush=True)
 
 
 def _clear(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's use of the shell script: one training run as a subprocess, watched through the lines that it prints.
+"""How the demo's stages run: announced with the time, as subprocesses, a training watched through the lines it prints.
 
 Knows the script's variables and the shape of the trainer's log line, and nothing else of the trainer.
 """
@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,20 @@ _NUM_REPORTS = 10  # progress lines of a stage where there is no terminal to dra
 
 class DemoError(RuntimeError):
     """A stage did not do what the demo promises; the message says which and what was seen."""
+
+
+class Clock:
+    """Announces stages with the time since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def stage(self, what: str) -> None:
+        minutes, seconds = divmod(int(self.seconds()), 60)
+        print(f"[{minutes:02d}:{seconds:02d}] {what}", flush=True)
 
 
 def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first: int, last: int) -> None:

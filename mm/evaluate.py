@@ -6,7 +6,7 @@ Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m m
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
     try:
         evaluating = load_evaluating(sys.argv[1:] if argv is None else argv)
-        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
         from mm.generation.source import find
+        from mm.scoring.questions import read_items
 
+        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
         found = find(evaluating.asking)
     except UserError as error:
         return refused(error)
@@ -39,20 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes = (*evaluating.asking.notes, *items.notes, *found.notes)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
     return status_of(lambda: evaluate(evaluating, items, found))
-
-
-def read_items(evaluating: Evaluating) -> "Items":
-    """The questions; raises UserError with everything in their file that cannot be asked or scored."""
-    from mm.scoring.benchmarks import BENCHMARKS, read_benchmark
-    from mm.scoring.own import read_own
-
-    path, args = evaluating.questions, evaluating.asking.args
-    if evaluating.benchmark is None:
-        assert evaluating.rule is not None, "one of the two is given"
-        items = read_own(path, evaluating.rule, args.media_roots)
-    else:
-        items = read_benchmark(path, BENCHMARKS[evaluating.benchmark], evaluating.custom_prompt, args.media_roots)
-    return replace(items, items=items.items[: args.max_questions])
 
 
 def evaluate(evaluating: Evaluating, items: "Items | None", found: "Found") -> int:
@@ -74,7 +61,7 @@ def evaluate(evaluating: Evaluating, items: "Items | None", found: "Found") -> i
 
     mesh = parallel.start(device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes)
     with Watchdog(mesh, None):
-        session = Session(evaluating.asking, found, device, mesh)
+        session = Session.open(evaluating.asking, found, device, mesh)
         settings = _settings(evaluating, session, found)
         on_first(mesh, lambda: check_settings(Path(evaluating.output), settings))
         answers = str(Path(evaluating.output) / ANSWERS)
@@ -104,22 +91,20 @@ def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
     assert items is not None, "rank 0 has read them"
     folder = Path(evaluating.output) / _PICTURES
     folder.mkdir(exist_ok=True)
-    samples = (item.as_prompt(folder) for item in items.items)
-    return [Prompt(number, sample, items.items[number].index, digest)
-            for number, (sample, digest) in enumerate(samples)]
+    return [Prompt(number, sample, index, digest)
+            for number, (index, sample, digest) in enumerate(items.as_prompts(folder))]
 
 
 def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, Any]) -> None:
     """Write scores, page and files, and tell the scores."""
-    from mm.scoring.benchmarks import BENCHMARKS
     from mm.scoring.page import report, results_page
     from mm.scoring.peer_files import write_peer_files
-    from mm.scoring.results import write_results, write_text
+    from mm.scoring.questions import title_of
+    from mm.scoring.results import ANSWERS, read_answers, write_results, write_text
 
     assert items is not None, "rank 0 has read them"
     folder = Path(evaluating.output)
-    title = BENCHMARKS[evaluating.benchmark].title if evaluating.benchmark else Path(evaluating.questions).name
-    found, scores = write_results(folder, items, title)
+    found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))
     write_text(folder / PAGE, results_page(scores, settings, found))
     if evaluating.peer_model is not None:
         write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)

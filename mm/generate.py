@@ -46,7 +46,7 @@ def answer(asking: Asking, found: "Found") -> int:
 
     mesh = parallel.start(device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes)
     with Watchdog(mesh, None):
-        session = Session(asking, found, device, mesh)
+        session = Session.open(asking, found, device, mesh)
         if args.prompts is not None and args.output is not None:
             path, roots = args.prompts, args.media_roots
             FileOfPrompts(session, lambda: read_prompts(path, roots), args.output, args.batch_size).answer()

@@ -1,24 +1,24 @@
-"""What ``python -m mm.evaluate`` is asked: its flags, and MindSpeed-MM's ``evaluate_*.json``."""
+"""What ``python -m mm.evaluate`` is asked: its flags, and MindSpeed-MM's ``evaluate_*.json``; and what a model in
+training is asked in the same way.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
+from mm.config.data import DataConfig
+from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
 from mm.config.schema import STRICT, Count, Read
 from mm.errors import nearest, refuse
-
-BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
-Rule = Literal["choice", "exact", "anls", "relaxed"]
-"""How an answer is scored; ``mm.scoring.rules`` says what each is."""
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {
     "ai2d_test": "ai2d", "chartqa_test": "chartqa", "docvqa_val": "docvqa", "mmmu_dev_val": "mmmu"}
@@ -115,6 +115,19 @@ def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.env
         custom_prompt=args.use_custom_prompt or (file is not None and file.evaluation_dataset is not None and
                                                  file.use_custom_prompt),
         peer_model=args.evaluation_model or (file and file.evaluation_model))
+
+
+def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -> Evaluating:
+    """As ``mm.evaluate`` would ask a checkpoint of this training with its ``--mm-data``."""
+    questions, benchmark = args.eval_generate_questions, args.eval_generate_benchmark
+    assert questions is not None, "checked with the settings"
+    defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))
+    said = replace(
+        defaults, mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
+        max_questions=args.eval_generate_max_questions, max_new_tokens=args.eval_generate_max_new_tokens)
+    asking = _with_defaults(Asking(said, None, data, world_size), benchmark)
+    return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / "answers"),
+                      custom_prompt=False, peer_model=None)
 
 
 def _benchmark(name: str) -> BenchmarkName | None:

@@ -30,6 +30,9 @@ from mm.config.schema import (
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
 DeviceName = Literal["auto", "npu", "cuda", "cpu"]
+BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
+Rule = Literal["choice", "exact", "anls", "relaxed"]
+"""How an answer is scored; ``mm.scoring.rules`` says what each is."""
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
@@ -106,6 +109,16 @@ class Arguments:
         False, description="keep the checkpoint of the least validation loss in best below --save, beside the others")
     early_stopping_patience: Count | None = Field(
         None, description="validations in a row without a new least loss after which training ends; absent = never")
+    eval_generate_interval: Count | None = Field(None, description=(
+        "steps between scorings of what the model answers; there is one after the last step too; absent = none"))
+    eval_generate_questions: str | None = Field(None, description=(
+        "what it is asked: OpenCompass's TSV file of a benchmark, or your own JSON, JSONL or Parquet file"))
+    eval_generate_rule: Rule | None = Field(None, description="how answers to your own questions are scored")
+    eval_generate_benchmark: BenchmarkName | None = Field(None, description="whose questions these are")
+    eval_generate_max_questions: Count | None = Field(
+        None, description="ask so many from the beginning of the file; absent = all")
+    eval_generate_max_new_tokens: Count | None = Field(
+        None, description="most tokens of an answer; absent = as mm.evaluate has it")
 
     # What is trained
     freeze_modules: Patterns = Field((), description=(

@@ -1,4 +1,6 @@
-"""Rules and notes between the settings of validation, and of the programs that show how a run goes."""
+"""Rules and notes between the settings of validation, of the questions that a model in training is asked, and of the
+programs that show how a run goes.
+"""
 
 from collections.abc import Iterator
 
@@ -18,6 +20,31 @@ def validates(args: Arguments, data: DataConfig) -> bool:
 def is_due(args: Arguments, iteration: int) -> bool:
     """Whether a validation follows this step.  Nothing before it counts, so a resumed run keeps the interval."""
     return iteration % args.eval_interval == 0 or iteration == args.train_iters
+
+
+def asks(args: Arguments, iteration: int) -> bool:
+    """Whether the model answers questions after this step, as ``is_due`` counts."""
+    interval = args.eval_generate_interval
+    return interval is not None and (iteration % interval == 0 or iteration == args.train_iters)
+
+
+def question_problems(args: Arguments) -> Iterator[str]:
+    """What is missing for questions, or said of them where none are asked."""
+    questions = args.eval_generate_questions
+    given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]
+    if args.eval_generate_interval is None and given:
+        yield (f"{', '.join(given)}: nothing is asked without --eval-generate-interval; add it, the number of steps "
+               f"between scorings, or leave the others out")
+    if args.eval_generate_interval is not None and questions is None:
+        yield (f"--eval-generate-interval is {args.eval_generate_interval}, but --eval-generate-questions is missing: "
+               f"the file that mm.evaluate takes as --questions; add it, or leave the interval out")
+    rules = [args.eval_generate_rule, args.eval_generate_benchmark]
+    if questions is not None and None not in rules:
+        yield ("--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so "
+               "keep one")
+    if questions is not None and rules == [None, None]:
+        yield ("--eval-generate-questions needs --eval-generate-benchmark, whose questions these are, or "
+               "--eval-generate-rule, how answers to your own are scored")
 
 
 def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:

@@ -46,7 +46,8 @@ class MediaRoots:
     def beside(cls, file: str, others: tuple[str, ...]) -> "MediaRoots":
         """Those of a file of questions or prompts: its own folder, and what ``--media-roots`` names."""
         return cls(os.path.dirname(file) or ".", others,
-                   ("the path, which begins beside the file that names it", "--media-roots"))
+                   ("the path, which begins beside the file that names it",
+                    "--media-roots, or of a training in media_roots of the data JSON"))
 
     @cached_property
     def _real(self) -> tuple[str, ...]:

@@ -35,6 +35,40 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
+def in_batches(
+    session: Session, prompts: Sequence[Prompt], batch_size: int
+) -> tuple[list[tuple[Prompt, ...]], list[str]]:
+    """Those that can be asked, and what is wrong with the others; on rank 0."""
+    lengths: list[int] = []
+    ready: list[Prompt] = []
+    problems: list[str] = []
+    for prompt in prompts:
+        try:
+            lengths.append(session.length(prompt))
+            ready.append(prompt)
+        except UserError as error:
+            problems += error.problems
+    return [tuple(ready[number] for number in batch) for batch in by_length(lengths, batch_size)], problems
+
+
+def answer_batches(
+    session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Told]], None]
+) -> list[str]:
+    """Deal ``batches`` to the replicas, one to each at a time; ``keep`` is given their answers on rank 0.
+
+    Every rank calls it.  Returns what is wrong with prompts that have no answer, on rank 0.
+    """
+    mesh = session.mesh
+    problems: list[str] = []
+    for first in range(0, len(batches), mesh.dp_size):
+        number = first + mesh.dp_rank
+        told, found = session.respond(batches[number] if number < len(batches) else ())
+        everything = gather(mesh, (told, found if mesh.owns_data else ()))
+        on_first(mesh, lambda everything=everything: keep([one for told, _ in everything for one in told]))
+        problems += [problem for _, some in everything for problem in some]
+    return problems
+
+
 class FileOfPrompts:
     """Prompts that are known beforehand, and the file of their answers, which rank 0 alone opens."""
 
@@ -45,39 +79,25 @@ class FileOfPrompts:
 
     def answer(self) -> None:
         """Every rank calls it.  Raises AgreedError at the end with what is wrong with prompts that have no answer."""
-        session, mesh = self._session, self._session.mesh
+        mesh = self._session.mesh
         plan = on_first(mesh, self._plan)
-        problems = list(plan.problems)
-        for first in range(0, len(plan.batches), mesh.dp_size):
-            number = first + mesh.dp_rank
-            batch = plan.batches[number] if number < len(plan.batches) else ()
-            told, found = session.respond(batch)
-            everything = gather(mesh, (told, found if mesh.owns_data else ()))
-            on_first(mesh, lambda everything=everything: self._write([one for told, _ in everything for one in told]))
-            problems += [problem for _, some in everything for problem in some]
+        problems = [*plan.problems, *answer_batches(self._session, plan.batches, self._write)]
         found = on_first(mesh, lambda: self._close(problems))
         if found:
             raise AgreedError(found)
 
     def _plan(self) -> Plan:
         prompts, problems = self._read()
-        lengths: list[int] = []
-        ready: list[Prompt] = []
-        for prompt in prompts:
-            try:
-                lengths.append(self._session.length(prompt))
-                ready.append(prompt)
-            except UserError as error:
-                problems += error.problems
+        batches, more = in_batches(self._session, prompts, self._batch_size)
         self._answers = AnswerFile(self._output, {one.number: self._session.key(one) for one in prompts})
-        batches = [[ready[number] for number in batch] for batch in by_length(lengths, self._batch_size)]
         done = self._answers.numbers
         left = [batch for batch in batches if any(prompt.number not in done for prompt in batch)]
         if done:
             _say(f"{self._output} has {len(done)} answers already")
-        if problems:
-            _say(f"{len(prompts) - len(ready)} prompts cannot be asked; the end of this run says why")
-        return Plan(tuple(map(tuple, left)), tuple(problems))
+        if problems or more:
+            num_ready = sum(map(len, batches))
+            _say(f"{len(prompts) - num_ready} prompts cannot be asked; the end of this run says why")
+        return Plan(tuple(left), (*problems, *more))
 
     def _write(self, told: Sequence[Told]) -> None:
         assert self._answers is not None, "rank 0 has opened it"

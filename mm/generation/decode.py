@@ -80,6 +80,7 @@ class Answerer:
                     listen(slot.answer)
             going_on = [number for number, slot in enumerate(slots) if slot.answer.ended is None]
             if not going_on:
+                self._caches, self._was_there = {}, None
                 return answers
             if 2 * len(going_on) <= len(slots):  # those that have ended cost as much as the others
                 slots = [slots[number] for number in going_on]
@@ -95,7 +96,7 @@ class Answerer:
             if spec.stage != self._mesh.pp_rank:
                 continue
             chunk = self._stage.chunks[spec.chunk]
-            inputs = chunk.prepare(microbatch, None)
+            inputs = chunk.prepare(microbatch, None, is_whole=True)
             if inputs.language is not None:
                 caches = self._caches[spec.chunk].during(places)
                 inputs = replace(inputs, language=replace(inputs.language, caches=caches))

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mm.batch import Microbatch
+from mm.config.data import DataConfig
 from mm.config.generate import Asking, Decoding
+from mm.config.model import LanguageConfig, ModelConfig
 from mm.data.encode import SampleEncoder
 from mm.device.device import Device
 from mm.errors import UserError, nearest, refuse
@@ -39,28 +41,58 @@ class Told:
     """With the one that ended it."""
 
 
+def read_encoder(media: DataConfig, model: ModelConfig, mesh: Mesh) -> SampleEncoder | None:
+    """On owners.  Raises UserError, the same on every rank."""
+    most = model.language.max_position_embeddings
+    return together(mesh, lambda: SampleEncoder.from_config(media, model, most) if mesh.owns_data else None)
+
+
+def with_stop_tokens(
+    decoding: Decoding, words: Sequence[str], encoder: SampleEncoder | None, language: LanguageConfig, mesh: Mesh
+) -> Decoding:
+    """With the ids of ``words``, which are tokens or ids, in place of its own ones; without any, the token that ends
+    turns.  Raises UserError, the same on every rank."""
+
+    def find() -> tuple[int, ...]:
+        assert encoder is not None, "rank 0 owns data"
+        vocabulary = encoder.chat.tokenizer.get_vocab()
+        found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
+        most = language.vocab_size
+        refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
+               f"{most}" for word, one in zip(words, found, strict=True) if one is None or one >= most)
+        named = tuple(one for one in found if one is not None)
+        return named or decoding.stop_token_ids or (vocabulary["<|im_end|>"],)
+
+    return replace(decoding, stop_token_ids=on_first(mesh, find))
+
+
 class Session:
     """The model, its tokenizer, and how tokens are chosen."""
 
-    def __init__(self, asking: Asking, found: Found, device: Device, mesh: Mesh) -> None:
+    def __init__(
+        self, stage: Stage, mesh: Mesh, encoder: SampleEncoder | None, media: DataConfig, decoding: Decoding,
+        weights: str = "", precision: str = "",
+    ) -> None:
+        """``stage`` has its weights.  ``encoder``: of ``read_encoder``; ``decoding``: of ``with_stop_tokens``.
+
+        ``weights``, their fingerprint, and their ``precision`` are for ``key``.
+        """
+        self.stage, self.mesh, self._encoder = stage, mesh, encoder
+        self.media, self.decoding, self._weights, self._precision = media, decoding, weights, precision
+        self._language = stage.model.language
+        self._answerer = Answerer(stage, mesh, decoding)
+
+    @classmethod
+    def open(cls, asking: Asking, found: Found, device: Device, mesh: Mesh) -> "Session":
         """Build this rank's part and read its weights.  Raises UserError, the same on every rank."""
-        self.mesh, self._found, self._precision = mesh, found, asking.args.precision
-        self.media = asking.media_config(found.directory)
-        model = found.model
-
-        def read() -> SampleEncoder | None:
-            most = model.language.max_position_embeddings
-            return SampleEncoder.from_config(self.media, model, most) if mesh.owns_data else None
-
-        self._encoder = together(mesh, read)
-        words = asking.args.stop_tokens
-        stop_token_ids = on_first(mesh, lambda: self._stop_tokens(words, found.decoding.stop_token_ids))
-        self.decoding: Decoding = replace(found.decoding, stop_token_ids=stop_token_ids)
-        self.stage = Stage(model, mesh, asking.args.precision, device)
-        load.fill(self.stage, [one for one in self.stage.weights if not one.is_adapter], found.source, mesh)
+        args, model, media = asking.args, found.model, asking.media_config(found.directory)
+        encoder = read_encoder(media, model, mesh)
+        decoding = with_stop_tokens(found.decoding, args.stop_tokens, encoder, model.language, mesh)
+        stage = Stage(model, mesh, args.precision, device)
+        load.fill(stage, [one for one in stage.weights if not one.is_adapter], found.source, mesh)
         if found.adapters is not None:
-            load.fill(self.stage, saved_among(self.stage.weights, model), found.adapters, mesh)
-        self._answerer = Answerer(self.stage, mesh, self.decoding)
+            load.fill(stage, saved_among(stage.weights, model), found.adapters, mesh)
+        return cls(stage, mesh, encoder, media, decoding, found.fingerprint, args.precision)
 
     @property
     def encoder(self) -> SampleEncoder:
@@ -78,7 +110,7 @@ class Session:
         return self._fitting(prompt, self.encoder.prompt_length(prompt.sample))
 
     def _fitting(self, prompt: Prompt, num_tokens: int) -> int:
-        most = self._found.model.language.max_position_embeddings
+        most = self._language.max_position_embeddings
         if num_tokens >= most:
             raise UserError(f"{prompt.sample.source}: has {num_tokens} tokens, but the model has positions for {most}, "
                             f"the answer included; shorten it, or lower --image-max-pixels")
@@ -86,8 +118,7 @@ class Session:
 
     def key(self, prompt: Prompt) -> str:
         """Another one where the prompt, the weights or the settings are other ones."""
-        facts = [prompt.digest, self._found.fingerprint, asdict(self.decoding), asdict(self.media),
-                 self._precision]
+        facts = [prompt.digest, self._weights, asdict(self.decoding), asdict(self.media), self._precision]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
     def respond(
@@ -121,7 +152,7 @@ class Session:
             whole, numbers, problems = self._encoded(prompts)
             pixels = None if whole is None else whole.pixel_values
         outcome: list[Any] = [None if whole is None else replace(whole, pixel_values=None), numbers, tuple(problems)]
-        if mesh.tp_size * mesh.pp_size > 1:
+        if mesh.replica_group.size() > 1:
             dist.broadcast_object_list(outcome, src=mesh.replica_owner, group=mesh.replica_group)
         light, numbers, found = outcome
         if light is None or not light.image_grids:
@@ -129,7 +160,7 @@ class Session:
         (group,) = mesh.pixel_groups
         if group is not None:
             if pixels is None:
-                shape = (light.num_patches, self._found.model.vision.patch_elements)
+                shape = (light.num_patches, self.stage.model.vision.patch_elements)
                 pixels = torch.empty(shape, dtype=torch.uint8)
             dist.broadcast(pixels, src=mesh.replica_owner, group=group)
         return replace(light, pixel_values=pixels if self.stage.has_patch_embedding else None), numbers, found
@@ -147,12 +178,3 @@ class Session:
         ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does
         whole = Microbatch.join(one for _, one in ready) if ready else None
         return whole, [number for number, _ in ready], problems
-
-    def _stop_tokens(self, words: Sequence[str], ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids of the ``words``, which are tokens or ids; without any ``ids``, else the token that ends turns."""
-        vocabulary = self.encoder.chat.tokenizer.get_vocab()
-        found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
-        most = self._found.model.language.vocab_size
-        refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
-               f"{most}" for word, one in zip(words, found, strict=True) if one is None or one >= most)
-        return tuple(one for one in found if one is not None) or ids or (vocabulary["<|im_end|>"],)

@@ -66,7 +66,7 @@ def find(asking: Asking) -> Found:
     model, notes = placed(stated or source.model, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
                           asking.world_size)
     refuse(hf_problems(model.base, directory, args.mm_model or args.load))
-    decoding = asking.decoding(_settings(source, directory))
+    decoding = asking.decoding(settings_in(source.path, Path(directory)))
     return Found(source, adapters, model, directory, decoding, (*source.notes, *notes))
 
 
@@ -87,9 +87,9 @@ def _model_of(directory: str | None) -> ModelConfig | None:
     return model_from_hf(read_json(path).root) if path is not None and path.is_file() else None
 
 
-def _settings(source: Source, directory: str) -> GenerationSettings:
-    """What ``generation_config.json`` says, beside the weights or else beside the tokenizer."""
-    for folder in (source.path, Path(directory)):
+def settings_in(*folders: Path) -> GenerationSettings:
+    """What ``generation_config.json`` says in the first of ``folders`` that has one."""
+    for folder in folders:
         if (folder / "generation_config.json").is_file():
             return read_generation(folder / "generation_config.json")
     return GenerationSettings()

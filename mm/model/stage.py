@@ -6,7 +6,7 @@ only computes.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -27,6 +27,7 @@ from mm.model.lora import attach
 from mm.model.loss import LossInputs, loss_inputs
 from mm.model.vision import Projector, VisionEncoder, VisionInputs, features_of, last_output, vision_inputs
 from mm.parallel.activity import Journal, Work
+from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.weights.memory import memory_shape
@@ -102,23 +103,27 @@ class Chunk(nn.Module):
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
     def prepare(
-        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False
+        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False,
+        is_whole: bool = False,
     ) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
         ``totals`` may be None where no loss is wanted.  ``dropout_seed``: as ``StepPlan`` has it.  ``sums``: the loss
-        is the sum over the microbatch's targets.
+        is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context parallelism divides this
+        microbatch, though they divide others.
         """
-        spec, model, device, cut_group = self.spec, self.model, self.device, self.cut_group
-        share = self.context.share(microbatch) if self.context.size > 1 else None
+        spec, model, device = self.spec, self.model, self.device
+        cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (
+            self.cut_group, self.context)
+        share = context.share(microbatch) if context.size > 1 else None
         vision = embedding = language = loss = None
-        grids, to_keep = self.context.image_grids(microbatch), ()
+        grids, to_keep = context.image_grids(microbatch), ()
         if grids and spec.vision_layers and (spec.has_projector or not microbatch.skips_vision):
-            pixels = self._pixels(microbatch) if spec.has_patch_embedding else None
+            pixels = self._pixels(microbatch, context) if spec.has_patch_embedding else None
             features = None if microbatch.features is None else (
                 device.copy(microbatch.features).view(self.config.params_dtype))
             keys = None if dropout_seed is None else patch_keys(
-                microbatch, self.context.images(microbatch), model.visual_token_ids, dropout_seed)
+                microbatch, context.images(microbatch), model.visual_token_ids, dropout_seed)
             vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
             to_keep = self._images_to_keep(microbatch)
         if spec.has_embedding:
@@ -141,13 +146,13 @@ class Chunk(nn.Module):
                        for image in self.context.images(microbatch))
         return images if any(key for key, _ in images) else ()
 
-    def _pixels(self, microbatch: Microbatch) -> Tensor | None:
+    def _pixels(self, microbatch: Microbatch, context: Context) -> Tensor | None:
         """The bytes of its images go to the device and become numbers there."""
         if microbatch.pixel_values is None:
             return None
         bytes_here, rows, start = self.device.copy(microbatch.pixel_values), [], 0
         rules = [(microbatch.normalisations[image], math.prod(microbatch.image_grids[image]))
-                 for image in self.context.images(microbatch)]
+                 for image in context.images(microbatch)]
         for rule, some in groupby(rules, key=lambda one: one[0]):
             stop = start + sum(num_patches for _, num_patches in some)
             constants = self.device.copy(rule.constants())

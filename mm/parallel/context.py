@@ -60,10 +60,12 @@ class Context:
     group: dist.ProcessGroup
     is_ring: bool = False
     """Keys and values go around, and tokens are divided in a zigzag; else heads are exchanged for tokens (Ulysses)."""
+    is_alone: bool = False
+    """This rank has whole microbatches, whatever other ranks have."""
 
     @property
     def size(self) -> int:
-        return self.group.size()
+        return 1 if self.is_alone else self.group.size()
 
     @property
     def rank(self) -> int:

@@ -5,7 +5,7 @@ Ranks are laid out as in Megatron: tensor parallel fastest, then context paralle
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -91,6 +91,25 @@ def start(
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
     return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features)
+
+
+def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
+    """``mesh`` for answers beside a training, whose data thread uses the other groups: with groups of its own, and with
+    ranks of the context axis that all do the same.
+
+    Every rank calls it.  ``has_patch_embedding``: of this rank.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    places: list[tuple[int, bool]] = [(0, False)] * mesh.world_size
+    dist.all_gather_object(places, (mesh.replica_owner, has_patch_embedding), group=mesh.control_group)
+    owners = sorted({owner for owner, _ in places})
+    replicas = [[rank for rank, (own, _) in enumerate(places) if own == owner] for owner in owners]
+    pixels = [[rank for rank in ranks if rank == owner or places[rank][1]]
+              for owner, ranks in zip(owners, replicas, strict=True)]
+    replica_group = _my_group(replicas, timeout, "gloo")
+    assert replica_group is not None, "of every rank"
+    return replace(mesh, context=replace(mesh.context, is_alone=True), replica_group=replica_group,
+                   pixel_groups=_groups_of_several([pixels], timeout))
 
 
 def build_mesh(

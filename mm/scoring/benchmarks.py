@@ -92,6 +92,11 @@ class Items:
     notes: tuple[str, ...] = ()
     headline_split: str | None = None
 
+    def as_prompts(self, folder: Path) -> Iterator[tuple[str, Sample, str]]:
+        """Index, and what ``Item.as_prompt`` gives, of each."""
+        for item in self.items:
+            yield item.index, *item.as_prompt(folder)
+
 
 def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_roots: tuple[str, ...] = ()) -> Items:
     """Read the TSV file of a benchmark.  Raises UserError with everything in it that cannot be asked or scored."""

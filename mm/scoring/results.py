@@ -68,9 +68,11 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         write_json(path, settings)
 
 
-def write_results(folder: Path, items: Items, title: str) -> tuple[list[Scored], dict[str, Any]]:
-    """Score the answers in ``folder``, which has one to every item; write predictions and scores, and return both."""
-    found = scored(items, read_answers(folder / ANSWERS))
+def write_results(
+    folder: Path, items: Items, title: str, answers: Mapping[int, Answer]
+) -> tuple[list[Scored], dict[str, Any]]:
+    """Score ``answers``, of which there is one to every item; write predictions and scores, and return both."""
+    found = scored(items, answers)
     scores = summary(items, title, found)
     write_text(folder / PREDICTIONS, "".join(_line(one.line()) for one in found))
     write_json(folder / SCORES, scores)

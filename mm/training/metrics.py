@@ -70,6 +70,33 @@ class ValidationMetrics:
     best_iteration: int
 
 
+@dataclass(frozen=True)
+class ScoreMetrics:
+    """Everything reported of the answers to one set of questions."""
+
+    iteration: int
+    """After which."""
+    consumed_samples: int
+    validation_score_percent: float
+    num_questions: int
+    """That count in it."""
+    num_cut_answers: int
+    """Of all questions: they became too long."""
+    answer_seconds: float
+
+
+def score_line(found: ScoreMetrics, benchmark: str) -> str:
+    """As ``validation_line``."""
+    fields = [
+        f"validation score at iteration {found.iteration}",
+        f"{benchmark}: {found.validation_score_percent:.2f} %",
+        f"questions: {found.num_questions}",
+        f"cut answers: {found.num_cut_answers}",
+        f"elapsed time (ms): {1000 * found.answer_seconds:.1f}",
+    ]
+    return f" {' | '.join(fields)} |"
+
+
 def validation_line(found: ValidationMetrics) -> str:
     """One line in the shape of Megatron's."""
     loss = math.nan if found.validation_loss is None else found.validation_loss
@@ -167,6 +194,11 @@ class MetricsWriter:
         """Store and print one validation: a row of its own, after that of its step."""
         self._store(asdict(found), "validation_loss")
         print(validation_line(found), flush=True)
+
+    def write_score(self, found: ScoreMetrics, benchmark: str) -> None:
+        """The same of the answers to the questions of ``benchmark``."""
+        self._store(asdict(found), "validation_score_percent")
+        print(score_line(found, benchmark), flush=True)
 
     def _store(self, row: Mapping[str, Any], *shown: str) -> None:
         """``shown``: what trackers are given, where it is known."""

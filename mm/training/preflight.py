@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
@@ -16,6 +17,7 @@ from checkpoint.formats.hf_config import hf_problems
 from checkpoint.formats.source import Kind, find_kind
 from checkpoint.formats.training import LATEST_FILE, Manifest, find_checkpoint
 from mm.config.command_line import flag_name
+from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
 from mm.data.contents import TrainedOn, changed
@@ -24,6 +26,7 @@ from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
 from mm.data.sample import Image
 from mm.errors import UserError, collected
+from mm.scoring.questions import read_items
 from mm.training.sources import open_start
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
@@ -84,6 +87,30 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
         again = run.data.overwrite_cache and run.data.val_dataset is not None
         validation_dataset(replace(run.data, overwrite_cache=again), skips_bad, gauge, run.args.seed)
     return list(dict.fromkeys(problems))
+
+
+def question_problems(run: Run, notes: list[str]) -> list[str]:
+    """Everything that keeps the questions for the model in training from being asked or scored; adds to ``notes`` what
+    is strange in their file.
+
+    Reads all their pictures: of a small set it takes seconds, and one that fails later ends the training.
+    """
+    problems: list[str] = []
+    path, most = run.args.eval_generate_questions, run.model.language.max_position_embeddings
+    if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
+        return problems  # what is not there is another problem
+    asked = evaluating_in_training(run.args, run.data, run.world_size)
+    with collected(problems), TemporaryDirectory() as folder:
+        items = read_items(asked)
+        notes += items.notes
+        encoder = SampleEncoder.from_config(asked.asking.media_config(run.data.model_name_or_path), run.model, most)
+        for _, sample, _ in items.as_prompts(Path(folder)):
+            with collected(problems):
+                if (num_tokens := encoder.encode_prompt(sample).num_tokens) >= most:
+                    raise UserError(f"{sample.source}: has {num_tokens} tokens, but the model has positions for "
+                                    f"{most}, the answer included; shorten it, or lower image_max_pixels in "
+                                    f"{run.args.mm_data}")
+    return problems
 
 
 def _has_samples(run: Run) -> bool:

@@ -11,7 +11,7 @@ from checkpoint.adapters import export_peft, merge, open_base, open_stated
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
-from mm.config.validation import is_due, validates
+from mm.config.validation import asks, is_due, validates
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
 from mm.data.features import FeatureCache
@@ -35,8 +35,9 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
 from mm.training.keeper import FeatureKeeper
-from mm.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics
+from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
 from mm.training.optimizer import LearningRate
+from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
 from mm.training.sources import qkv_order
 from mm.training.start import start
@@ -102,6 +103,8 @@ class Trainer:
         observer = StepObserver(args, self.parts.stage, self.mesh, first + 1, last)
         for note in observer.notes:
             self._say(f"note: {note}")
+        has_questions = any(asks(args, iteration) for iteration in range(first + 1, last + 1))
+        questions = QuestionSet(self.run, self.parts) if has_questions else None
         data, keeper = self.data(last - first), self._keeper()
         started = time.perf_counter()
         for iteration in range(first + 1, last + 1):
@@ -122,6 +125,9 @@ class Trainer:
                 started = time.perf_counter()
             if self.validation is not None and is_due(args, iteration):
                 self._validate(self.validation, data)
+                started = time.perf_counter()
+            if questions is not None and asks(args, iteration):
+                self._ask(questions)
                 started = time.perf_counter()
             is_last = iteration == last or self._has_stopped_early
             if args.save and (is_last or iteration % (args.save_interval or last) == 0):
@@ -244,6 +250,19 @@ class Trainer:
             assert self.run.args.save is not None, "checked with the settings"
             with self.parts.stage.journal.during(Work.SAVE):
                 self._save(str(Path(self.run.args.save) / BEST), keep_last=1)
+
+    def _ask(self, questions: QuestionSet) -> None:
+        started, iteration = time.perf_counter(), self.progress.iteration
+        scores = questions.ask(iteration)
+        if self.metrics is not None:
+            self.metrics.write_score(ScoreMetrics(
+                iteration=iteration,
+                consumed_samples=self.progress.consumed_samples,
+                validation_score_percent=scores["headline"]["score_percent"],
+                num_questions=scores["headline"]["num_questions"],
+                num_cut_answers=scores["num_cut_answers"],
+                answer_seconds=time.perf_counter() - started,
+            ), scores["benchmark"])
 
     @property
     def _has_stopped_early(self) -> bool:

@@ -61,7 +61,7 @@ def validate(
     own: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
     counts = parts.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in parts.stage.chunks)
-    with _evaluating(parts):
+    with evaluating(parts):
         for _ in range(num_plans):
             with watchdog.step(iteration, "validation"):
                 with parts.stage.journal.during(Work.DATA):
@@ -84,7 +84,7 @@ def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
 
 
 @contextmanager
-def _evaluating(parts: Parts) -> Iterator[None]:
+def evaluating(parts: Parts) -> Iterator[None]:
     """Modules know that nothing is learnt, and have the weights of the last update whole."""
     for model in parts.models:
         if model.ddp_config.overlap_param_gather:

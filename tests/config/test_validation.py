@@ -1,8 +1,8 @@
-"""When a validation is due, and what settings say that want one where there is none."""
+"""When a validation is due, when questions are asked, and what settings say that want either where there is none."""
 
 import pytest
 
-from mm.config.validation import is_due, validates
+from mm.config.validation import asks, is_due, validates
 from tests.config.test_run import load, problems
 
 VAL_RATE = {"dataset_param.basic_parameters.val_rate": 0.25}
@@ -13,6 +13,14 @@ def test_validations_are_due_at_the_interval_and_after_the_last_step(tmp_path):
     args = load(tmp_path, "--eval-interval", "30", data=VAL_RATE).args
     assert [step for step in range(1, 101) if is_due(args, step)] == [30, 60, 90, 100]
     assert [step for step in range(1, 101) if is_due(load(tmp_path).args, step)] == [100]  # every 1000, as in Megatron
+
+
+def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
+    asked = ("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact", "--eval-generate-interval", "40")
+    run = load(tmp_path, *asked)
+    assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
+    assert not any(asks(load(tmp_path).args, step) for step in range(1, 101))
+    assert "--eval-generate-questions is 'q.json', which is no file" in run.notes  # a problem without --dry-run
 
 
 def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
@@ -49,6 +57,18 @@ def test_names_without_a_project_are_a_note(tmp_path):
     (("--early-stopping-patience", "0"), VAL_RATE,
      "--early-stopping-patience is 0; expected an integer of at least 1"),
     (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
+    (("--eval-generate-interval", "5"), {},
+     "--eval-generate-interval is 5, but --eval-generate-questions is missing: the file that mm.evaluate takes as "
+     "--questions; add it, or leave the interval out"),
+    (("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact"), {},
+     "--eval-generate-questions, --eval-generate-rule: nothing is asked without --eval-generate-interval; add it, the "
+     "number of steps between scorings, or leave the others out"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.json"), {},
+     "--eval-generate-questions needs --eval-generate-benchmark, whose questions these are, or --eval-generate-rule, "
+     "how answers to your own are scored"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.tsv", "--eval-generate-rule", "anls",
+      "--eval-generate-benchmark", "docvqa"), {},
+     "--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so keep one"),
     (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
 ])
 def test_what_cannot_be(tmp_path, flags, data, expected):

@@ -83,7 +83,7 @@ def open_session(root: Path, case: Case, *more: str) -> Session:
     model = replace(found.model, vision=replace(vision, pipeline_num_layers=case.vision),
                     language=replace(language, pipeline_num_layers=case.language))
     mesh = parallel.build_mesh(model, case.tp, parallel.timedelta(minutes=20))
-    return Session(load_asking(argv), replace(found, model=model), DEVICE, mesh)
+    return Session.open(load_asking(argv), replace(found, model=model), DEVICE, mesh)
 
 
 def answers(session: Session, prompts: Sequence[Prompt], batch_size: int) -> dict[int, tuple[int, ...]]:

@@ -7,7 +7,7 @@ import pytest
 from mm.errors import UserError
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.results import ANSWERS as ANSWERS_FILE
-from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, write_results
+from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, read_answers, write_results
 from tests.launch import json_lines
 from tests.scoring.tables import encoded, write_table
 
@@ -62,7 +62,7 @@ def finished(folder, items: Items, answers: dict[int, Answer]) -> dict:
     lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_cut else "stop", "key": ""}
              for number, one in answers.items())
     (folder / ANSWERS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_results(folder, items, "title")
+    write_results(folder, items, "title", read_answers(folder / ANSWERS_FILE))
     return json.loads((folder / SCORES).read_text())
 
 

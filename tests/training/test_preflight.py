@@ -23,7 +23,7 @@ from mm.data.dataset import Dataset
 from mm.data.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
-from mm.training.preflight import file_problems, sample_problems
+from mm.training.preflight import file_problems, question_problems, sample_problems
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
@@ -345,3 +345,27 @@ def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
     (inputs / "data.json").write_text(json.dumps(data))
     (found,) = problems(inputs)
     assert "text_decoder.hidden_size  128  |  2048" in found
+
+
+def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
+    """A picture whose header is right and whose pixels are not, a question that is too long, and one without answer."""
+    Image.new("RGB", (56, 56), "red").save(inputs / "whole.png")
+    (inputs / "cut.png").write_bytes((inputs / "whole.png").read_bytes()[:60])
+    asked = [{"question": "What?", "image": "whole.png", "answer": "red"}, {"question": "What?", "answer": ["1", "2"]}]
+    path = inputs / "questions.json"
+
+    def found(*more: dict) -> list[str]:
+        path.write_text(json.dumps([*asked, *more]))
+        run = load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", str(path),
+                             "--eval-generate-rule", "exact"), environment={})
+        return question_problems(run, [])
+
+    assert found() == []
+    cut, long = found({"question": "What?", "image": "cut.png", "answer": "a"}, {"question": "x" * 9000, "answer": "a"})
+    assert cut.startswith(f"{path}:1: ") and "cut.png" in cut
+    assert long.startswith(f"{path}:1: has ") and "the model has positions for 4096, the answer included" in long
+    (missing,) = found({"question": "What?", "image": "whole.png"})
+    assert missing.startswith(f"{path}:1: has no 'answer' nor 'answers'")
+    with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is no file"):
+        load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
+                       "--eval-generate-rule", "exact"), environment={})

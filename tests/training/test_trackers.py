@@ -12,7 +12,7 @@ import pytest
 
 from mm.config.flags import parse
 from mm.errors import UserError
-from mm.training.metrics import MetricsWriter, ValidationMetrics
+from mm.training.metrics import MetricsWriter, ScoreMetrics, ValidationMetrics, score_line
 from mm.training.trackers import tracker_problems
 from tests.training.test_metrics import STEP
 
@@ -23,12 +23,18 @@ VALIDATION = ValidationMetrics(
     validation_seconds=0.25, best_validation_loss=1.25, best_iteration=3)
 
 
+SCORE = ScoreMetrics(
+    iteration=5, consumed_samples=960, validation_score_percent=62.5, num_questions=8, num_cut_answers=1,
+    answer_seconds=0.25)
+
+
 def write_a_run(tmp_path: Path, *flags: str) -> None:
-    """Two steps and a validation after the second."""
+    """Two steps, and after the second a validation and the score of answers."""
     writer = MetricsWriter(parse([*BASE, "--log-dir", str(tmp_path / "logs"), *flags]), {"a": {"b": 1}, "c": [2]}, 0)
     for iteration in (4, 5):
         writer.write(replace(STEP, iteration=iteration))
     writer.write_validation(VALIDATION)
+    writer.write_score(SCORE, "DocVQA")
     writer.close()
 
 
@@ -38,7 +44,13 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
         str(tmp_path / "board")).Reload()
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(4, 1.25), (5, 1.25)]
     assert [(one.step, one.value) for one in events.Scalars("validation_loss")] == [(5, 1.5)]
+    assert [(one.step, one.value) for one in events.Scalars("validation_score_percent")] == [(5, 62.5)]
     assert "mfu" not in events.Tags()["scalars"]  # not known on this device
+
+
+def test_the_line_of_a_score() -> None:
+    assert score_line(SCORE, "DocVQA") == (" validation score at iteration 5 | DocVQA: 62.50 % | questions: 8 | cut "
+                                           "answers: 1 | elapsed time (ms): 250.0 |")
 
 
 def parts_of(raw: bytes) -> Iterator[bytes]:
@@ -68,8 +80,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if record.HasField("history"):
             rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
     assert began is not None and (began.project, began.display_name) == ("project", "run")
-    assert [(row["_step"], row["loss"], row.get("validation_loss")) for row in rows] == [
-        (4, 1.25, None), (5, 1.25, 1.5)]
+    assert [(row["_step"], row["loss"], row.get("validation_loss"), row.get("validation_score_percent"))
+            for row in rows] == [(4, 1.25, None, None), (5, 1.25, 1.5, 62.5)]
 
 
 def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

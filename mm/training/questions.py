@@ -1,0 +1,81 @@
+"""A small set of questions that the model in training answers now and then, scored as ``mm.evaluate`` scores them.
+
+When that is due, and where the score is told, is not known here.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mm.config.evaluate import evaluating_in_training
+from mm.config.run import Run
+from mm.errors import AgreedError
+from mm.generation.batches import answer_batches, in_batches
+from mm.generation.prompts import Prompt
+from mm.generation.session import Session, Told, read_encoder, with_stop_tokens
+from mm.generation.source import settings_in
+from mm.parallel.agreement import on_first
+from mm.parallel.mesh import for_prompts
+from mm.scoring.benchmarks import Items
+from mm.scoring.questions import read_items, title_of
+from mm.scoring.results import Answer, write_results
+from mm.training.step import Parts
+from mm.training.validation import evaluating
+
+_PICTURES = "pictures"
+"""Those out of a TSV file, while questions are asked."""
+
+
+class QuestionSet:
+    """The questions, which rank 0 has, and the model in training, ready to be asked."""
+
+    def __init__(self, run: Run, parts: Parts) -> None:
+        """Raises UserError, the same on every rank."""
+        self._parts = parts
+        self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
+        args, model, directory = run.args, run.model, run.data.model_name_or_path
+        mesh = for_prompts(parts.mesh, parts.stage.has_patch_embedding, args.distributed_timeout_minutes)
+        self._items: Items | None = None
+        on_first(mesh, self._read)
+        media = asked.asking.media_config(directory)
+        encoder = read_encoder(media, model, mesh)
+        said = asked.asking.decoding(settings_in(Path(directory)))
+        decoding = with_stop_tokens(said, (), encoder, model.language, mesh)
+        self._session = Session(parts.stage, mesh, encoder, media, decoding)
+        self._answers: dict[int, Answer] = {}
+
+    def _read(self) -> None:
+        self._items = read_items(self._asked)
+
+    def ask(self, iteration: int) -> dict[str, Any]:
+        """Ask all questions and write predictions and scores to a folder of this iteration; returns the scores.
+
+        Every rank calls it.  Nothing of the training is changed.  Raises AgreedError with what is wrong with questions
+        that cannot be asked any more.
+        """
+        session, folder = self._session, Path(self._asked.output) / f"iter_{iteration:07d}"
+        batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
+        with evaluating(self._parts):
+            problems += answer_batches(session, batches, self._keep)
+        return on_first(session.mesh, lambda: self._finish(folder, problems))
+
+    def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
+        """On rank 0: the questions in batches, with their pictures as files; what an earlier run has left is gone."""
+        assert self._items is not None, "rank 0 has read them"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / _PICTURES).mkdir(parents=True)
+        self._answers.clear()
+        prompts = [Prompt(number, sample, index, digest) for number, (index, sample, digest) in enumerate(
+            self._items.as_prompts(folder / _PICTURES))]
+        return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
+
+    def _keep(self, told: Sequence[Told]) -> None:
+        self._answers |= {one.prompt.number: Answer(one.text, one.ended == "length") for one in told}
+
+    def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
+        assert self._items is not None, "rank 0 has read them"
+        shutil.rmtree(folder / _PICTURES)
+        if problems:
+            raise AgreedError(problems)
+        return write_results(folder, self._items, title_of(self._asked), self._answers)[1]

@@ -1,0 +1,106 @@
+"""A model in training answers as its checkpoint does when ``mm.evaluate`` asks it, and the training is unchanged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.generation.commands import run_commands
+from tests.launch import run_ranks
+from tests.scoring.tables import encoded, write_table
+from tests.tiny_inputs import write_inputs
+from tests.training.test_validation import CHUNKS
+
+OWN = ("rule", "anls", "samples.json")
+"""Ten questions, two batches, which two replicas share."""
+TABLE = ("benchmark", "docvqa", "docvqa.tsv")
+LORA = ("--lora-target-modules", "all-linear", "--lora-r", "4", "--lora-dropout", "0.1")
+MOVING: dict[str, tuple[str, tuple[str, ...]]] = {  # model JSON, flags; trained with questions and without
+    "dp2": ("model_1", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+    "lora on chunks of pp2": ("model_chunks", LORA),
+}
+CASES: dict[str, tuple[str, tuple[str, str, str], tuple[str, ...]]] = {
+    **{name: (model, OWN, flags) for name, (model, flags) in MOVING.items()},
+    "pp2": ("model_2", OWN, ()),
+    "tp2": ("model_1", TABLE, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "cp2": ("model_1", OWN, ("--context-parallel-size", "2")),
+}
+
+
+def write_files(root: Path) -> None:
+    write_inputs(root)
+    chunks = json.loads((root / "model_2.json").read_text())
+    chunks["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = CHUNKS["vision_encoder"]
+    chunks["text_decoder"]["pipeline_num_layers"] = CHUNKS["text_decoder"]
+    (root / "model_chunks.json").write_text(json.dumps(chunks))
+    write_table(root / "docvqa.tsv", [
+        {"index": str(number), "image": encoded(number), "question": f"How many pictures are in number {number}?",
+         "answer": "There is 1 picture in it."} for number in range(3)])
+
+
+def training(root: Path, name: str, model: str, num_steps: int, *flags: str) -> list[str]:
+    return ["--device", "cpu", "--mm-model", str(root / f"{model}.json"), "--mm-data", str(root / "data.json"),
+            "--load", str(root / "hf"), "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "450",
+            "--seed", "3", "--lr", "5e-3", "--num-workers", "0", "--log-interval", "1", "--train-iters", str(num_steps),
+            "--save", str(root / name / "save"), "--log-dir", str(root / name), *flags]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case trained, and its last checkpoint asked by ``mm.evaluate`` on one rank."""
+    root = tmp_path_factory.mktemp("questions")
+    write_files(root)
+    runs, evaluations = {}, []
+    for name, (model, (kind, rule, file), flags) in CASES.items():
+        num_steps = 3 if name in MOVING else 1
+        asks = ("--eval-generate-interval", "2", "--eval-generate-questions", str(root / file),
+                f"--eval-generate-{kind}", rule, "--eval-generate-max-new-tokens", "8")
+        runs[name] = training(root, name, model, num_steps, *flags, *asks)
+        evaluations.append({"program": "mm.evaluate", "argv": [
+            "--load", str(root / name / "save"), "--model-name-or-path", str(root / "hf"), "--mm-data",
+            str(root / "data.json"), "--device", "cpu", "--questions", str(root / file), f"--{kind}", rule,
+            "--max-new-tokens", "8", "--output", str(root / name / "evaluated")]})
+    for name, (model, flags) in MOVING.items():
+        runs[f"{name}, without"] = training(root, f"{name}, without", model, 3, *flags)
+    (root / "cases.json").write_text(json.dumps({
+        name: {"num_ranks": 2, "runs": [argv]} for name, argv in runs.items()}))
+    run_ranks(2, "tests.training.validation_worker", str(root))
+    for name, done in zip(CASES, run_commands(root, evaluations), strict=True):
+        assert done["status"] == 0, (name, done["err"])
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, dict]:
+    return json.loads((root / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_the_checkpoint(root: Path, results: dict, name: str) -> None:
+    last = 3 if name in MOVING else 1
+    folder = root / name / "answers" / f"iter_{last:07d}"
+    assert sorted(path.name for path in folder.iterdir()) == ["predictions.jsonl", "scores.json"]
+    for file in ("predictions.jsonl", "scores.json"):
+        assert (folder / file).read_bytes() == (root / name / "evaluated" / file).read_bytes(), file
+    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert len(predictions) == (3 if name == "tp2" else 10) and any(one["prediction"] for one in predictions)
+    scores = json.loads((folder / "scores.json").read_text())
+    told = [row for row in results[name]["rows"] if "validation_score_percent" in row]
+    assert [row["iteration"] for row in told] == ([2, 3] if name in MOVING else [1])
+    assert told[-1]["validation_score_percent"] == scores["overall"]["score_percent"]
+    assert told[-1]["num_questions"] == len(predictions)
+    assert told[-1]["num_cut_answers"] == scores["num_cut_answers"]
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_the_training_is_the_same_to_the_bit(root: Path, results: dict, name: str) -> None:
+    found, without = results[name], results[f"{name}, without"]
+    steps = [[row for row in result["rows"] if "loss" in row] for result in (found, without)]
+    for key in ("loss", "grad_norm", "num_tokens", "consumed_samples"):
+        assert [row[key] for row in steps[0]] == [row[key] for row in steps[1]], key
+    assert len({row["loss"] for row in steps[0]}) == 3
+    assert found["states"] == without["states"]
+    saved = [sorted((root / one / "save" / "iter_0000003").glob("*.safetensors")) for one in (name, f"{name}, without")]
+    assert [path.name for path in saved[0]] == [path.name for path in saved[1]]
+    assert any(path.name.startswith("optimizer") for path in saved[0])
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*saved, strict=True))
