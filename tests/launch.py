@@ -2,17 +2,22 @@
 
 import json
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+ANSWER = "q"
+"""In the format of ``struct``: what a process of ``tests.forked`` is told by, its number or its status."""
 
 
 def free_port() -> int:
@@ -22,19 +27,51 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: int = 300) -> str:
-    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
-    command = [sys.executable, "-m", "tests.forked", str(num_ranks), module, *arguments]
+class Done(NamedTuple):
+    """What came of a command."""
+
+    status: int
+    out: str
+    err: str
+
+
+@cache
+def _warm_process() -> tuple[socket.socket, subprocess.Popen]:
+    """Where to ask for a fork of the process that has imported what all need: one for all tests of this process.
+
+    It ends when this process does.
+    """
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        output, errors = process.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-        raise
-    assert process.returncode == 0, f"{' '.join(command)}\n{output}\n{errors}"
-    return output
+    command = [sys.executable, "-W", "ignore", "-m", "tests.forked", "serve", str(its.fileno())]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+    its.close()
+    return ours, process
+
+
+def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> Done:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment}
+    answer, its = os.pipe()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, os.fdopen(answer, "rb", 0) as answers:
+        files = [out.fileno(), err.fileno(), its]
+        socket.send_fds(_warm_process()[0], [json.dumps(request).encode()], files)
+        os.close(its)
+        (process,) = struct.unpack(ANSWER, answers.read(struct.calcsize(ANSWER)))
+        if not select.select([answers], [], [], timeout_seconds)[0]:
+            os.killpg(process, signal.SIGKILL)  # the ranks too
+        status = answers.read(struct.calcsize(ANSWER))
+        told = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+    assert status, f"{module} {' '.join(arguments)}: ended after {timeout_seconds} s, or died\n{told[0]}\n{told[1]}"
+    return Done(*struct.unpack(ANSWER, status), *told)
+
+
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> str:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
+    done = run_module(num_ranks, module, *arguments, timeout_seconds=timeout_seconds)
+    assert done.status == 0, f"{module} {' '.join(arguments)}\n{done.out}\n{done.err}"
+    return done.out
 
 
 def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> int:

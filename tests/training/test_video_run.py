@@ -4,8 +4,7 @@ import json
 
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo
-from tests.test_train import metrics, run
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import metrics, run, write_inputs
 
 
 def test_two_stages_learn_from_videos(tmp_path):
