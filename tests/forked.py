@@ -12,21 +12,26 @@ import importlib
 import json
 import os
 import runpy
+import select
+import shutil
 import signal
 import socket
-import struct
 import sys
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
+from PIL import Image
+
 from mm.device.device import Device
-from tests.launch import ANSWER, fork_rank, free_port
+from tests.launch import fork_rank, free_port
 
 _NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate", "mm.generation.batches",
-           "mm.generation.source", "mm.generation.terminal", "checkpoint.convert", "tests.tiny")
-"""What most modules that are run here import, and all that it imports."""
+           "mm.generation.source", "mm.generation.terminal", "checkpoint.cli", "tests.tiny",
+           "megatron.core.transformer.transformer_block", "transformers.models.qwen2.tokenization_qwen2")
+"""What most modules that are run here import, at their start or later, and all that it imports."""
 
 
 def warm() -> None:
@@ -34,6 +39,7 @@ def warm() -> None:
     Device.pick("cpu")  # before megatron is imported
     for name in _NEEDED:
         importlib.import_module(name)
+    Image.init()  # imports a module for each format
     gc.collect()
     gc.freeze()
 
@@ -70,33 +76,33 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     return abs(status)
 
 
-def _run(module: str, arguments: list[str]) -> int:
-    """The module, as if Python had been started with it; returns its status."""
+def _run(module: str, arguments: list[str], is_script: bool = False) -> int:
+    """The module, or script, as if Python had been started with it; returns its status."""
     sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a process for each request, until nobody is left who could make one.
-
-    With a request come the files for its standard output and errors, and a pipe, to which this writes the number of the
-    process, and the process its status.
-    """
+def serve(listener: socket.socket) -> None:
+    """Fork a process for each request (``tests.ask``), as long as the standard input is open."""
     signal.signal(signal.SIGCHLD, _reap)
     while True:
-        request, (*files,), _, _ = socket.recv_fds(requests, 2**20, 3)
-        if not request:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
             return
-        child = os.fork()
-        if not child:
-            _answer(json.loads(request), requests, *files)
-        os.write(files[2], struct.pack(ANSWER, child))
-        for file in files:
-            os.close(file)
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            _answer(connection)
+        connection.close()
 
 
 def _reap(*_: object) -> None:
@@ -106,33 +112,55 @@ def _reap(*_: object) -> None:
             pass
 
 
-def _answer(request: dict, requests: socket.socket, output: int, errors: int, answer: int) -> None:
-    """In the fork, of which ``main`` forks the ranks; without ranks it runs the module itself."""
+def _answer(connection: socket.socket) -> None:
+    """In a fork that begins a group: a fork of it runs what is asked, and its status is told."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    asked, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+    connection.send(str(os.getpid()).encode())
+    child = os.fork()
+    if not child:
+        connection.close()
+        _become(json.loads(asked), files)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the child gets it too
+    ready, _, _ = select.select([os.pidfd_open(child), connection], [], [])
+    if connection in ready:  # who has asked is no more
+        os.killpg(0, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with suppress(BrokenPipeError):  # nobody wants to know
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(asked: dict, files: list[int]) -> None:
     status = 1
     try:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        requests.close()
-        for number, file in ((1, output), (2, errors)):
+        for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        os.set_inheritable(answer, False)
         os.environ.clear()
-        os.environ |= request["environment"]
-        num_ranks, module, arguments = request["num_ranks"], request["module"], request["arguments"]
-        status = main(num_ranks, module, arguments) if num_ranks else _run(module, arguments)
+        os.environ |= asked["environment"]
+        os.chdir(asked["directory"])
+        sys.executable = asked.get("python", sys.executable)
+        if asked["num_ranks"]:
+            status = main(asked["num_ranks"], asked["module"], asked["arguments"])
+        else:
+            status = _run(asked.get("module") or asked["script"], asked["arguments"], "script" in asked)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.write(answer, struct.pack(ANSWER, status))
-        os._exit(0)
+        with suppress(ValueError):  # the program has closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 255)
 
 
 if __name__ == "__main__":
     warm()
     if sys.argv[1] == "serve":
-        serve(socket.socket(fileno=int(sys.argv[2])))
+        with socket.socket(fileno=int(sys.argv[2])) as listener:
+            serve(listener)
+            shutil.rmtree(Path(listener.getsockname()).parent)
     else:
         sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -2,10 +2,8 @@
 
 import json
 import os
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,9 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import ask
+
 ROOT = Path(__file__).parents[1]
-ANSWER = "q"
-"""In the format of ``struct``: what a process of ``tests.forked`` is told by, its number or its status."""
+_ASK = ROOT / "tests" / "ask.py"
 
 
 def free_port() -> int:
@@ -36,35 +35,49 @@ class Done(NamedTuple):
 
 
 @cache
-def _warm_process() -> tuple[socket.socket, subprocess.Popen]:
-    """Where to ask for a fork of the process that has imported what all need: one for all tests of this process.
+def _warm_process() -> tuple[Path, subprocess.Popen]:
+    """The process that has imported what all need, one for all tests of this process, and its socket for ``tests.ask``.
 
-    It ends when this process does.
+    It ends when this process does, which closes its standard input.
     """
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.forked", "serve", str(its.fileno())]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
-    its.close()
-    return ours, process
+    path = Path(tempfile.mkdtemp(prefix="warm")) / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.forked", "serve", str(listener.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()],
+                                   stdin=subprocess.PIPE)  # fmt: skip
+    return path, process
+
+
+@cache
+def warm_python() -> Path:
+    """A command to give to programs in place of Python: modules and scripts then run in forks of the warm process."""
+    socket_path, _ = _warm_process()
+    command = socket_path.with_name("python")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {_ASK} {socket_path} {command} "$@"\n')
+    command.chmod(0o755)
+    return command
 
 
 def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> Done:
     """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment}
-    answer, its = os.pipe()
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, os.fdopen(answer, "rb", 0) as answers:
-        files = [out.fileno(), err.fileno(), its]
-        socket.send_fds(_warm_process()[0], [json.dumps(request).encode()], files)
-        os.close(its)
-        (process,) = struct.unpack(ANSWER, answers.read(struct.calcsize(ANSWER)))
-        if not select.select([answers], [], [], timeout_seconds)[0]:
-            os.killpg(process, signal.SIGKILL)  # the ranks too
-        status = answers.read(struct.calcsize(ANSWER))
+    request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment,
+               "directory": str(ROOT)}
+    path, _ = _warm_process()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as empty:
+        with ask.request(str(path), request, [empty.fileno(), out.fileno(), err.fileno()]) as answers:
+            process = ask.answer(answers)
+            answers.settimeout(timeout_seconds)
+            try:
+                status = ask.answer(answers)
+            except TimeoutError:
+                os.killpg(process, signal.SIGKILL)  # the ranks too
+                raise
         told = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
-    assert status, f"{module} {' '.join(arguments)}: ended after {timeout_seconds} s, or died\n{told[0]}\n{told[1]}"
-    return Done(*struct.unpack(ANSWER, status), *told)
+    return Done(status, *told)
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> str:

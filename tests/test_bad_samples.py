@@ -36,7 +36,7 @@ def test_any_layout_trains_on_the_same_good_samples(inputs: Path) -> None:
     """One epoch, as one rank and as two replicas of two stages."""
     flags = ("--bad-sample", "skip", "--global-batch-size", "20", "--micro-batch-size", "5", "--train-iters", "5",
              "--load", str(inputs / "hf"))
-    run(inputs, "one", 1, *flags)
+    run(inputs, "one", 1, *flags, num_workers=1)
     run(inputs, "four", 2, *flags, num_ranks=4)
     one, four = metrics(inputs, "one"), metrics(inputs, "four")
     for key in ("num_tokens", "num_target_tokens", "num_patches", "num_images"):

@@ -36,7 +36,8 @@ def launch(inputs: Path, name: str, num_stages: int, *flags: str) -> str:
     """As ``run``, but with torchrun, as a user starts it."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_stages), "--master_addr",
-        "localhost", "--master_port", str(free_port()), "-m", "mm.train", *flags_of(inputs, name, num_stages, *flags),
+        "localhost", "--master_port", str(free_port()), "-m", "mm.train",
+        *flags_of(inputs, name, num_stages, "--num-workers", "1", *flags),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -74,7 +75,7 @@ def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
     assert "elapsed time per iteration (ms):" in first and "loaded a Hugging Face checkpoint" in first
     second = run(
         inputs, "halves", 1, "--deterministic-mode", "--load", str(inputs / "halves" / "save"), *skipping,
-        "--export-hf", str(inputs / "halves" / "hf"),
+        "--export-hf", str(inputs / "halves" / "hf"), num_workers=1,
     )  # fmt: skip
     assert "loaded a training checkpoint" in second
     whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")

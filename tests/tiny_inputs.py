@@ -56,14 +56,20 @@ def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]
         "--device", "cpu", "--mm-model", str(inputs / f"model_{num_stages}.json"),
         "--mm-data", str(inputs / "data.json"), "--micro-batch-size", "2", "--global-batch-size", "4",
         "--seq-length", "512", "--train-iters", "6", "--lr", "1e-3", "--lr-decay-style", "cosine",
-        "--lr-warmup-fraction", "0.2", "--seed", "3", "--log-interval", "1", "--num-workers", "1", "--log-tps",
+        "--lr-warmup-fraction", "0.2", "--seed", "3", "--log-interval", "1", "--log-tps",
         "--save", str(inputs / name / "save"), "--log-dir", str(inputs / name / "logs"), *flags,
     ]  # fmt: skip
 
 
-def run(inputs: Path, name: str, num_stages: int, *flags: str, num_ranks: int | None = None) -> str:
-    """Run mm.train with ``flags_of``; returns its standard output, and a failure shows all output."""
-    return run_ranks(num_ranks or num_stages, "mm.train", *flags_of(inputs, name, num_stages, *flags))
+def run(
+    inputs: Path, name: str, num_stages: int, *flags: str, num_ranks: int | None = None, num_workers: int = 0
+) -> str:
+    """Run mm.train with ``flags_of``; returns its standard output, and a failure shows all output.
+
+    A data worker is a Python of its own, which imports torch and transformers.
+    """
+    words = flags_of(inputs, name, num_stages, "--num-workers", str(num_workers), *flags)
+    return run_ranks(num_ranks or num_stages, "mm.train", *words)
 
 
 def metrics(inputs: Path, name: str) -> list[dict]:
