@@ -2,26 +2,50 @@
 
     python -m tests.forked NUM_RANKS MODULE ARGUMENTS
 
-Importing torch, megatron and transformers takes longer than most tests.  That torchrun itself starts a run is shown by
-the tests of whole runs.
+Importing torch, megatron and transformers takes longer than most tests.  So ``tests.launch`` keeps one process for all
+tests of a process, ``python -m tests.forked serve SOCKET``, which forks a launcher for each request.  That torchrun
+itself starts a run is shown by tests/test_train.py.
 """
 
+import gc
 import importlib
+import json
 import os
 import runpy
+import select
+import shutil
 import signal
+import socket
 import sys
+import traceback
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
+
+from PIL import Image
 
 from mm.device.device import Device
 from tests.launch import fork_rank, free_port
 
+_NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate", "mm.generation.batches",
+           "mm.generation.source", "mm.generation.terminal", "checkpoint.cli", "tests.tiny",
+           "megatron.core.transformer.transformer_block", "transformers.models.qwen2.tokenization_qwen2")
+"""What most modules that are run here import, at their start or later, and all that it imports."""
+
+
+def warm() -> None:
+    """Import it.  The collector of garbage need not look at all this again in every fork."""
+    Device.pick("cpu")  # before megatron is imported
+    for name in _NEEDED:
+        importlib.import_module(name)
+    Image.init()  # imports a module for each format
+    gc.collect()
+    gc.freeze()
+
 
 def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Ends with the status of the first rank that fails, after the others were ended."""
-    Device.pick("cpu")
-    importlib.import_module("mm.training.run")
     importlib.import_module(module)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process has the store, as torchrun's agent has
     port = free_port()
@@ -52,15 +76,91 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     return abs(status)
 
 
-def _run(module: str, arguments: list[str]) -> int:
-    """In a rank: the module, as if Python had been started with it; returns its status."""
+def _run(module: str, arguments: list[str], is_script: bool = False) -> int:
+    """The module, or script, as if Python had been started with it; returns its status."""
     sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 
+def serve(listener: socket.socket) -> None:
+    """Fork a process for each request (``tests.ask``), as long as the standard input is open."""
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            _answer(connection)
+        connection.close()
+
+
+def _reap(*_: object) -> None:
+    """Take notice of the processes that have ended: their time counts as this process's then."""
+    with suppress(ChildProcessError):  # none is left
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _answer(connection: socket.socket) -> None:
+    """In a fork that begins a group: a fork of it runs what is asked, and its status is told."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    asked, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+    connection.send(str(os.getpid()).encode())
+    child = os.fork()
+    if not child:
+        connection.close()
+        _become(json.loads(asked), files)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the child gets it too
+    ready, _, _ = select.select([os.pidfd_open(child), connection], [], [])
+    if connection in ready:  # who has asked is no more
+        os.killpg(0, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with suppress(BrokenPipeError):  # nobody wants to know
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(asked: dict, files: list[int]) -> None:
+    status = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ |= asked["environment"]
+        os.chdir(asked["directory"])
+        sys.executable = asked.get("python", sys.executable)
+        if asked["num_ranks"]:
+            status = main(asked["num_ranks"], asked["module"], asked["arguments"])
+        else:
+            status = _run(asked.get("module") or asked["script"], asked["arguments"], "script" in asked)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(ValueError):  # the program has closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 255)
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    warm()
+    if sys.argv[1] == "serve":
+        with socket.socket(fileno=int(sys.argv[2])) as listener:
+            serve(listener)
+            shutil.rmtree(Path(listener.getsockname()).parent)
+    else:
+        sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -6,13 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tests import ask
 
 ROOT = Path(__file__).parents[1]
+_ASK = ROOT / "tests" / "ask.py"
 
 
 def free_port() -> int:
@@ -22,19 +26,65 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: int = 300) -> str:
-    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
-    command = [sys.executable, "-m", "tests.forked", str(num_ranks), module, *arguments]
+class Done(NamedTuple):
+    """What came of a command."""
+
+    status: int
+    out: str
+    err: str
+
+
+@cache
+def _warm_process() -> tuple[Path, subprocess.Popen]:
+    """The process that has imported what all need, one for all tests of this process, and its socket for ``tests.ask``.
+
+    It ends when this process does, which closes its standard input.
+    """
+    path = Path(tempfile.mkdtemp(prefix="warm")) / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.forked", "serve", str(listener.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()],
+                                   stdin=subprocess.PIPE)  # fmt: skip
+    return path, process
+
+
+@cache
+def warm_python() -> Path:
+    """A command to give to programs in place of Python: modules and scripts then run in forks of the warm process."""
+    socket_path, _ = _warm_process()
+    command = socket_path.with_name("python")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {_ASK} {socket_path} {command} "$@"\n')
+    command.chmod(0o755)
+    return command
+
+
+def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> Done:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        output, errors = process.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-        raise
-    assert process.returncode == 0, f"{' '.join(command)}\n{output}\n{errors}"
-    return output
+    request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment,
+               "directory": str(ROOT)}
+    path, _ = _warm_process()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as empty:
+        with ask.request(str(path), request, [empty.fileno(), out.fileno(), err.fileno()]) as answers:
+            process = ask.answer(answers)
+            answers.settimeout(timeout_seconds)
+            try:
+                status = ask.answer(answers)
+            except TimeoutError:
+                os.killpg(process, signal.SIGKILL)  # the ranks too
+                raise
+        told = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+    return Done(status, *told)
+
+
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> str:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
+    done = run_module(num_ranks, module, *arguments, timeout_seconds=timeout_seconds)
+    assert done.status == 0, f"{module} {' '.join(arguments)}\n{done.out}\n{done.err}"
+    return done.out
 
 
 def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> int:

@@ -8,8 +8,7 @@ import pytest
 from mm.data.picture import image_size
 from tests.data.oracle import photo
 from tests.launch import json_lines
-from tests.test_train import metrics, run
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import metrics, run, write_inputs
 
 BAD = (7, 20, 41, 66, 99)
 NUM_SAMPLES = 100
@@ -37,8 +36,8 @@ def test_any_layout_trains_on_the_same_good_samples(inputs: Path) -> None:
     """One epoch, as one rank and as two replicas of two stages."""
     flags = ("--bad-sample", "skip", "--global-batch-size", "20", "--micro-batch-size", "5", "--train-iters", "5",
              "--load", str(inputs / "hf"))
-    run(inputs, "one", 1, *flags)
-    run(inputs, "four", 2, *flags, num_processes=4)
+    run(inputs, "one", 1, *flags, num_workers=1)
+    run(inputs, "four", 2, *flags, num_ranks=4)
     one, four = metrics(inputs, "one"), metrics(inputs, "four")
     for key in ("num_tokens", "num_target_tokens", "num_patches", "num_images"):
         assert [row[key] for row in one] == [row[key] for row in four], key
@@ -57,7 +56,7 @@ def test_any_layout_trains_on_the_same_good_samples(inputs: Path) -> None:
 def test_too_many_end_the_run_on_all_ranks(inputs: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         run(inputs, "few", 2, "--bad-sample", "skip", "--max-bad-fraction", "0.02", "--global-batch-size", "20",
-            "--train-iters", "5", num_processes=4)
+            "--train-iters", "5", num_ranks=4)
     said = str(failed.value)
     assert said.count("error: 3 of 100 samples cannot be used, more than --max-bad-fraction 0.02 allows") == 1
     assert "quarantine.jsonl in --log-dir lists them" in said

@@ -21,6 +21,7 @@ from benchmarks.render import BEGIN, END, block, put
 from benchmarks.results import OURS, PEER, Results
 from mm.batch import BatchTotals
 from mm.config.model import read_model
+from tests.launch import warm_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +42,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """Every benchmark, two at a time: most of their time is Python's imports, and no speed is judged."""
+    """Every benchmark, two at a time, in forks of the warm process, except for the one whose memory is looked at."""
     folder = tmp_path_factory.mktemp("benchmarks")
     (folder / "files").mkdir()
     further = {
@@ -49,10 +50,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
         "speed": ("--output", str(folder / "speed"), "--profile", str(folder / "profile.txt")),
     }
 
+    python = str(warm_python())
+
     def result(name: str) -> dict | list | Path:
         words = [*COMMANDS[name], *further.get(name, ("--output", str(folder / name)))]
         done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True,
+            [sys.executable if name == "convert" else python, "-m", *words], cwd=ROOT, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600, check=False,
         )  # fmt: skip
         if name == "convert":

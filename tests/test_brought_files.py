@@ -15,7 +15,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT, free_port, warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 
@@ -149,11 +149,20 @@ def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.
                           capture_output=True, text=True, timeout=200, check=False)
 
 
-def run_script(text: str, inputs: Path) -> subprocess.CompletedProcess[str]:
-    """As after ``source .venv/bin/activate``."""
+def run_script(text: str, inputs: Path, programs: Path) -> subprocess.CompletedProcess[str]:
+    """As after ``source .venv/bin/activate``, where torchrun is in the folder ``programs``."""
     script = inputs / "brought.sh"
     script.write_text(text.format(inputs=inputs, port=free_port()))
-    return run(["bash", str(script)], PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return run(["bash", str(script)], PATH=f"{programs}:{os.environ['PATH']}")
+
+
+def warm_programs(directory: Path) -> Path:
+    """A folder with a torchrun that runs in forks of the warm process."""
+    torchrun = directory / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text(f'#!/bin/sh\nexec {warm_python()} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    return torchrun.parent
 
 
 def trained_by_the_peer(inputs: Path) -> None:
@@ -171,7 +180,7 @@ def trained_by_the_peer(inputs: Path) -> None:
 def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     """It goes on from the peer's own checkpoint with new optimizer state, at the iteration and sample named there."""
     trained_by_the_peer(write_inputs(tmp_path))
-    done = run_script(SCRIPT, tmp_path)
+    done = run_script(SCRIPT, tmp_path, Path(sys.executable).parent)
     log = (tmp_path / "logs" / "train_brought.log").read_text()
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
     assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states begin anew" in log
@@ -238,10 +247,10 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     inference["tokenizer"]["from_pretrained"] = str(tmp_path / "hf")
     inference |= {"device": "npu", "dtype": "bf16", "image_path": str(tmp_path / "1_0.png")}
     (tmp_path / "inference.json").write_text(json.dumps(inference))
-    done = run_script(INFERENCE, tmp_path)
+    done = run_script(INFERENCE, tmp_path, warm_programs(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "note: command line: it concerns training" in done.stderr
-    alone = run([sys.executable, "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
+    alone = run([str(warm_python()), "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
                  "--mm-model", str(tmp_path / "inference.json")])
     assert alone.returncode == 0 and len(alone.stdout) > 1, alone.stderr
     assert done.stdout == alone.stdout
@@ -260,10 +269,10 @@ def test_a_brought_script_scores_the_peers_checkpoint(tmp_path: Path) -> None:
     evaluate = peer_json(str(tmp_path / "AI2D_TEST.tsv"), str(tmp_path / "results"), str(tmp_path / "hf"))
     evaluate["generation_config"]["max_new_tokens"] = 6
     (tmp_path / "evaluate.json").write_text(json.dumps(evaluate))
-    done = run_script(EVALUATE, tmp_path)
+    done = run_script(EVALUATE, tmp_path, warm_programs(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    alone = run([sys.executable, "-m", "mm.evaluate", "--load", str(tmp_path / "hf"), "--device", "cpu", "--mm-model",
-                 str(tmp_path / "evaluate.json"), "--output", str(tmp_path / "alone")])
+    alone = run([str(warm_python()), "-m", "mm.evaluate", "--load", str(tmp_path / "hf"), "--device", "cpu",
+                 "--mm-model", str(tmp_path / "evaluate.json"), "--output", str(tmp_path / "alone")])
     assert alone.returncode == 0, alone.stderr
     names = [f"qwen2_vl_7b_ai2d_test{end}" for end in (".xlsx", "_acc.xlsx", "_acc.csv", "_PREV.json")]
     for name in (*names, "predictions.jsonl", "scores.json"):
@@ -298,7 +307,7 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
                                                                            "content": "A cat, 猫."}]},
         {"images": [], "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
     ]
-    again = run([sys.executable, str(CONVERTER)], cwd=tmp_path)
+    again = run([str(warm_python()), str(CONVERTER)], cwd=tmp_path)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1) and "exists; rename or remove it" in again.stderr
 
 
@@ -310,7 +319,7 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
 ])
 def test_llava_mistakes_are_told(tmp_path: Path, records: object, flags: list[str], what: str) -> None:
     (tmp_path / "in.json").write_text(records if isinstance(records, str) else json.dumps(records))
-    done = run([sys.executable, str(CONVERTER), "--llava_json_path", "in.json", "--coco_path", "coco",
+    done = run([str(warm_python()), str(CONVERTER), "--llava_json_path", "in.json", "--coco_path", "coco",
                 "--output_json_path", "out.json", *flags], cwd=tmp_path)
     assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out.json").exists()

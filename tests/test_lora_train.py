@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from checkpoint.formats.training import LATEST_FILE
 from checkpoint.formats.training_reader import TrainingDirectory
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
-from tests.launch import ROOT
-from tests.test_train import metrics, run
-from tests.tiny_inputs import write_inputs
+from tests.generation.commands import run_commands
+from tests.tiny_inputs import metrics, run, write_inputs
 
 LORA = ("--lora-target-modules", "q_proj", "v_proj", "linear_fc1", "mlp.0", "--lora-r", "4", "--lora-alpha", "8",
         "--lora-dropout", "0.1")
@@ -73,21 +71,20 @@ def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> 
 def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> None:
     """Asked of PEFT's directory, of the training checkpoint, and of the whole model; another base is refused."""
 
-    def asked(weights: Path, *flags: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mm.generate", "--device", "cpu", "--max-new-tokens", "12", "--prompt",
-                   "What is to be seen?", "--load", weights, *flags]  # fmt: skip
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    def asked(weights: Path, *flags: str) -> dict[str, list[str]]:
+        return {"argv": ["--device", "cpu", "--max-new-tokens", "12", "--prompt", "What is to be seen?", "--load",
+                         str(weights), *flags]}  # fmt: skip
 
-    merged, base = asked(trained / "merged"), asked(inputs / "hf")
-    assert merged.returncode == 0 and merged.stdout != base.stdout
-    for weights in (trained / "adapter", trained / "save"):
-        found = asked(weights, "--model-name-or-path", inputs / "hf")
-        assert found.returncode == 0, found.stderr
-        assert found.stdout == merged.stdout
-    other = asked(trained / "adapter", "--model-name-or-path", trained / "merged")
-    assert other.returncode == 2 and "adapters of another base model" in other.stderr
-    alone = asked(trained / "adapter")
-    assert alone.returncode == 2 and "give --model-name-or-path" in alone.stderr
+    on_base, on_merged = (("--model-name-or-path", str(path)) for path in (inputs / "hf", trained / "merged"))
+    merged, base, adapter, checkpoint, other, alone = run_commands(inputs, [
+        asked(trained / "merged"), asked(inputs / "hf"), asked(trained / "adapter", *on_base),
+        asked(trained / "save", *on_base), asked(trained / "adapter", *on_merged), asked(trained / "adapter")])
+    assert merged["status"] == 0 and merged["out"] != base["out"]
+    for found in (adapter, checkpoint):
+        assert found["status"] == 0, found["err"]
+        assert found["out"] == merged["out"]
+    assert other["status"] == 2 and "adapters of another base model" in other["err"]
+    assert alone["status"] == 2 and "give --model-name-or-path" in alone["err"]
 
 
 def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:

@@ -24,7 +24,7 @@ from mm.config.model import read_model
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
 from tests.launch import ROOT, free_port, json_lines
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +32,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("train"))
 
 
-def run(inputs: Path, name: str, num_stages: int, *flags: str, num_processes: int | None = None) -> str:
-    """Run mm.train; logs, checkpoints and export go to ``inputs / name``."""
-    num_processes = num_processes or num_stages
+def launch(inputs: Path, name: str, num_stages: int, *flags: str) -> str:
+    """As ``run``, but with torchrun, as a user starts it."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes),
-        "--master_addr", "localhost", "--master_port", str(free_port()), "-m", "mm.train", "--device", "cpu",
-        "--mm-model", str(inputs / f"model_{num_stages}.json"), "--mm-data", str(inputs / "data.json"),
-        "--micro-batch-size", "2", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "6",
-        "--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.2", "--seed", "3",
-        "--log-interval", "1", "--num-workers", "1", "--log-tps", "--save", str(inputs / name / "save"),
-        "--log-dir", str(inputs / name / "logs"), *flags,
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_stages), "--master_addr",
+        "localhost", "--master_port", str(free_port()), "-m", "mm.train",
+        *flags_of(inputs, name, num_stages, "--num-workers", "1", *flags),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -73,20 +66,16 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     assert done.stderr.count("Traceback") == done.stderr.count("\n    raise ChildFailedError(\n") == 1
 
 
-def metrics(inputs: Path, name: str) -> list[dict]:
-    return json_lines(inputs / name / "logs" / "metrics.jsonl")
-
-
 def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
     hf, skipping = ("--deterministic-mode", "--load", str(inputs / "hf")), skipping_bad_samples(inputs)
-    run(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
+    launch(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
     first = run(inputs, "halves", 1, *hf, *skipping, "--exit-interval", "3", "--export-hf",
                 str(inputs / "halves" / "hf"))
     assert not (inputs / "halves" / "hf").exists()  # an export is of the finished training
     assert "elapsed time per iteration (ms):" in first and "loaded a Hugging Face checkpoint" in first
     second = run(
         inputs, "halves", 1, "--deterministic-mode", "--load", str(inputs / "halves" / "save"), *skipping,
-        "--export-hf", str(inputs / "halves" / "hf"),
+        "--export-hf", str(inputs / "halves" / "hf"), num_workers=1,
     )  # fmt: skip
     assert "loaded a training checkpoint" in second
     whole, halves = metrics(inputs, "whole"), metrics(inputs, "halves")
@@ -141,14 +130,14 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     checkpoint = inputs / "halves" / "save"
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
     exported = inputs / "stages" / "hf"
-    run(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
+    launch(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
         str(exported), "--virtual-pipeline-model-parallel-size", "2", *skipping_bad_samples(inputs), *MEASURED)
     ours, expected = (load_file(path / "model.safetensors") for path in (exported, inputs / "whole" / "hf"))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5)  # measured 1.3e-6
     said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer",
-               *skipping_bad_samples(inputs), num_processes=2)
+               *skipping_bad_samples(inputs), num_ranks=2)
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
     assert [row["reason"] for row in json_lines(listed)] == [

@@ -1,4 +1,4 @@
-"""Everything that a run of the tiny model reads: a checkpoint, samples with pictures, and JSON files."""
+"""Everything that a run of the tiny model reads: a checkpoint, samples with pictures, JSON files and flags."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from demo.tiny_checkpoint import build
-from tests.launch import ROOT
+from tests.launch import ROOT, json_lines, run_ranks
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 
@@ -48,3 +48,30 @@ def write_inputs(directory: Path) -> Path:
         model["text_decoder"]["pipeline_num_layers"] = language
         (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
     return directory
+
+
+def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]:
+    """Six steps of mm.train; logs and checkpoints go to ``inputs / name``."""
+    return [
+        "--device", "cpu", "--mm-model", str(inputs / f"model_{num_stages}.json"),
+        "--mm-data", str(inputs / "data.json"), "--micro-batch-size", "2", "--global-batch-size", "4",
+        "--seq-length", "512", "--train-iters", "6", "--lr", "1e-3", "--lr-decay-style", "cosine",
+        "--lr-warmup-fraction", "0.2", "--seed", "3", "--log-interval", "1", "--log-tps",
+        "--save", str(inputs / name / "save"), "--log-dir", str(inputs / name / "logs"), *flags,
+    ]  # fmt: skip
+
+
+def run(
+    inputs: Path, name: str, num_stages: int, *flags: str, num_ranks: int | None = None, num_workers: int = 0
+) -> str:
+    """Run mm.train with ``flags_of``; returns its standard output, and a failure shows all output.
+
+    A data worker is a Python of its own, which imports torch and transformers.
+    """
+    words = flags_of(inputs, name, num_stages, "--num-workers", str(num_workers), *flags)
+    return run_ranks(num_ranks or num_stages, "mm.train", *words)
+
+
+def metrics(inputs: Path, name: str) -> list[dict]:
+    """What a run has written of each step."""
+    return json_lines(inputs / name / "logs" / "metrics.jsonl")

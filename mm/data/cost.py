@@ -12,7 +12,7 @@ import numpy as np
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
-from mm.model.flops import training_flops
+from mm.model.flops import slot_flops
 
 _MAX_BITS = 40
 """Of the largest cost: sums of 8 million such costs still fit 64 bits."""
@@ -34,17 +34,19 @@ def sample_costs(model: ModelConfig, lengths: Lengths) -> np.ndarray:
         "num_window_pairs": lengths.num_window_pairs,
     }
     of_text, of_media = (
-        sum(counts[name].astype(np.int64) * _flops_of_one(model, name, has_media) for name in counts)
+        sum(count.astype(np.int64) * flops
+            for count, flops in zip(counts.values(), _flops_of_one_each(model, [*counts], has_media), strict=True))
         for has_media in (False, True)
     )
     flops = np.where(lengths.num_media > 0, of_media, of_text)
     return flops >> max(0, int(flops.max(initial=0)).bit_length() - _MAX_BITS)
 
 
-def _flops_of_one(model: ModelConfig, name: str, has_media: bool) -> int:
-    """FLOPs of a step that has 1 of a count and 0 of all others: FLOPs are linear in the counts.
+def _flops_of_one_each(model: ModelConfig, names: list[str], has_media: bool) -> list[int]:
+    """For each name of a count: FLOPs of a step that has 1 of it and 0 of all others.  They are linear in the counts.
 
     That there are pictures is no count: it decides how far gradients go back.
     """
-    counts = dict.fromkeys((field.name for field in fields(BatchTotals)), 0)
-    return round(training_flops(model, BatchTotals(**counts | {"num_images": int(has_media), name: 1})))
+    counts = dict.fromkeys((field.name for field in fields(BatchTotals)), 0) | {"num_images": int(has_media)}
+    steps = slot_flops(model, [BatchTotals(**counts | {name: 1}) for name in names])
+    return [round(sum(slot.forward + slot.backward for slot in slots)) for slots in steps]

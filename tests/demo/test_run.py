@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,14 @@ from demo.run import (
     DemoError,
     max_abs_diff,
 )
-from tests.launch import json_lines
+from tests.launch import json_lines, warm_python
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``python -m demo.run --quick`` leaves."""
     path = tmp_path_factory.mktemp("runs") / "demo"
-    command = [sys.executable, "-m", "demo.run", "--quick", "--directory", str(path)]
+    command = [str(warm_python()), "-m", "demo.run", "--quick", "--directory", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
@@ -114,7 +113,7 @@ def test_the_export_is_a_complete_checkpoint(directory: Path):
 
 def test_it_starts_over_only_in_its_own_directory(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    command = [sys.executable, "-m", "demo.run", "--quick", "--directory", str(tmp_path)]
+    command = [str(warm_python()), "-m", "demo.run", "--quick", "--directory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "holds files that no demo wrote" in done.stderr

@@ -1,34 +1,29 @@
 """Runs ``mm.generate`` or ``mm.evaluate`` several times in forks of one process that has imported what all need.
 
-    python -m tests.generation.commands COMMANDS.json
-
-The file has a list of commands: ``argv``, perhaps ``program`` (absent: mm.generate), perhaps ``input`` for the standard
-input, and perhaps ``kill_after``, a number of lines in ``--output`` (or in ``answers``) after which the process is
-killed.  What comes of each goes to ``COMMANDS.found.json``.
+Started by ``run_commands``: ``tests.generation.commands COMMANDS.json``.  The file has a list of commands: ``argv``,
+perhaps ``program`` (absent: mm.generate), perhaps ``input`` for the standard input, and perhaps ``kill_after``, a
+number of lines in ``--output`` (or in ``answers``) after which the process is killed.  What comes of each goes to
+``COMMANDS.found.json``.
 """
 
 import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.launch import ROOT, write_whole
+from tests.launch import run_module, write_whole
 
 
 def run_commands(directory: Path, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each: ``status``, ``out`` and ``err``."""
     asked = directory / "commands.json"
     asked.write_text(json.dumps(commands))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.generation.commands", str(asked)], cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=1800,
-        check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_module(0, "tests.generation.commands", str(asked), timeout_seconds=1800)
+    assert done.status == 0, done.out + done.err
     return json.loads(asked.with_suffix(".found.json").read_text())
 
 
@@ -72,18 +67,8 @@ def _become(program: str, argv: list[str], typed: Path, out: Path, err: Path) ->
 
 
 def main(asked: Path) -> None:
-    from mm.device.device import Device
-
-    Device.pick("cpu")
-    import mm.evaluate
-    import mm.generate
-    import mm.generation.batches
-    import mm.generation.source
-    import mm.generation.terminal  # noqa: F401
-
     found = [_run(asked.parent, command) for command in json.loads(asked.read_text())]
     write_whole(asked.with_suffix(".found.json"), json.dumps(found))
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,23 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from mm.config.generate import GENERATE
-from tests.launch import ROOT
+from tests.launch import ROOT, warm_python
 
 TEXT = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
 
 
 def run_commands_of(text: str, tmp_path: Path) -> str:
-    """All commands of a page, one after another in one shell; returns what they print."""
+    """All commands of a page, one after another in one shell and with forks of the warm process as Python.
+
+    Returns what they print.
+    """
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f"#!/bin/bash\nexec '{sys.executable}' \"$@\"\n")
-    python.chmod(0o755)
+    python.symlink_to(warm_python())
     done = subprocess.run(["bash", "-e"], input="".join(blocks), cwd=tmp_path, text=True, capture_output=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,14 +5,12 @@ report.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.launch import ROOT
+from tests.launch import run_module
 
 IS_MANY = settings.get_current_profile_name() == "many"
 NUM_STEPS = 200 if IS_MANY else 6
@@ -24,10 +22,8 @@ LOSS_TOLERANCE = 1e-5  # measured 8.1e-8, over the first 12 steps
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """By layout: what the worker wrote."""
     directory: Path = tmp_path_factory.mktemp("stall")
-    worker = [sys.executable, "-W", "ignore", "-m", "tests.parallel.stall_worker"]
-    command = [*worker, str(directory), str(NUM_STEPS), *NAMES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_module(0, "tests.parallel.stall_worker", str(directory), str(NUM_STEPS), *NAMES, timeout_seconds=3600)
+    assert done.status == 0, done.out + done.err
     return {name: json.loads((directory / f"{name}.json").read_text()) for name in NAMES}
 
 

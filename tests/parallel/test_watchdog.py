@@ -6,8 +6,6 @@ Only the fault, its report and the statuses are looked at, not the time that it 
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 
 from mm.device.device import Device
 from mm.parallel.checked import Transfer, difference
-from tests.launch import ROOT
+from tests.launch import run_module
 from tests.parallel.faults import FAULTS
 from tests.tiny_inputs import write_inputs
 
@@ -23,9 +21,8 @@ from tests.tiny_inputs import write_inputs
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("watchdog"))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.watchdog_worker", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_module(0, "tests.parallel.watchdog_worker", str(directory), timeout_seconds=500)
+    assert done.status == 0, done.out + done.err
     return directory
 
 

@@ -15,8 +15,7 @@ from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.training.validation import BestSoFar
 from tests.launch import run_ranks
-from tests.test_train import metrics, run
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import metrics, run, write_inputs
 
 SIZES = (7, 8, 13)
 CUT_SHORT = 4
@@ -207,7 +206,7 @@ def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None
              "--early-stopping-patience", "2", "--keep-last-checkpoints", "1")
     save, exported = directory / "stops" / "save", directory / "stops" / "hf"
     first = run(directory, "stops", 1, *still, "--load", str(directory / "hf"), "--exit-interval", "2",
-                num_processes=2)
+                num_ranks=2)
     assert "validation loss at iteration 1 | loss value: " in first and "stopped early" not in first
     second = run(directory, "stops", 1, *still, "--load", str(save), "--export-hf", str(exported))
     stopped = ("stopped early after iteration 3 of 6: the last 2 validations had no lower loss than iteration 1 "

@@ -4,8 +4,7 @@ import json
 
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo
-from tests.test_train import metrics, run
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import metrics, run, write_inputs
 
 
 def test_two_stages_learn_from_videos(tmp_path):
@@ -22,7 +21,7 @@ def test_two_stages_learn_from_videos(tmp_path):
     data["dataset_param"]["attr"]["videos"] = "videos"
     data["dataset_param"]["preprocess_parameters"] |= {"video_max_pixels": 96 * 96, "image_resize": "transformers"}
     (inputs / "data.json").write_text(json.dumps(data))
-    run(inputs, "videos", 2, "--lr-warmup-fraction", "0")
+    run(inputs, "videos", 2, "--lr-warmup-fraction", "0", num_workers=1)
     rows = metrics(inputs, "videos")
     # 2.5 s and 2 s at 2 frames a second, to an even number: two pairs of frames; pictures of 196 x 84 pixels
     grids = [(2, 4, 6), (2, 6, 4), (1, 6, 14), (2, 4, 6), (1, 6, 14)]

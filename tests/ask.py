@@ -1,0 +1,56 @@
+"""Asks the warm process of ``tests.launch`` for a fork that runs a module or a script, and waits for it.
+
+As a program it stands for Python: ``ask.py SOCKET COMMAND [PYTHON'S ARGUMENTS]``, where COMMAND is what started it.  It
+imports nothing that takes long, so a command costs some hundredths of a second where Python and torch need seconds.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+def request(path: str, wanted: dict, files: list[int]) -> socket.socket:
+    """Ask for a fork with these files as its standard input, output and errors; ``answer`` tells what comes of it."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(path)
+    socket.send_fds(connection, [json.dumps(wanted).encode()], files)
+    return connection
+
+
+def answer(connection: socket.socket) -> int:
+    """First the number of the process, then its status: negative for a signal; without one if it was killed."""
+    told = connection.recv(64)
+    return int(told) if told else -signal.SIGKILL
+
+
+def what(arguments: list[str]) -> dict | None:
+    """The part of a request that says what to run; None for what only Python itself can do."""
+    while arguments[:1] == ["-u"]:
+        arguments = arguments[1:]
+    if arguments[:1] == ["-m"]:
+        return {"module": arguments[1], "arguments": arguments[2:]}
+    if arguments and not arguments[0].startswith("-"):
+        return {"script": arguments[0], "arguments": arguments[1:]}
+    return None
+
+
+def main(path: str, command: str, arguments: list[str]) -> int:
+    wanted = what(arguments)
+    if wanted is None:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    wanted |= {"num_ranks": 0, "environment": dict(os.environ), "directory": os.getcwd(), "python": command}
+    with request(path, wanted, [0, 1, 2]) as connection:
+        process = answer(connection)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os.killpg(process, number))
+        status = answer(connection)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
