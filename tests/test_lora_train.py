@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.convert import Options
+from checkpoint.convert import Options, hf_to_mm
 from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format
+from checkpoint.formats.storage import Format, Storage
 from checkpoint.formats.training import LATEST_FILE
 from checkpoint.formats.training_reader import TrainingDirectory
 from checkpoint.lora import lora_hf_to_mm
@@ -123,18 +123,23 @@ def test_adapters_of_another_base_are_refused_when_the_run_starts(inputs: Path, 
 
 
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
-    """At their iteration, with a new optimizer, which must be asked for; all six steps are done, so nothing changes."""
-    directory = inputs / "mindspeed"
-    lora_hf_to_mm(trained / "adapter", directory, Layout(((8,),), ((4,),), 1), Format.TORCH, str(inputs / "hf")).run(
-        Options(num_workers=1))
+    """At their iteration, with a new optimizer, which must be asked for; all six steps are done, so nothing changes.
+
+    Beside a model that a converter of MindSpeed-MM left in another order, which is told.
+    """
+    directory, base, layout = inputs / "mindspeed", inputs / "mindspeed_base", Layout(((8,),), ((4,),), 1)
+    lora_hf_to_mm(trained / "adapter", directory, layout, Format.TORCH, str(inputs / "hf")).run(Options(num_workers=1))
+    hf_to_mm(inputs / "hf", base, layout, Storage(Format.TORCH, whole_vision_qkv=True)).run(Options(num_workers=1))
+    (base / "manifest.json").unlink()
     (directory / "manifest.json").unlink()
     (directory / "release").rename(directory / "iter_0000006")
     (directory / LATEST_FILE).write_text("6")
-    start = ["--load", str(directory), "--load-base-model", str(inputs / "hf"), *LORA]
+    start = ["--load", str(directory), "--load-base-model", str(base), *LORA]
     (found,) = refused(inputs, capsys, *start)
     assert "is a training checkpoint of MindSpeed-MM (iteration 6)" in found and "--no-load-optim" in found
     said = run(inputs, "went_on", 1, *start, "--no-load-optim", "--export-hf", str(inputs / "went_on" / "adapter"))
-    assert f"loaded a converted checkpoint from {directory} beside {inputs / 'hf'}, iteration 6" in said
+    assert f"loaded a converted checkpoint from {directory} beside {base}, iteration 6" in said
+    assert f"note: {base} keeps the ViT's qkv [Q; K; V] as a whole" in said
     directories = trained / "adapter", inputs / "went_on" / "adapter"
     exports = [load_file(path / "adapter_model.safetensors") for path in directories]
     assert exports[0].keys() == exports[1].keys()

@@ -42,12 +42,12 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     sources = together(mesh, lambda: open_start(run))
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
-    base = None
-    if sources.model is None:
+    base, whole = None, sources.model
+    if whole is None:
         load.initialize(stage, own, mesh, args.seed, run.model.language.init_method_std)
-    elif sources.model.kind is not Kind.TRAINING or run.model.lora.is_on:
-        load.fill(stage, own, sources.model, mesh)
-    if run.model.lora.is_on and (whole := sources.model) is not None:
+    elif whole.kind is not Kind.TRAINING or run.model.lora.is_on:
+        load.fill(stage, own, whole, mesh)
+    if run.model.lora.is_on and whole is not None:
         base = {"path": str(whole.path), "crc32": on_first(mesh, lambda: check_base(sources.adapters, whole))}
     if sources.adapters is None:
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
@@ -55,11 +55,11 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
         load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)
-    loaded = sources.adapters or sources.model
-    for note in loaded.notes if loaded is not None and loaded.kind is Kind.MINDSPEED else ():
+    loaded = sources.adapters or whole
+    for note in whole.notes if whole is not None and whole.kind is Kind.MINDSPEED else ():
         say(f"note: {note}")
     if loaded is not None:
-        beside = f" beside {sources.model.path}" if sources.adapters is not None and sources.model is not None else ""
+        beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""
         say(f"loaded a {_NAMES[loaded.kind]} checkpoint from {args.load or loaded.path}{beside}, iteration "
             f"{started.progress.iteration}")
     for note in started.progress.notes:
