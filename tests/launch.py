@@ -61,7 +61,7 @@ def warm_python() -> Path:
     return command
 
 
-def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> Done:
+def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> Done:
     """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment,
@@ -80,7 +80,7 @@ def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: fl
     return Done(status, *told)
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 300) -> str:
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> str:
     """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
     done = run_module(num_ranks, module, *arguments, timeout_seconds=timeout_seconds)
     assert done.status == 0, f"{module} {' '.join(arguments)}\n{done.out}\n{done.err}"

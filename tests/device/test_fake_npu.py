@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, free_port, json_lines
+from tests.launch import ROOT, free_port, json_lines, run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2
@@ -66,12 +66,15 @@ def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> N
         run["port"] = free_port()
     order = inputs / f"{device}_{num_processes}.json"
     order.write_text(json.dumps(runs))
+    (inputs / device).mkdir(exist_ok=True)
+    if device == "cpu":
+        run_ranks(num_processes, "tests.device.npu_worker", device, str(order), str(inputs / device))
+        return
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_addr",
         "localhost", "--master_port", str(free_port()), "-m", "tests.device.npu_worker", device, str(order),
         str(inputs / device),
     ]  # fmt: skip
-    (inputs / device).mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
