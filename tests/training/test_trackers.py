@@ -71,6 +71,7 @@ def parts_of(raw: bytes) -> Iterator[bytes]:
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_a_run(tmp_path, "--wandb-project", "project", "--wandb-exp-name", "run")
+    importlib.import_module("wandb").teardown()  # the end of a run does not wait until its file is written
     (file,) = (tmp_path / "logs" / "wandb").glob("offline-run-*/run-*.wandb")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     rows, began = [], None
