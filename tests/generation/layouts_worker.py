@@ -99,8 +99,8 @@ def answers(session: Session, prompts: Sequence[Prompt], batch_size: int) -> dic
 
 def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
     session = open_session(root, case)
-    alone = prompts if case.name == "one" else prompts[FEW]
-    result = {"8": answers(session, prompts if case.has_all else prompts[FEW], 8), "1": answers(session, alone, 1)}
+    asked = prompts if case.has_all else prompts[FEW]
+    result = {"8": answers(session, asked, 8), "1": answers(session, asked, 1)}
     recording = Recording(session.stage, session.mesh, session.decoding)
     recording.rows = {}
     recording.answer(*session._shared(prompts[:5])[:2])
