@@ -11,6 +11,7 @@ import pytest
 from demo import digits, golden, parity
 from demo import run as demo
 from tests.launch import warm_python
+from tests.parallel.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -86,6 +87,10 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
                    for name in ("hf", "back"))
     assert there.keys() == back.keys() and "model.safetensors" in there
     assert there == back
+
+
+def test_the_number_of_layouts_is_that_of_the_parity_test():
+    assert f"under each of {len(CASES)} layouts" in README
 
 
 @pytest.mark.parametrize(("target", "module"), [
