@@ -1,7 +1,7 @@
 """Answers the same prompts on every layout, in one set of processes, and writes token ids and logits.
 
 Launched by tests/generation/test_layouts.py: ``layouts_worker DIRECTORY``, which ``write_questions`` has filled and
-where ``mm`` is a conversion.
+where ``mm`` is a conversion and ``adapters`` what was trained beside ``hf``.
 """
 
 import json
@@ -61,6 +61,8 @@ CASES = (
     Case("tp2pp2", "mm", ((6, 2),), ((0, 4),), 2),
 )
 """``saved`` is a training checkpoint that the case ``pp2`` leaves."""
+WITH_ADAPTERS = Case("adapters", "adapters", ((6, 2),), ((0, 4),), 2, has_all=False)
+"""``adapters`` is a directory of PEFT, which stands beside ``hf``."""
 
 
 class Recording(Answerer):
@@ -115,7 +117,7 @@ def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
     ways = (("drawn", SAMPLING, 8), ("drawn alone", SAMPLING, 3), ("drawn by 8", (*SAMPLING, "--seed", "8"), 8),
             ("penalty", ("--repetition-penalty", "1.3"), 8))
     for name, more, size in ways:
-        if name == "drawn" or case.name == "one":
+        if (name == "drawn" and case != WITH_ADAPTERS) or case.name == "one":
             session = open_session(root, case, *more)
             result[name] = answers(session, prompts[FEW], size)
             parallel.stop_mesh()
@@ -130,7 +132,7 @@ def main(root: Path) -> None:
     prompts, problems = read_prompts(str(root / "prompts.jsonl"), ())
     assert not problems
     results = {}
-    for case in CASES:
+    for case in (*CASES, WITH_ADAPTERS):
         if rank < case.world_size:
             os.environ["WORLD_SIZE"] = str(case.world_size)
             dist.init_process_group("gloo", store=dist.PrefixStore(case.name, store), rank=rank,

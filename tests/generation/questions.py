@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.batch import Microbatch
 from mm.data.encode import SampleEncoder
-from mm.data.sample import Video
+from mm.data.sample import Sample, Video
 from mm.generation.prompts import Prompt
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo, pixel_numbers
@@ -35,12 +36,11 @@ def write_questions(directory: Path) -> Path:
     return directory
 
 
-def transformers_inputs(encoder: SampleEncoder, prompt: Prompt) -> dict[str, torch.Tensor]:
-    """One prompt as transformers' ``generate`` takes it."""
-    encoded: Microbatch = encoder.encode_prompt(prompt.sample)
+def transformers_inputs(encoder: SampleEncoder, sample: Sample, encoded: Microbatch) -> dict[str, torch.Tensor]:
+    """What ``encoder`` has made of one sample or prompt, as transformers' models take it."""
     ids, chat = encoded.token_ids, encoder.chat
-    is_video = [isinstance(one, Video) for one in prompt.sample.media]
-    seconds = [encoder.planned(one).seconds for one in prompt.sample.media if isinstance(one, Video)]
+    is_video = [isinstance(one, Video) for one in sample.media]
+    seconds = [encoder.planned(one).seconds for one in sample.media if isinstance(one, Video)]
     inputs = {
         "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None],
         "mm_token_type_ids": ((ids == chat.image_token_id) + 2 * (ids == chat.video_token_id)).int()[None],
@@ -56,15 +56,16 @@ def transformers_inputs(encoder: SampleEncoder, prompt: Prompt) -> dict[str, tor
 
 
 class Reference:
-    """transformers, which answers one prompt at a time."""
+    """transformers, which answers one prompt at a time; with ``adapters``, a directory, PEFT on top of it."""
 
-    def __init__(self, directory: Path, encoder: SampleEncoder) -> None:
-        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, local_files_only=True).eval()
+    def __init__(self, directory: Path, encoder: SampleEncoder, adapters: Path | None = None) -> None:
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, local_files_only=True).eval()
+        self._model = model if adapters is None else PeftModel.from_pretrained(model, adapters).eval()
         self._encoder = encoder
 
     def answer(self, prompt: Prompt, **settings) -> tuple[list[int], torch.Tensor]:
         """Token ids, and the logits [num_tokens, vocabulary] that they were chosen by."""
-        inputs = transformers_inputs(self._encoder, prompt)
+        inputs = transformers_inputs(self._encoder, prompt.sample, self._encoder.encode_prompt(prompt.sample))
         found = self._model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, output_logits=True,
                                      return_dict_in_generate=True, **settings)
         return found.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(found.logits)

@@ -14,12 +14,15 @@ from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
-from tests.generation.layouts_worker import CASES, FEW
+from tests.generation.layouts_worker import CASES, FEW, WITH_ADAPTERS
 from tests.generation.questions import NUM_PROMPTS, Reference, write_questions
 from tests.launch import run_ranks
+from tests.tiny_inputs import run
 
 LOGITS_TOLERANCE = 1e-4
 """Largest difference measured, fp32 on the CPU: 1.0e-5 (TP2), 6.9e-6 without tensor parallelism."""
+ADAPTED_TOLERANCE = 1e-4
+"""Likewise of adapters on TP2 and two stages, from PEFT's."""
 LAYOUTS = [case.name for case in CASES]
 
 
@@ -27,6 +30,8 @@ LAYOUTS = [case.name for case in CASES]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_questions(tmp_path_factory.mktemp("questions"))
     convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((5, 3),), ((0, 4),), 2)).run(Options(num_workers=1))
+    run(directory, "tuned", 1, "--load", str(directory / "hf"), "--lora-target-modules", "q_proj", "v_proj", "mlp.0",
+        "down_proj", "--lora-r", "4", "--lora-alpha", "8", "--lr", "2e-2", "--export-hf", str(directory / "adapters"))
     run_ranks(4, "tests.generation.layouts_worker", str(directory), timeout_seconds=1800)
     return directory
 
@@ -40,10 +45,14 @@ def found(root: Path) -> dict[str, dict[str, dict[int, list[int]]]]:
 
 
 @pytest.fixture(scope="module")
-def reference(root: Path) -> Reference:
+def encoder(root: Path) -> SampleEncoder:
     argv = ["--load", str(root / "hf"), "--prompt", "-", "--image-max-pixels", "9408", "--video-max-pixels", "9408"]
     model = read_model(root / "model_1.json").value
-    encoder = SampleEncoder.from_config(load_asking(argv).media_config(str(root / "hf")), model, 4096)
+    return SampleEncoder.from_config(load_asking(argv).media_config(str(root / "hf")), model, 4096)
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path, encoder: SampleEncoder) -> Reference:
     return Reference(root / "hf", encoder)
 
 
@@ -82,6 +91,21 @@ def test_logits_are_those_of_transformers(case: str, root: Path, expected: list)
         theirs = expected[int(name)][1]
         assert ours.shape == theirs.shape
         assert float((ours - theirs).abs().max()) <= LOGITS_TOLERANCE
+
+
+def test_adapters_trained_here_answer_as_in_peft(
+    root: Path, found: dict, encoder: SampleEncoder, prompts: list, expected: list
+):
+    """Token for token, and by the same logits, of texts, pictures and videos on two stages of two ranks each."""
+    peft = Reference(root / "hf", encoder, root / "adapters")
+    theirs = [peft.answer(prompt) for prompt in prompts[FEW]]
+    for batch_size in ("8", "1"):
+        assert found[WITH_ADAPTERS.name][batch_size] == {number: ids for number, (ids, _) in enumerate(theirs)}
+    assert sum(one[0] != other[0] for one, other in zip(theirs, expected, strict=False)) > len(theirs) // 2
+    logits = load_file(root / f"{WITH_ADAPTERS.name}.safetensors")
+    assert set(logits) == {str(number) for number in range(5)}
+    errors = [float((ours - theirs[int(name)][1]).abs().max()) for name, ours in logits.items()]
+    assert max(errors) <= ADAPTED_TOLERANCE, errors
 
 
 def test_the_repetition_penalty_is_that_of_transformers(
