@@ -22,7 +22,7 @@ from tests.tiny_inputs import run
 LOGITS_TOLERANCE = 1e-4
 """Largest difference measured, fp32 on the CPU: 1.0e-5 (TP2), 6.9e-6 without tensor parallelism."""
 ADAPTED_TOLERANCE = 1e-4
-"""Likewise of adapters on TP2 and two stages, from PEFT's."""
+"""Likewise from PEFT's with adapters, on two stages of two ranks each: measured 6.6e-6 (and 4.2 from those without)."""
 LAYOUTS = [case.name for case in CASES]
 
 
