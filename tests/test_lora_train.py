@@ -116,10 +116,15 @@ def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.C
     assert "is a whole model, and --load-base-model names another" in found
 
 
-def test_adapters_of_another_base_are_refused_when_the_run_starts(inputs: Path, trained: Path) -> None:
-    """The merged model is another one than the adapters were trained beside."""
-    with pytest.raises(AssertionError, match="adapters of another base model"):
-        run(inputs, "other", 1, "--load", str(trained / "adapter"), "--load-base-model", str(trained / "merged"), *LORA)
+@pytest.mark.parametrize("adapters", ["adapter", "save"])
+def test_adapters_of_another_base_are_refused_before_the_run(
+    adapters: str, inputs: Path, trained: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of PEFT's directory and of a training checkpoint; the merged model is another one than they were trained beside.
+    """
+    start = ["--load", str(trained / adapters), "--load-base-model"]
+    (found,) = refused(inputs, capsys, *start, str(trained / "merged"), *LORA)
+    assert f"holds adapters of another base model than {trained / 'merged'}: its checksum was" in found
 
 
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:

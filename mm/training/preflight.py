@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from checkpoint.adapters import check_base
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
@@ -38,8 +39,10 @@ _NUM_COMPARED = 100
 
 
 def file_problems(run: Run) -> list[str]:
-    """Problems of weights and patterns of their names, tokenizer, processor and output directories; reads headers
-    only, so it takes seconds."""
+    """Problems of weights and patterns of their names, tokenizer, processor and output directories.
+
+    Reads headers only, and of the model beside adapters what its checksum is made of, so it takes seconds.
+    """
     args, base, problems = run.args, run.data.model_name_or_path, []
     for path in dict.fromkeys((base, args.load, args.load_base_model)):
         if path is not None:
@@ -47,7 +50,9 @@ def file_problems(run: Run) -> list[str]:
     if not problems:  # nothing fits another model
         with collected(problems):
             if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)):
-                open_start(run)
+                start = open_start(run)
+                if start.adapters is not None and start.model is not None and start.adapters.base_crc32 is not None:
+                    check_base(start.adapters, start.model)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)
