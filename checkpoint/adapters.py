@@ -149,6 +149,17 @@ def check_base(adapters: Source | None, base: Source) -> int:
     return found
 
 
+def base_notes(adapters: Source, base: Source) -> list[str]:
+    """For the user: that ``adapters`` without a checksum, such as PEFT writes, name another model than ``base``."""
+    name = adapters.base_name
+    if adapters.base_crc32 is not None or not name:
+        return []
+    if Path(name).name in (base.path.absolute().name, base.path.resolve().name):
+        return []
+    return [f"{adapters.path} names {name!r} as its base model, and {base.path} is given; nothing in the files tells "
+            f"whether that is the same model, so make sure that it is"]
+
+
 # Export
 
 
@@ -178,7 +189,7 @@ class Merge:
         """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
         model, target = self.adapters.model, self.target.resolve()
         check_base(self.adapters, self.base)
-        for note in self.base.notes:
+        for note in (*self.base.notes, *base_notes(self.adapters, self.base)):
             print(f"note: {note}")
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)

@@ -42,7 +42,7 @@ def prepare(argv: Sequence[str]) -> Run:
     from mm.weights.trained import freeze_notes
 
     found: list[str] = []
-    refuse(preflight.file_problems(run) + preflight.sample_problems(run, found)
+    refuse(preflight.file_problems(run, found) + preflight.sample_problems(run, found)
            + preflight.question_problems(run, found))
     notes = (*run.notes, *freeze_notes(run.model), *found)
     for note in () if run.args.dry_run else notes:  # a dry run reports its own

@@ -1,13 +1,14 @@
 """Adapters through the program itself: a run that stops and goes on, its exports, and what it says to mistakes."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.convert import Options, hf_to_mm
@@ -87,13 +88,17 @@ def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> N
     assert alone["status"] == 2 and "give --model-name-or-path" in alone["err"]
 
 
-def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
-    """What the check of a run says of ``flags``, without a traceback and with exit status 2."""
-    status = train.main([
+def checked(inputs: Path, *flags: str) -> int:
+    """The exit status of the check of a run."""
+    return train.main([
         "--device", "cpu", "--check", "--mm-model", str(inputs / "model_1.json"), "--mm-data",
         str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--train-iters", "6", "--lr",
         "1e-3", "--log-dir", str(inputs / "logs"), *flags])  # fmt: skip
-    assert status == 2
+
+
+def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
+    """What the check of a run says of ``flags``, without a traceback and with exit status 2."""
+    assert checked(inputs, *flags) == 2
     return capsys.readouterr().err.splitlines()
 
 
@@ -116,10 +121,33 @@ def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.C
     assert "is a whole model, and --load-base-model names another" in found
 
 
-def test_adapters_of_another_base_are_refused_when_the_run_starts(inputs: Path, trained: Path) -> None:
-    """The merged model is another one than the adapters were trained beside."""
-    with pytest.raises(AssertionError, match="adapters of another base model"):
-        run(inputs, "other", 1, "--load", str(trained / "adapter"), "--load-base-model", str(trained / "merged"), *LORA)
+def test_adapters_that_name_another_base_are_told(
+    inputs: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Without a checksum, as PEFT saves them, by the check of a run and before an answer."""
+    adapter, base = tmp_path / "adapter", inputs / "hf"
+    shutil.copytree(trained / "adapter", adapter)
+    save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "Qwen/Other"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    note = f"note: {adapter} names 'Qwen/Other' as its base model, and {base} is given"
+    assert checked(inputs, "--load", str(adapter), "--load-base-model", str(base), *LORA) == 0
+    assert capsys.readouterr().out.count(note) == 1
+    (answer,) = run_commands(inputs, [{"argv": [
+        "--device", "cpu", "--max-new-tokens", "2", "--prompt", "What?", "--load", str(adapter),
+        "--model-name-or-path", str(base)]}])
+    assert answer["status"] == 0 and answer["err"].count(note) == 1
+
+
+@pytest.mark.parametrize("adapters", ["adapter", "save"])
+def test_adapters_of_another_base_are_refused_before_the_run(
+    adapters: str, inputs: Path, trained: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of PEFT's directory and of a training checkpoint; the merged model is another one than they were trained beside.
+    """
+    start = ["--load", str(trained / adapters), "--load-base-model"]
+    (found,) = refused(inputs, capsys, *start, str(trained / "merged"), *LORA)
+    assert f"holds adapters of another base model than {trained / 'merged'}: its checksum was" in found
 
 
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:

@@ -80,6 +80,8 @@ class Source:
     """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
     base_crc32: int | None = None
     """Of adapters, where it is stated: which model they were trained beside (``checkpoint.adapters.model_crc32``)."""
+    base_name: str | None = None
+    """Of PEFT's adapters: the directory, or the name on the hub, of that model."""
 
     @property
     def is_vit_only(self) -> bool:
@@ -280,7 +282,8 @@ def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
     Raises UserError for each way in which they are not.
     """
     refuse(directory.problems(model))
-    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32)
+    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
+                   base_name=directory.config.get("base_model_name_or_path"))
 
 
 def _open_mindspeed(

@@ -6,7 +6,7 @@ Only headers and JSON files are read.  Every rank does it, and finds the same.
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.adapters import check_base, holds_adapters, open_beside
+from checkpoint.adapters import base_notes, check_base, holds_adapters, open_beside
 from checkpoint.formats import source as weights
 from checkpoint.formats.hf_config import hf_problems, model_from_hf
 from checkpoint.formats.qkv_order import QkvOrder
@@ -67,7 +67,8 @@ def find(asking: Asking) -> Found:
                           asking.world_size)
     refuse(hf_problems(model.base, directory, args.mm_model or args.load))
     decoding = asking.decoding(settings_in(source.path, Path(directory)))
-    return Found(source, adapters, model, directory, decoding, (*source.notes, *notes))
+    beside = base_notes(adapters, source) if adapters is not None else ()
+    return Found(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
 
 
 def _beside_its_model(path: str, base: str | None, order: QkvOrder) -> tuple[Source, Source]:

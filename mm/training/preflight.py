@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from checkpoint.adapters import base_notes, check_base
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
@@ -37,9 +38,12 @@ _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
 
 
-def file_problems(run: Run) -> list[str]:
-    """Problems of weights and patterns of their names, tokenizer, processor and output directories; reads headers
-    only, so it takes seconds."""
+def file_problems(run: Run, notes: list[str]) -> list[str]:
+    """Problems of weights and patterns of their names, tokenizer, processor and output directories; adds to ``notes``
+    that adapters may be of another model.
+
+    Reads headers only, and of the model beside adapters what its checksum is made of, so it takes seconds.
+    """
     args, base, problems = run.args, run.data.model_name_or_path, []
     for path in dict.fromkeys((base, args.load, args.load_base_model)):
         if path is not None:
@@ -47,7 +51,11 @@ def file_problems(run: Run) -> list[str]:
     if not problems:  # nothing fits another model
         with collected(problems):
             if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)):
-                open_start(run)
+                start = open_start(run)
+                if start.adapters is not None and start.model is not None:
+                    notes += base_notes(start.adapters, start.model)
+                    if start.adapters.base_crc32 is not None:
+                        check_base(start.adapters, start.model)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)

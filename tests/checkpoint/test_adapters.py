@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint import lora
-from checkpoint.adapters import check_base, holds_adapters, model_crc32, open_adapters, open_base, open_beside
+from checkpoint.adapters import (
+    base_notes,
+    check_base,
+    holds_adapters,
+    model_crc32,
+    open_adapters,
+    open_base,
+    open_beside,
+)
 from checkpoint.cli import main
 from checkpoint.convert import Options
 from checkpoint.formats.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterDirectory
@@ -97,6 +105,10 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
     expected = asked(folder / "adapter")
     assert all(torch.equal(one, expected[name]) for name, one in asked(tmp_path / "back").items())
     if format is Format.SAFETENSORS:
+        merged = [tmp_path / f"merged_{name}" for name in ("mm", "adapter")]
+        for adapters, target in zip((tmp_path / "mm", folder / "adapter"), merged, strict=True):
+            lora.merge_lora(adapters, folder / "base", target).run(Options())
+        assert files(merged[0]) == files(merged[1])
         first = load_file(tmp_path / "mm" / "release" / "mp_rank_01_001" / "model1.safetensors")
         names = {name for name in first if ".layers.0." in name}
         layers = [*(f"self_attention.{one}" for one in ("q_proj", "k_proj", "v_proj", "linear_proj")),
@@ -207,6 +219,21 @@ def test_an_adapter_of_other_settings_is_refused(name: str, folder: Path) -> Non
     with pytest.raises(UserError) as caught:
         open_adapters(folder / "adapter", model_of(settings))
     assert len(caught.value.problems) == 1 and what in caught.value.problems[0]
+
+
+def test_adapters_that_name_another_model_are_told(broken: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """PEFT states no checksum; a directory, or a name on the hub, is compared by its last part."""
+    base = folder / "base"
+
+    def told(name: str | None) -> str:
+        change(broken, base_model_name_or_path=name)
+        lora.merge_lora(broken, base, broken.parent / "merged").run(Options(dry_run=True))
+        return capsys.readouterr().out
+
+    assert f"note: {broken} names 'Qwen/Other' as its base model, and {base} is given" in told("Qwen/Other")
+    assert all("note:" not in told(name) for name in (str(base), "Qwen/base", "", None))
+    stated = replace(open_adapters(broken, model_of()), base_name="Qwen/Other", base_crc32=1)
+    assert base_notes(stated, open_base(base, model_of())) == []  # the checksum tells
 
 
 def test_an_adapter_of_another_base_model_is_refused(folder: Path, tmp_path: Path) -> None:

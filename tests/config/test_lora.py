@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.flags import parse
+from mm.config.flags import flag_problems, parse
 from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
 from mm.config.model import read_model
 from mm.errors import UserError
@@ -36,6 +36,15 @@ def test_flags_are_one_setting() -> None:
 ])
 def test_numbers_have_bounds(argv: list[str], what: str) -> None:
     assert problems(*argv) == [what]
+
+
+@pytest.mark.parametrize(("flag", "word", "what"), [
+    ("--lora-rank-pattern", "q_proj=0", "a whole number of at least 1"),
+    ("--lora-alpha-pattern", "q_proj=-1", "a number above 0"),
+])
+def test_numbers_of_patterns_have_bounds(flag: str, word: str, what: str) -> None:
+    (problem,) = flag_problems(parse([*REQUIRED, flag, word]))
+    assert problem == f"{flag} has {word!r}; expected a pattern, = and {what}, such as q_proj=4"
 
 
 def test_keys_of_the_model_json(tmp_path: Path) -> None:

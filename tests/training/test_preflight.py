@@ -56,7 +56,7 @@ def flags(inputs: Path, *more: str) -> list[str]:
 
 def problems(inputs: Path, *more: str) -> list[str]:
     run = load_run(flags(inputs, *more), environment={})
-    return file_problems(run) + sample_problems(run, [])
+    return file_problems(run, []) + sample_problems(run, [])
 
 
 def set_preprocessing(inputs: Path, **keys: object) -> None:

@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.config.lora import LoraConfig
@@ -63,6 +66,19 @@ def test_ranks_and_alphas_by_pattern() -> None:
     assert found["model.layers.0.self_attn.v_proj"] == (6, 2.0)
     assert found["model.layers.1.self_attn.v_proj"] == (2, 6.0)
     assert set(peft_config(model).rank_pattern.values()) == {2, 4, 6}
+
+
+def test_patterns_of_ranks_and_alphas_name_what_they_name_in_peft() -> None:
+    """PEFT is given the same patterns, not the names that we find."""
+    ranks, alphas = {"k_proj": 2, "up_proj": 5}, {"gate_proj": 9}
+    kinds = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    peft = get_peft_model(hf_model(), PeftConfig(target_modules=kinds, r=4, lora_alpha=6, rank_pattern=ranks,
+                                                 alpha_pattern=alphas))
+    theirs = {name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+              for name, module in peft.named_modules() if isinstance(module, LoraLayer)}
+    model = model_of(*kinds, r=4, alpha=6.0, rank_pattern=tuple(ranks.items()), alpha_pattern=tuple(alphas.items()))
+    assert {live_name(one.layer): (one.rank, one.scale) for one in model_adapters(model)} == theirs
+    assert {value for value in theirs.values()} == {(4, 1.5), (2, 3.0), (5, 1.2), (4, 2.25)}
 
 
 def test_what_is_trained_and_saved_are_the_adapters() -> None:
