@@ -90,7 +90,8 @@ def write_cases(directory: Path) -> None:
         cases[name] = {"num_ranks": num_ranks, "runs": runs}
     for name, (model, data, flags) in MOVING.items():
         moving = ("--lr", "1e-3", "--global-batch-size", "8", *flags)
-        with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1")
+        saved = ("--save", str(directory / name / "save"), "--save-best")
+        with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1", *saved)
         without = argv(f"{name}, without", model, data, 3, *moving, "--eval-iters", "0")
         cases |= {name: {"num_ranks": 4, "runs": [with_it]}, f"{name}, without": {"num_ranks": 4, "runs": [without]}}
     plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "8",
@@ -197,6 +198,15 @@ def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
     assert found["states"] == without["states"]
     losses = [row["validation_loss"] for row in validations(found)]
     assert len(losses) == 3 and losses[2] < losses[0] and not validations(without)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_better_validation_takes_the_place_of_the_best(results: dict, directory: Path, name: str) -> None:
+    rows, best = validations(results[name]), directory / name / "save" / "best"
+    least = min(rows, key=lambda row: row["validation_loss"])["iteration"]
+    assert [row["best_iteration"] for row in rows][::2] == [1, least] and least > 1
+    assert [one.name for one in best.glob("iter_*")] == [f"iter_{least:07}"]
+    assert (best / "latest_checkpointed_iteration.txt").read_text().strip() == str(least)
 
 
 def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:
