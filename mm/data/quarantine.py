@@ -45,7 +45,12 @@ class BadSample:
 
 def sample_problem(index: int, reason: str) -> str:
     """What is said of sample ``index`` of a file, after the place where it stands."""
-    return f"sample {index} (counted from 0): {reason}"
+    return f"{numbered('sample', index)}: {reason}"
+
+
+def numbered(what: str, index: int) -> str:
+    """Record ``index`` of a file: a list may stand in one line, so the line alone does not say which one it is."""
+    return f"{what} {index} (counted from 0)"
 
 
 class Quarantine:

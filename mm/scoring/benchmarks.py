@@ -51,7 +51,7 @@ class Item:
     index: str
     """Unique in its file."""
     where: str
-    """``file:line``."""
+    """``file:line``; of the user's own questions also the number of this one."""
     question: str
     """As the file has it, for people."""
     parts: tuple[str | Media | Cell, ...]

@@ -180,8 +180,9 @@ def _unquoted(raw: bytes) -> bytes:
 def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[str, ...]:
     refuse(f"{path}:1: names the column {name!r} twice; expected names that differ." for name in dict.fromkeys(names)
            if names.count(name) > 1)
-    refuse(f"{path}:1: has no column {name!r}{nearest(name, names)}; its columns are {', '.join(map(repr, names))}, "
-           f"separated by tabs." for name in needed if name not in names)
+    advice = "; name the right one so, or give OpenCompass's file of this benchmark"
+    refuse(f"{path}:1: has no column {name!r}{near}; its columns are {', '.join(map(repr, names))}, separated by tabs"
+           f"{'' if near else advice}." for name in needed if name not in names for near in [nearest(name, names)])
     return tuple(names)
 
 

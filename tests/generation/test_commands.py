@@ -5,13 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.generate import load_asking
+from mm.config.model import read_model
+from mm.data.encode import SampleEncoder
+from mm.generation.prompts import read_prompts
 from tests.data.oracle import photo
 from tests.generation.commands import run_commands
+from tests.generation.questions import Reference
 from tests.launch import json_lines, run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]
-SHORT = ("--device", "cpu", "--max-new-tokens", "6")
+NUM_TOKENS = 6
+SHORT = ("--device", "cpu", "--max-new-tokens", str(NUM_TOKENS))
 
 
 def write_prompts(directory: Path) -> None:
@@ -73,8 +79,30 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(root: Path) -> dict[str, dict]:
+def encoder(root: Path) -> SampleEncoder:
+    media = load_asking(["--load", str(root / "hf"), "--prompt", "-"]).media_config(str(root / "hf"))
+    return SampleEncoder.from_config(media, read_model(root / "model_1.json").value, 4096)
+
+
+@pytest.fixture(scope="module")
+def greedy(root: Path, encoder: SampleEncoder) -> dict[int, list[int]]:
+    """transformers' tokens of each good prompt."""
+    reference = Reference(root / "hf", encoder)
+    prompts = [prompt for prompt in read_prompts(str(root / "prompts.jsonl"), ())[0] if prompt.number in GOOD]
+    return {prompt.number: reference.answer(prompt)[0][:NUM_TOKENS] for prompt in prompts}
+
+
+@pytest.fixture(scope="module")
+def stop_token(greedy: dict[int, list[int]]) -> int:
+    """In the middle of the first answer."""
+    return greedy[0][2]
+
+
+@pytest.fixture(scope="module")
+def done(root: Path, encoder: SampleEncoder, stop_token: int) -> dict[str, dict]:
     asked = commands(root)
+    word = encoder.chat.tokenizer.convert_ids_to_tokens(stop_token)
+    asked["stopped"] = {"argv": [*asked["whole"]["argv"][:-1], str(root / "stopped.jsonl"), "--stop-tokens", word]}
     found = run_commands(root, list(asked.values()))
     return dict(zip(asked, found, strict=True))
 
@@ -112,6 +140,19 @@ def test_a_file_of_prompts(done: dict, root: Path):
     assert len(errors) == 2
     assert "prompts.jsonl:4: prompt 3 image 'missing.png' is no regular file" in errors[0]
     assert "prompts.jsonl:8" in errors[1] and "cut.png" in errors[1]
+
+
+def test_a_named_token_ends_answers(done: dict, root: Path, encoder: SampleEncoder, greedy: dict, stop_token: int):
+    assert done["stopped"]["status"] == 2  # for the two that cannot be asked
+    found = {one["number"]: one for one in json_lines(root / "stopped.jsonl")}
+    assert found.keys() == greedy.keys()
+    for number, ids in greedy.items():
+        ended = "stop" if stop_token in ids else "length"
+        shown = ids[: ids.index(stop_token) + 1] if stop_token in ids else ids
+        assert (found[number]["ended"], found[number]["num_answer_tokens"]) == (ended, len(shown)), number
+        assert found[number]["answer"] == encoder.chat.tokenizer.decode(shown, skip_special_tokens=True), number
+    assert found[0]["ended"] == "stop" and 1 < found[0]["num_answer_tokens"] < NUM_TOKENS
+    assert {one["ended"] for one in found.values()} == {"stop", "length"}
 
 
 def test_killed_in_the_middle_and_started_again(done: dict, root: Path):

@@ -49,23 +49,21 @@ def evaluation(root: Path, questions: str, output: str, *flags: str) -> list[str
 def commands(root: Path) -> dict[str, dict[str, Any]]:
     """By name, in their order."""
     own = evaluation(root, "own.json", "own", "--rule", "exact")
-    bad = {name: evaluation(root, name, "docvqa", "--benchmark", "docvqa")
-           for name in ("no_columns.tsv", "no_picture.tsv")}
     chartqa = evaluation(root, "chartqa.tsv", "killed", "--benchmark", "chartqa")
+    unfinished = evaluation(root, "chartqa.tsv", "unfinished", "--benchmark", "chartqa")
     cut = evaluation(root, "changing.tsv", "changing", "--benchmark", "docvqa")
     argvs = {
         **{name: evaluation(root, f"{name}.tsv", name, "--benchmark", name) for name in ROWS},
         "own": own, "killed": chartqa, "started again": chartqa,
-        "other settings": [*chartqa, "--repetition-penalty", "2"],
-        **bad, "missing": evaluation(root, "missing.json", "own", "--rule", "exact"), "cut": cut,
-        "no rule": evaluation(root, "own.json", "own"),
+        "other settings": [*chartqa, "--repetition-penalty", "2"], "unfinished": unfinished, "cut": cut,
         "peer": ["--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--mm-model",
                  str(root / "evaluate.json"), "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size",
                  "1", "--seq-length", "1024", "--vocab-size", "152064", "--variable-seq-lengths", "--micro-batch-size",
                  "1"],
     }
     asked = {name: {"program": "mm.evaluate", "argv": argv} for name, argv in argvs.items()}
-    asked["killed"] |= {"kill_after": 1, "answers": str(root / "killed/answers.jsonl")}
+    for name in ("killed", "unfinished"):
+        asked[name] |= {"kill_after": 1, "answers": str(root / name / "answers.jsonl")}
     asked["generated"] = {"argv": [
         "--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--greedy", "--repetition-penalty", "1",
         *SIZES, "--batch-size", "2", "--prompts", str(root / "prompts.json"), "--output", str(root / "own.jsonl")]}
@@ -115,11 +113,18 @@ def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
         assert (root / "killed" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
 
 
-def test_two_ranks_write_the_same_files(root, done):
-    assert done["chartqa"]["status"] == 0
-    run_ranks(2, "mm.evaluate", *evaluation(root, "chartqa.tsv", "two", "--benchmark", "chartqa"))
+@pytest.mark.parametrize(("num_ranks", "output"), [(2, "two"), (3, "unfinished")])
+def test_any_number_of_ranks_writes_the_same_files(root, done, num_ranks, output):
+    """Two ranks answer three batches; three ranks end a run of one rank, of which at most two batches are left."""
+    assert done["chartqa"]["status"] == 0 and done["unfinished"]["status"] < 0
+    kept = root / output / "answers.jsonl"
+    before = kept.read_bytes() if kept.exists() else b""
+    assert bool(before) == (output == "unfinished")
+    run_ranks(num_ranks, "mm.evaluate", *evaluation(root, "chartqa.tsv", output, "--benchmark", "chartqa"))
+    assert kept.read_bytes().startswith(before)
+    assert sorted(path.name for path in (root / output).iterdir()) == FILES
     for name in FILES:
-        assert (root / "two" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
+        assert (root / output / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
 
 
 def test_other_settings_are_refused(root, done):
@@ -140,17 +145,28 @@ def test_the_peers_json(root, done):
 
 
 def test_bad_questions_are_told_and_results_stay(root, done):
+    assert done["docvqa"]["status"] == done["own"]["status"] == 0
+    kept = {path: path.read_bytes() for name in ("docvqa", "own") for path in (root / name).iterdir()}
+    argvs = {
+        **{name: evaluation(root, name, "docvqa", "--benchmark", "docvqa")
+           for name in ("no_columns.tsv", "no_picture.tsv")},
+        "missing": evaluation(root, "missing.json", "own", "--rule", "exact"),
+        "no rule": evaluation(root, "own.json", "own")}
+    bad = dict(zip(argvs, run_commands(root, [
+        {"program": "mm.evaluate", "argv": argv} for argv in argvs.values()]), strict=True))
     for name, expected in (
         ("no_columns.tsv", f"error: {root}/no_columns.tsv:1: has no column 'question'; its columns are 'index', "
-                           f"'image', 'text', 'answer', separated by tabs.\n"),
+                           f"'image', 'text', 'answer', separated by tabs; name the right one so, or give "
+                           f"OpenCompass's file of this benchmark.\n"),
         ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: picture 1 of column 'image': is no picture that Pillow "
                            f"reads: it begins with b'ABCABCABCABCABCA'; give a JPEG or PNG file.\n"),
-        ("missing", f"error: {root}/missing.json:1: image 'none.png' is no regular file, neither as"),
+        ("missing", f"error: {root}/missing.json:1: question 3 (counted from 0): image 'none.png' "
+                    f"is no regular file, neither as"),
         ("no rule", "error: --benchmark or --rule is missing: say whose questions these are"),
     ):
-        assert done[name]["status"] == 2 and done[name]["err"].startswith(expected), (name, done[name]["err"])
-    assert sorted(path.name for path in (root / "docvqa").iterdir()) == FILES
-    assert sorted(path.name for path in (root / "own").iterdir()) == FILES
+        assert bad[name]["status"] == 2 and bad[name]["err"].startswith(expected), (name, bad[name]["err"])
+    assert {path: path.read_bytes() for name in ("docvqa", "own") for path in (root / name).iterdir()} == kept
+    assert sorted(path.name for path in kept) == sorted(2 * FILES)
 
 
 def test_a_picture_that_is_cut_off_can_be_mended(root, done):

@@ -33,7 +33,7 @@ def test_questions(folder):
     assert [item.parts for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
     assert [item.right for item in items] == [("2",), ("one", "1"), ("",)]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
-    assert items[1].where == f"{folder}/own.json:1"
+    assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0)"
 
 
 def test_videos(folder):
@@ -90,7 +90,8 @@ def test_samples_as_they_are_trained_on(folder):
 def test_records_that_cannot_be_asked(folder, record, rule, expected):
     with pytest.raises(UserError) as caught:
         read(folder, [record], rule)
-    assert caught.value.problems == (f"{folder}/own.json:1: {expected.replace('{folder}', str(folder))}",)
+    expected = expected.replace("{folder}", str(folder))
+    assert caught.value.problems == (f"{folder}/own.json:1: question 0 (counted from 0): {expected}",)
 
 
 def test_missing_pictures_double_indices_and_broken_lines(folder):
@@ -101,9 +102,10 @@ def test_missing_pictures_double_indices_and_broken_lines(folder):
         read_own(str(folder / "own.jsonl"), "exact", ())
     missing, broken, double = caught.value.problems
     where = f"{folder}/own.jsonl"
-    assert missing.startswith(f"{where}:1: image 'no.png' is no regular file")
-    assert broken.startswith(f"{where}:2:13: not valid JSON")
-    assert double == f"{where}:4: has the index '5' of {where}:3; expected indices that differ."
+    assert missing.startswith(f"{where}:1: question 0 (counted from 0): image 'no.png' is no regular file")
+    assert broken.startswith(f"{where}:2:13: question 1 (counted from 0): not valid JSON")
+    assert double == (f"{where}:4: question 3 (counted from 0): has the index '5' of {where}:3: question 2 "
+                      f"(counted from 0); expected indices that differ.")
     with pytest.raises(UserError, match="is no file; expected JSON"):
         read_own(str(folder / "none.json"), "exact", ())
     with pytest.raises(UserError, match="has no records; there is nothing to ask"):

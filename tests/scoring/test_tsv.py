@@ -81,7 +81,8 @@ def problems(path: Path, rows: list[dict[str, str]], needed: tuple[str, ...] = (
 def test_missing_columns(tmp_path):
     row = {"index": "0", "Answer": "A", "question": "What?"}
     assert problems(tmp_path / "t.tsv", [row], ("index", "image", "answer")) == (
-        "1: has no column 'image'; its columns are 'index', 'Answer', 'question', separated by tabs.",
+        "1: has no column 'image'; its columns are 'index', 'Answer', 'question', separated by tabs; name the "
+        "right one so, or give OpenCompass's file of this benchmark.",
         "1: has no column 'answer' (did you mean 'Answer'?); its columns are 'index', 'Answer', 'question', separated "
         "by tabs.")
 

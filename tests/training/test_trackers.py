@@ -54,7 +54,7 @@ def test_the_line_of_a_score() -> None:
 
 
 def parts_of(raw: bytes) -> Iterator[bytes]:
-    """wandb's file is a log of LevelDB's form, which is in its documentation, behind 7 bytes."""
+    """wandb's file, and swanlab's, is a log of LevelDB's form, which is in its documentation, behind 7 bytes."""
     place, begun = 7, b""
     while place + 7 <= len(raw):
         if (left := 32768 - place % 32768) < 7:
@@ -98,7 +98,13 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     write_a_run(tmp_path, "--swanlab-project", "project", "--swanlab-exp-name", "run")
     (file,) = (tmp_path / "logs" / "swanlog").glob("run-*/run-*.swanlab")
-    assert b"validation_loss" in file.read_bytes()
+    records = importlib.import_module("swanlab.proto.swanlab.record.v1.record_pb2")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in map(records.Record.FromString, parts_of(file.read_bytes())):
+        if record.HasField("scalar"):
+            found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+    assert found["loss"] == [(4, 1.25), (5, 1.25)]
+    assert found["validation_loss"] == [(5, 1.5)] and found["validation_score_percent"] == [(5, 62.5)]
 
 
 def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

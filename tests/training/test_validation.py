@@ -90,7 +90,8 @@ def write_cases(directory: Path) -> None:
         cases[name] = {"num_ranks": num_ranks, "runs": runs}
     for name, (model, data, flags) in MOVING.items():
         moving = ("--lr", "1e-3", "--global-batch-size", "8", *flags)
-        with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1")
+        saved = ("--save", str(directory / name / "save"), "--save-best")
+        with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1", *saved)
         without = argv(f"{name}, without", model, data, 3, *moving, "--eval-iters", "0")
         cases |= {name: {"num_ranks": 4, "runs": [with_it]}, f"{name}, without": {"num_ranks": 4, "runs": [without]}}
     plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "8",
@@ -144,7 +145,9 @@ def mean(losses: list[tuple[float, int]]) -> float:
 def test_the_loss_is_that_of_transformers_over_exactly_these_samples(
     results: dict, transformers_losses: list[tuple[float, int]], name: str
 ) -> None:
-    for size, row in zip(SIZES, validations(results[name]), strict=False):
+    rows = validations(results[name])
+    assert len(rows) >= len(SIZES)
+    for size, row in zip(SIZES, rows, strict=False):  # what follows has other samples
         expected = transformers_losses[:size]
         assert (row["num_samples"], row["num_target_tokens"]) == (size, sum(count for _, count in expected))
         assert row["validation_loss"] == pytest.approx(mean(expected), rel=TOLERANCE), name
@@ -156,6 +159,12 @@ def test_any_number_of_replicas_finds_the_same_bits(results: dict) -> None:
     assert losses["dp1"] == losses["dp2"][:3] == losses["dp4"][:3]
     assert losses["dp2"][3] == losses["dp4"][3] == pytest.approx(losses["dp1"][2], rel=TOLERANCE)
     assert len({*losses["dp2"][:4]}) == 4
+
+
+def test_no_rank_has_problems_but_where_a_sample_is_bad(results: dict) -> None:
+    assert {*LAYOUTS, *MOVING} <= results.keys()
+    numbers = {name: [len(problems) for problems in result["problems"]] for name, result in results.items()}
+    assert {name: found for name, found in numbers.items() if any(found)} == {"dp2": [1, 1]}
 
 
 @pytest.mark.parametrize("name", ["dp4", "chunks"])
@@ -189,6 +198,15 @@ def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
     assert found["states"] == without["states"]
     losses = [row["validation_loss"] for row in validations(found)]
     assert len(losses) == 3 and losses[2] < losses[0] and not validations(without)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_better_validation_takes_the_place_of_the_best(results: dict, directory: Path, name: str) -> None:
+    rows, best = validations(results[name]), directory / name / "save" / "best"
+    least = min(rows, key=lambda row: row["validation_loss"])["iteration"]
+    assert [row["best_iteration"] for row in rows][::2] == [1, least] and least > 1
+    assert [one.name for one in best.glob("iter_*")] == [f"iter_{least:07}"]
+    assert (best / "latest_checkpointed_iteration.txt").read_text().strip() == str(least)
 
 
 def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:

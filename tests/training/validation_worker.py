@@ -36,7 +36,7 @@ def train(parts: list[list[str]]) -> dict:
             try:
                 trainer.run_steps()
             except UserError as error:
-                problems = error.problems
+                problems += error.problems
         if trainer.metrics is not None:
             trainer.metrics.close()
         states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in random_states().items()}

@@ -1,0 +1,34 @@
+"""An answer in the terminal is shown as it comes, and never half a character of it."""
+
+from io import StringIO
+
+import pytest
+
+from mm.generation.decode import Answer
+from mm.generation.terminal import TextStream
+
+TEXT = "a\u00e9\u65e5\U0001f99c z"
+"""Characters of one, two, three and four bytes."""
+
+
+def text_of(token_ids: list[int]) -> str:
+    """Each byte is a token, and what is no whole character a replacement mark, as the tokenizer has it."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(("content", "whole"), [
+    (TEXT.encode(), TEXT),
+    (TEXT.encode() + "\u65e5".encode()[:2], TEXT + "\ufffd"),  # an answer that ends in half a character
+])
+def test_characters_are_shown_when_they_are_complete(content: bytes, whole: str):
+    stream, answer, seen = StringIO(), Answer(0), [""]
+    listener = TextStream(text_of, stream)
+    for number, byte in enumerate(content, 1):
+        answer.token_ids.append(byte)
+        answer.ended = "length" if number == len(content) else None
+        listener.listen(answer)
+        seen.append(stream.getvalue())
+        if answer.ended is None:
+            assert seen[-1] == content[:number].decode(errors="ignore")
+    assert seen[-1] == whole
+    assert len({*seen}) == 1 + len(whole)  # a write for each character
