@@ -176,8 +176,8 @@ class Arguments:
     recompute_granularity: Granularity | None = Field(None, description=(
         "recompute in towers without it in the JSON: whole layers (full), or modules of each (selective)"))
     recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
-    recompute_num_layers: Count | None = Field(
-        None, description="layers per recomputed group (uniform), or the first of each stage or chunk (block)")
+    recompute_num_layers: Count | None = Field(None, description=(
+        "how many layers to recompute, the first of each stage or chunk (block); no effect with uniform"))
     recompute_modules: RecomputeModules = Field((), description=(
         "what selective recomputes: outputs of norms (layernorm), of SwiGLU (mlp_act), or whole MLPs (mlp); absent = "
         "layernorm mlp_act"))

@@ -266,7 +266,7 @@ def read_model(path: str | Path) -> Read[ModelConfig]:
     """
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_picture_token(read.value, path)
-    return replace(read, value=model, notes=(*read.notes, *notes))
+    return replace(read, value=model, notes=(*read.notes, *notes, *_recompute_notes_of(model, path)))
 
 
 def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -293,9 +293,26 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
         yield f"{prefix}modules only goes with {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
+def recompute_notes(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
+    """What of the three is given and has no effect; ``prefix`` and ``count`` as ``recompute_problems`` has them."""
+    if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
+        yield (f"{count} has no effect with {prefix}method uniform: each layer is recomputed alone, which keeps one "
+               f"hidden state per layer")
+
+
+def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
+    for key, tower in _towers(model):
+        yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{path}: {key}.recompute_num_layers")
+
+
+def _towers(model: ModelConfig) -> "tuple[tuple[str, VisionConfig | LanguageConfig], ...]":
+    """By their keys in the model JSON."""
+    return ("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)
+
+
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
-    for key, tower in (("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)):
+    for key, tower in _towers(model):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
             yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which names layer {outside[0]}; expected layers 0 "

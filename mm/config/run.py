@@ -16,7 +16,7 @@ from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.flags import TRAIN, Arguments, flag_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
@@ -375,9 +375,7 @@ def _notes(args: Arguments) -> Iterator[str]:
     """What is given and has no effect, or is absent and could be missed."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
-    if args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1:
-        yield ("command line: --recompute-num-layers has no effect with --recompute-method uniform: each layer is "
-               "recomputed alone, which keeps one hidden state per layer")
+    yield from recompute_notes(args.recompute, "--recompute-", "command line: --recompute-num-layers")
     if "core_attn" in args.recompute_modules:
         yield "command line: core_attn of --recompute-modules has no effect: attention scores are never kept"
     if args.load is None and args.load_base_model is None:

@@ -336,10 +336,11 @@ class PipelineCommunicator:
     def _run(self, *batches: Batch) -> None:
         """Begin each as one batch, and keep what is sent alive until it has left.
 
-        What is sent is not waited for: so a stage to which no gradient comes back runs ahead of the next, within the
-        limit.  With gloo, only waiting for a send shows that it has left.  A neighbour that sends back is never more
-        than a pipeline's depth of messages behind, so waiting for one twice that old never holds both sides up.  Where
-        nothing is sent back, the last stage sends to the first, which asks for it a pipeline's depth less one later.
+        What is sent is not waited for: so a stage to which no gradient comes back runs ahead of the next, until as many
+        messages as the limit are on their way beside those that begin here.  With gloo, only waiting for a send shows
+        that it has left.  A neighbour that sends back is never more than a pipeline's depth of messages behind, so
+        waiting for one twice that old never holds both sides up.  Where nothing is sent back, the last stage sends to
+        the first, which asks for it a pipeline's depth less one later.
         """
         limit = self._most_in_flight
         while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):

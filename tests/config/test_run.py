@@ -226,6 +226,23 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     assert any("vision_encoder.freeze_layers has no effect, because freeze is true beside it" in one for one in told)
 
 
+def test_layers_of_uniform_recompute_are_told_to_have_no_effect(tmp_path):
+    def told(*flags: str, **model: object) -> list[str]:
+        found = [note for note in load(tmp_path, *flags, model=model).notes if "each layer is recomputed alone" in note]
+        return [note.partition(": each")[0] for note in found]
+
+    def file(method: str, num_layers: int) -> dict[str, object]:
+        return {f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": method,
+                f"{LANGUAGE}.recompute_num_layers": num_layers}
+
+    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+    assert told(*flags, "2") == ["command line: --recompute-num-layers has no effect with --recompute-method uniform"]
+    (note,) = told(**file("uniform", 2))
+    assert note.endswith("model_7b.json: text_decoder.recompute_num_layers has no effect with "
+                         "text_decoder.recompute_method uniform")
+    assert not told(*flags, "1", **file("block", 2)) and not told(**file("uniform", 1))
+
+
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
     trained = {f"{VISION}.freeze": False, f"{PROJECTOR}.freeze": False}
     run = load(tmp_path, "--vision-tower-lr", "1e-6", "--mm-projector-lr", "1e-4",

@@ -38,7 +38,7 @@ class Case:
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
     recompute: str | None = None
-    """A method of "full", or "selective", which may be followed by its modules."""
+    """A method of "full", which may be followed by its number of layers, else 1; or "selective" and its modules."""
     logit_rows: int | None = None
     """Rows whose logits exist at a time, for a loss in several rounds."""
     sequence_parallel: bool = False
@@ -164,6 +164,7 @@ CASES = (
     Case("pp2-tied", (4, 0), (1, 3), tied=True),
     Case("pp2-per-sample", (4, 0), (1, 3), loss_unit="sample"),
     Case("pp2-recompute", (3, 1), (0, 4), recompute="block"),
+    Case("pp2-recompute-first-two-layers", (3, 1), (0, 4), recompute="block 2"),
     Case("pp2-vision-frozen", (3, 1), (0, 4), freeze=("vision",)),
     Case("pp2-language-frozen", (3, 1), (0, 4), freeze=("language",)),
     Case("pp2-only-projector", (4, 0), (0, 4), freeze=("vision", "language")),

@@ -157,9 +157,9 @@ def config_of(case: Case) -> ModelConfig:
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
     if case.recompute is None:
         return config
-    how, *modules = case.recompute.split()
-    recompute = RecomputeConfig("selective", modules=tuple(modules)) if how == "selective" else (
-        RecomputeConfig("full", how, 1))
+    how, *rest = case.recompute.split()
+    recompute = RecomputeConfig("selective", modules=tuple(rest)) if how == "selective" else (
+        RecomputeConfig("full", how, *map(int, rest or ["1"])))
     vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
     return replace(config, vision=vision, language=language)
 

@@ -9,9 +9,10 @@ point-to-point operation of every process group, with its tensors, whoever start
 
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ CASES = (
 READ_BACK = ("tolist", "numpy", "cpu")
 """Ways in which Python code waits for a device's result that the dispatcher does not see on a CPU; ``item``, ``bool``,
 ``int`` and ``float`` it does."""
+WAITS = ("torch.cuda.synchronize", "torch.cuda.Event.synchronize", "torch.cuda.Stream.synchronize",
+         "mm.device.device.Device.synchronize")
+"""Calls that wait for the device and read nothing.  The CPU's stand-ins (mm/device/shims.py) have the same names."""
 
 
 @dataclass
@@ -102,25 +106,27 @@ def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
 
 @contextmanager
 def reads_counted(trace: Trace, counts: Callable[[], bool]) -> Iterator[None]:
-    """Count tensors that Python reads back while ``counts`` says so."""
+    """Count tensors that Python reads back while ``counts`` says so, and each of ``WAITS`` at any time."""
     import torch
 
-    originals = {name: getattr(torch.Tensor, name) for name in READ_BACK}
+    def counted(original: Callable, applies: Callable[[], bool]) -> Callable:
+        def call(*args, **kwargs):
+            trace.num_read_back += applies()
+            return original(*args, **kwargs)
 
-    def counted(name: str) -> Callable:
-        def read(tensor, *args, **kwargs):
-            trace.num_read_back += counts()
-            return originals[name](tensor, *args, **kwargs)
+        return call
 
-        return read
-
-    for name in READ_BACK:
-        setattr(torch.Tensor, name, counted(name))
+    paths = [path.rpartition(".") for path in WAITS]
+    counters = [(torch.Tensor, name, counts) for name in READ_BACK]
+    counters += [(pkgutil.resolve_name(owner), name, lambda: True) for owner, _, name in paths]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in counters]
+    for (owner, name, applies), (*_, original) in zip(counters, originals, strict=True):
+        setattr(owner, name, counted(original, applies))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.Tensor, name, original)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 @contextmanager
@@ -297,7 +303,7 @@ def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
 
 
 def count_known_reads() -> int:
-    """What the counter says of a program that reads five times."""
+    """What the counter says of a program that reads five times and waits four times."""
     import torch
 
     class NoStage:
@@ -309,6 +315,11 @@ def count_known_reads() -> int:
             read(x)
         torch.nonzero(x)
         torch.equal(x, x)
+        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+        Device.pick("cpu").synchronize()
+        with suppress(AttributeError):  # a CPU makes no event: the call fails after it was counted
+            torch.cuda.Event.synchronize(None)
     return trace.num_read_back
 
 
