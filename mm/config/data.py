@@ -112,8 +112,9 @@ class DataConfig:
     """The least frames of a video that has so many, up to ``video_maxlen``; LLaMA-Factory's rule has no such bound."""
     video_backend: Annotated[VideoBackend | None, Key(_PREPROCESS + "video_backend")] = None
     """What decodes the frames; None: PyAV.  All give the same frames."""
-    video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 60.0
-    """Seconds in which a video must give its header, and each next frame."""
+    video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 300.0
+    """Seconds in which a video must give its header, and again all frames that are taken of it.  Half the limit of a
+    collective: one slow video must not end the others' wait."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     truncation: Annotated[Truncation | None, Key(_BASIC + "truncation")] = None

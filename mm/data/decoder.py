@@ -1,7 +1,7 @@
 """The process that reads video files for another one, and the handle that the other one has of it.
 
 A decoder works on files of strangers in code that nothing can interrupt: it may run for ever or end its process.  So it
-has one of its own, which the system ends when a frame takes too long, and which is started again for the next video.
+has one of its own, which the system ends when a video takes too long, and which is started again for the next video.
 What the pixels are for is not known here.
 """
 
@@ -39,7 +39,8 @@ class Decoder:
     def __init__(self, backend: str | None, limit_seconds: float) -> None:
         """``backend``: "pyav", "decord" or "torchcodec"; None is PyAV.
 
-        A header or a frame that takes more than ``limit_seconds`` ends the reading of its video.
+        A header that takes more than ``limit_seconds``, or wanted frames that together take more, end the reading of
+        their video.
         """
         self.backend, self._limit_seconds = backend or "pyav", limit_seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,8 +129,8 @@ class Decoder:
         status = process.wait()
         _end(process)
         if status == -signal.SIGALRM:
-            return UserError(f"{path}: its decoder gave no frame for {self._limit_seconds:g} s; re-encode or remove "
-                             f"the video, or raise video_timeout in the data JSON.")
+            return UserError(f"{path}: its decoder took more than {self._limit_seconds:g} s; re-encode or remove the "
+                             f"video, or raise video_timeout in the data JSON.")
         how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         return UserError(f"{path}: its decoder ended {how}; the video is damaged, or memory ran out: re-encode or "
                          f"remove it.")
@@ -191,14 +192,15 @@ def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
     wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
     frames = BACKENDS[request["backend"]](request["path"], wanted)
     _tell(replies, {})
+    alarm = _Alarm(request["limit_seconds"])
     for _ in wanted.times:
-        with _Alarm(request["limit_seconds"]):  # not while the reader makes this process wait
+        with alarm:  # not while the reader makes this process wait
             frame = next(frames)
         _tell(replies, {"shape": frame.shape}, (np.ascontiguousarray(frame),))
 
 
 class _Alarm:
-    """The system ends this process, whatever it does, when what is inside takes too long."""
+    """The system ends this process, whatever it does, when what is inside takes too long, all its times together."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -207,7 +209,7 @@ class _Alarm:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._seconds, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # what is left for the next time
 
 
 def _tell(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:

@@ -18,6 +18,8 @@ from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
 """Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
+MAX_IMAGE_BYTES = 1 << 29
+"""Of a picture's file: what ``MAX_IMAGE_PIXELS`` take without compression, with 8 bytes each, is less."""
 FORMATS = (
     "AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF", "ICNS", "ICO", "IM", "IMT",
     "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX", "PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER",
@@ -132,8 +134,8 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _open(path: str | Inline) -> Image.Image:
     """A Pillow image whose pixels are not yet decoded."""
     try:
-        if isinstance(path, str) and not stat.S_ISREG(os.stat(path).st_mode):
-            raise UserError(f"{path}: is no regular file; expected an image.")
+        if isinstance(path, str):
+            _check_file(path, os.stat(path))
         image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=FORMATS)
     except Image.UnidentifiedImageError as error:
         raise UserError(f"{path}: is no picture that Pillow reads: {_beginning(path)}.") from error
@@ -151,6 +153,15 @@ def _open(path: str | Inline) -> Image.Image:
         raise UserError(
             f"{path}: {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}; make the image smaller.")
     return image
+
+
+def _check_file(path: str, found: os.stat_result) -> None:
+    """Before anything is read."""
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: is no regular file; expected an image.")
+    if found.st_size > MAX_IMAGE_BYTES:
+        raise UserError(f"{path}: has {found.st_size:,} bytes, more than the {MAX_IMAGE_BYTES:,} that the file of a "
+                        f"picture may have; save it smaller, as a JPEG or PNG file, or remove it.")
 
 
 def _beginning(path: str | Inline) -> str:

@@ -14,6 +14,8 @@ from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)
 """Of the times of ``write_clip``."""
+VFR = [0, 10, 20, 30, 40, 50, 60, 660, 1260, 1860, 1900, 1910]
+"""Ticks of a changing frame rate: seven frames at once, then long still pictures."""
 
 
 def write_clip(
@@ -37,6 +39,15 @@ def write_clip(
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+def damage_frame(path: Path, number: int) -> None:
+    """Write zeros over the content of one frame; which it is, counted as it is stored."""
+    with av.open(str(path)) as container:
+        entry = container.streams.video[0].index_entries[number]
+    raw = bytearray(path.read_bytes())
+    raw[entry.pos + 4 : entry.pos + entry.size] = bytes(entry.size - 4)
+    path.write_bytes(raw)
 
 
 def picture(number: int, size: tuple[int, int]) -> np.ndarray:

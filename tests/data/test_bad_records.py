@@ -7,7 +7,8 @@ trained on and the others are listed.  Row 26, text on one replica and pictures 
 import base64
 import json
 import re
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from mm.data.contents import changed
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.data.gauge import Gauge
+from mm.data.loader import StepLoader
+from mm.data.quarantine import LEDGER, Quarantine
 from mm.data.sample import Image
 from mm.errors import UserError
+from tests.data.clips import damage_frame, even, write_clip
 from tests.data.oracle import data_config, photo
+from tests.launch import json_lines
 
 
 def record(*texts, **columns) -> dict:
@@ -214,6 +219,40 @@ def test_25_control_tokens_in_texts_are_text(opened, model_config):
     assert dataset.column("num_control_words").tolist() == [3]
     assert note.startswith("1 of 1 samples have 3 words in their texts that look like control tokens") and (
         note.endswith(f"these are read as plain text.  It is {dataset[0].source}"))
+
+
+def test_42_damaged_videos_are_listed_once_each_and_the_others_are_trained_on(opened, tmp_path, model_config):
+    """One is an MP4 file that was not finished, which the check finds; of the other only decoding shows it."""
+    for name in ("good", "unfinished", "damaged"):
+        write_clip(tmp_path / f"{name}.mp4", even(60), size=(160, 128), gop=1)
+    whole = (tmp_path / "unfinished.mp4").read_bytes()
+    (tmp_path / "unfinished.mp4").write_bytes(whole[: len(whole) // 2])
+    damage_frame(tmp_path / "damaged.mp4", 39)  # of 0, 20, 39 and 59, which are taken
+    shown = {name: record("<video>?", "A bar.", videos=[f"{name}.mp4"]) for name in ("good", "unfinished", "damaged")}
+    attr = replace(data_config(tmp_path, tmp_path, tmp_path).attr, videos="videos")
+
+    def loaded(*records):
+        dataset = opened(lines(*records), skips_bad=True, attr=attr, video_max_pixels=96 * 96)
+        encoder = SampleEncoder.from_config(dataset._config, model_config, SEQ_LENGTH)
+        with closing(StepLoader(dataset, encoder, [[[number] for number in range(len(dataset))]], 0, skips_bad=True)
+                     ) as loader:
+            return dataset, next(loader)
+
+    _, alone = loaded(shown["good"], GOOD)
+    dataset, step = loaded(shown["good"], shown["unfinished"], shown["damaged"], GOOD)
+    quarantine = Quarantine(4, 0.5, tmp_path / LEDGER)
+    quarantine.add(dataset.skipped)
+    quarantine.add(step.bad)
+    rows = json_lines(tmp_path / LEDGER)
+    assert [(row["line"], row["index"], row["path"]) for row in rows] == [
+        (2, 1, f"{tmp_path}/unfinished.mp4"), (3, 2, f"{tmp_path}/damaged.mp4")]
+    assert "without its index ('moov')" in rows[0]["reason"] and "is damaged or cut short (" in rows[1]["reason"]
+    first, stand_in, last = step.microbatches
+    assert stand_in.token_ids.tolist() == [0] and stand_in.pixel_values is None
+    for found, expected in zip((first, last), alone.microbatches, strict=True):
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.labels.tolist() == expected.labels.tolist() and found.image_grids == expected.image_grids
+    assert torch.equal(first.pixel_values, alone.microbatches[0].pixel_values)
 
 
 def test_27_the_same_record_many_times_and_one_alone(opened):

@@ -18,6 +18,7 @@ from mm.data.gauge import ROW, Gauge
 from mm.data.index import Checker
 from mm.data.lengths import Lengths
 from mm.errors import UserError
+from tests.data.clips import even, write_clip
 from tests.data.oracle import RECORDS, data_config, photo
 
 
@@ -63,6 +64,28 @@ def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes)
         place = int(dataset[number].source.rpartition(":")[2])
         assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
+
+
+def test_the_numbers_of_a_video_are_the_encoders(cached, model_config, tmp_path):
+    """2.5 seconds at 2 frames a second, beside a picture and behind a plain text."""
+    write_clip(tmp_path / "clip.mp4", even(75))
+    shown = {"messages": [("user", "<video> or <image>?"), ("assistant", "A bar.")], "images": ["wide.png"],
+             "videos": [str(tmp_path / "clip.mp4")]}
+    data = cached([RECORDS[0], shown], video_max_pixels=96 * 96)
+    data = replace(data, attr=replace(data.attr, videos="videos"))
+    gauge = Gauge.from_config(data, model_config, 4096)
+    for _ in range(2):  # the second time from the index
+        dataset = Dataset(data, gauge=gauge)
+        outline = gauge.encoder.outline(dataset[1])
+        totals = BatchTotals.of([gauge.encoder.encode(dataset[1])], model_config.vision)
+        lengths = dataset.lengths
+        assert (lengths.num_tokens[1], lengths.num_target_tokens[1]) == (totals.num_tokens, totals.num_target_tokens)
+        assert (lengths.num_media[1], lengths.num_patches[1]) == (totals.num_images, totals.num_patches)
+        assert (lengths.num_image_pairs[1], lengths.num_window_pairs[1]) == (
+            totals.num_image_pairs, totals.num_window_pairs)
+        video, _ = outline.media
+        (pairs, *_) = video.grid
+        assert dataset.column("num_frames").tolist() == [0, 2 * pairs] == [0, 4]
 
 
 def test_many_records_in_processes_are_those_of_one(cached, model_config, monkeypatch, tmp_path):

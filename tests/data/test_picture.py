@@ -1,5 +1,6 @@
 """Picture files of every kind: what is in them, and what is said of those that are none."""
 
+import os
 import warnings
 import zlib
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mm.data.picture import FORMATS, image_remarks, image_size, load_image, load_pixels
+from mm.data.picture import FORMATS, MAX_IMAGE_BYTES, image_remarks, image_size, load_image, load_pixels
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -149,3 +150,15 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
             with pytest.raises(UserError, match=message) as error:
                 load(str(tmp_path / name))
             assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("read", [image_size, image_remarks, load_image, load_pixels])
+def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(tmp_path, read):
+    """A good picture with a hole behind it, which takes no space on the disk."""
+    path = tmp_path / "large.png"
+    photo(40, 40).save(path)
+    os.truncate(path, MAX_IMAGE_BYTES)
+    read(str(path))
+    os.truncate(path, MAX_IMAGE_BYTES + 1)
+    with pytest.raises(UserError, match=r"large.png: has 536,870,913 bytes, more than the 536,870,912 .* smaller"):
+        read(str(path))

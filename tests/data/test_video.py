@@ -21,6 +21,7 @@ from mm.data.video import _resize
 from mm.errors import UserError
 from tests import llama_factory
 from tests.data.clips import (
+    VFR,
     all_frames,
     bicubic,
     even,
@@ -31,8 +32,6 @@ from tests.data.clips import (
 )
 from tests.data.oracle import PREPROCESSOR, pixel_numbers
 
-VFR = [0, 10, 20, 30, 40, 50, 60, 660, 1260, 1860, 1900, 1910]
-"""In sixths of a hundredth of a second: seven frames at once, then long still pictures."""
 MAX_PIXELS = 96 * 96
 
 

@@ -19,7 +19,7 @@ from mm.data import video_file
 from mm.data.decoder import Decoder
 from mm.data.frames import Clock, wanted_frames
 from mm.errors import UserError
-from tests.data.clips import all_frames, even, write_clip
+from tests.data.clips import all_frames, damage_frame, even, write_clip
 from tests.launch import ROOT
 
 
@@ -183,11 +183,7 @@ def test_any_damage_is_told_or_does_no_harm(decoder, tmp_path, name):
 def test_a_damaged_frame_is_refused_and_the_others_are_read(decoder, tmp_path):
     path = noisy(tmp_path / "damaged.mp4")
     whole, _ = all_frames(path)
-    with av.open(str(path)) as container:
-        entry = container.streams.video[0].index_entries[30]
-    raw = bytearray(path.read_bytes())
-    raw[entry.pos + 4 : entry.pos + entry.size] = bytes(entry.size - 4)
-    path.write_bytes(raw)
+    damage_frame(path, 30)
     problems = []
     for number in (0, 5, 28, 29, 30, 31, 32, 59):
         try:
@@ -255,11 +251,27 @@ def test_a_decoder_that_takes_too_long_is_ended_and_the_next_video_is_read(decod
     header = decoder.header(str(slow), True)
     clock = Clock.of(header, None, None)
     hasty = Decoder(None, 0.004)  # to reach its last frame, all 150 must be decoded
-    with pytest.raises(UserError, match=r"slow.mp4: its decoder gave no frame for 0.004 s; .* raise video_timeout"):
+    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.004 s; .* raise video_timeout"):
         list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
+    hasty._limit_seconds = 0.02  # enough for any of them, as each follows the last, but not for all together
+    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.02 s; "):
+        list(hasty.frames(str(slow), wanted_frames(clock, np.arange(150), True)))
     hasty._limit_seconds = 60.0
     assert len(read(hasty, slow, [0, 1])) == 2
     hasty.close()
+
+
+def test_a_reader_that_takes_its_time_is_not_the_decoders(tmp_path):
+    """A frame fills the pipe, so that the decoder waits; longer than it may take by itself."""
+    path = write_clip(tmp_path / "clip.mp4", even(4), size=(480, 320))
+    patient = Decoder(None, 60.0)
+    header = patient.header(str(path), True)
+    patient._limit_seconds = 2.0
+    frames = patient.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(4), True))
+    next(frames)
+    time.sleep(2.2)
+    assert len(list(frames)) == 3
+    patient.close()
 
 
 def test_a_decoder_that_is_killed_is_told_and_started_again(decoder, tmp_path):
