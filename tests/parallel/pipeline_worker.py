@@ -44,6 +44,8 @@ CASES = (
          overlap=True, **FEW),
     Case("waits", (2, 2, 0, 0), (0, 0, 2, 2), waits=True),
     Case("virtual-waits", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), freeze=("vision",), waits=True),
+    Case("frozen-twice", (4, 0), (0, 4), dp=2, freeze=("vision", "projector"), grids=(((1, 2, 2),),) * 24,
+         micro_batch_size=1),
     Case("ulysses", (3, 1), (0, 4), cp=2, **FEW),
     Case("ring", (3, 1), (0, 4), cp=2, ring=True, **FEW),
 )
@@ -63,6 +65,7 @@ class Trace:
     operations: list[dict]
     """Every operation of a process group, in order."""
     num_read_back: int = 0
+    num_trained_chunks: int = 0
     num_kept: int = 0
     """Tensors that autograd saved for a backward pass, but those that selective recompute and checkpoints forget."""
     num_backward_operators: int = 0
@@ -243,6 +246,7 @@ def run_case(case: Case) -> dict:
     engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
     forward_backward(engine.parts, engine.plan)
     parts, trace = engine.parts, Trace([])
+    trace.num_trained_chunks = sum(any(one.requires_grad for one in chunk.parameters()) for chunk in parts.stage.chunks)
     for model in parts.models:
         model.zero_grad_buffer()
     parts.stage.journal.listener = Coming(trace, parts.communicator)
@@ -291,6 +295,49 @@ def runs_ahead(case: Case) -> bool:
     return len(engine.plan.microbatches) > mesh.pp_size
 
 
+def runs_to_its_limit(case: Case) -> dict | None:
+    """A step in which the last stage begins only when the first, to which no gradient comes back, waits for it.
+
+    What the first stage then found: the limit, and the most sent messages that it kept at a time.
+    """
+    import torch.distributed as dist
+
+    from mm.parallel import mesh as parallel
+    from mm.training.step import forward_backward
+    from tests.parallel import parity_worker
+    from tests.tiny import hf_model, hf_tensors
+
+    engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
+    communicator, mesh = engine.parts.communicator, engine.parts.mesh
+    store = dist.distributed_c10d._get_default_store()
+    key, most = f"first stage {mesh.dp_rank} waits, or has done its part", 0
+    take, run, end = communicator.take, communicator._run, communicator.end
+
+    def take_late(microbatch: int, chunk: int) -> object:
+        store.wait([key])
+        return take(microbatch, chunk)
+
+    def run_and_count(*batches: Any) -> None:
+        nonlocal most
+        if len(communicator._in_flight) > communicator._most_in_flight:
+            store.set(key, "")
+        run(*batches)
+        most = max(most, len(communicator._in_flight))
+
+    def end_and_tell() -> None:
+        store.set(key, "")
+        end()
+
+    if mesh.pp_rank == 0:
+        communicator._run, communicator.end = run_and_count, end_and_tell
+    else:
+        communicator.take = take_late
+    forward_backward(engine.parts, engine.plan)
+    found = {"limit": communicator._most_in_flight, "most": most} if mesh.pp_rank == 0 else None
+    parallel.stop_mesh()
+    return found
+
+
 def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
     """Whether a step that ends before all of its messages were exchanged is refused."""
     communicator = engine.parts.communicator
@@ -334,6 +381,7 @@ def main(directory: str) -> None:
     found = {case.name: run_case(case) for case in CASES}
     found["num_known_reads"] = count_known_reads()
     found["runs_ahead"] = runs_ahead(next(case for case in CASES if case.name == "vision-and-projector-frozen"))
+    found["runs_to_its_limit"] = runs_to_its_limit(next(case for case in CASES if case.name == "frozen-twice"))
     (Path(directory) / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     os._exit(0)
