@@ -209,7 +209,7 @@ class _Alarm:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def __exit__(self, *_: object) -> None:
-        self._seconds, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # what is left for the next time
+        self._seconds = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # what is left for the next time
 
 
 def _tell(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
