@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from mm.config.model import ModelConfig
 from mm.data.balance import Sizes
+from mm.data.bucket import bucket_stream, sorted_in_turn
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
-from mm.data.order import Deal, in_turn, shuffled
+from mm.data.order import Deal, Stream, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
 from mm.data.picture import image_remarks
 from mm.data.quarantine import BadSample
@@ -45,14 +46,14 @@ def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, fo
     dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
     facts = {
         "samples": f"{num_samples:,}",
-        "left out": f"{len(dataset.skipped):,}, and {dataset.num_too_long:,} too long",
+        "left out": _left_out(dataset),
         "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
         "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
         "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
         "frames of videos": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
         "patches": f"{sizes.num_patches.sum():,}",
-        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,}; turns dropped: {turns:,}, tokens: "
-                                       f"{dropped.sum(dtype=np.int64):,}",
+        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); turns dropped: "
+                                       f"{turns:,}, tokens: {dropped.sum(dtype=np.int64):,}",
         "words like control tokens, read as text": f"{dataset.column('num_control_words').sum(dtype=np.int64):,}",
         "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
     }
@@ -60,6 +61,13 @@ def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, fo
                   Histogram.of("Pictures and videos", "a sample", lengths.num_media)]
     return Report(title, tuple(facts.items()), tuple(_imbalance(sizes, seq_length)), tuple(histograms),
                   (*map(_problem, dataset.skipped), *found.problems), (*dataset.notes, *found.notes))
+
+
+def _left_out(dataset: Dataset) -> str:
+    """How many records are no samples, and what share of all records is too long."""
+    num_bad, num_too_long = len(dataset.skipped), dataset.num_too_long
+    share = num_too_long / (len(dataset) + num_bad + num_too_long)
+    return f"{num_bad:,}, and {num_too_long:,} too long ({share:.1%})"
 
 
 def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
@@ -71,21 +79,30 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
     rows: dict[str, list[str]] = {}
     for dp_size in sizes_of_axis:
         of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
-        samplers: dict[str, Deal] = {
-            "BaseRandomBatchSampler": partial(in_turn, micro_batch_size=1, dp_size=dp_size),
-            "BalancedBatchSampler": partial(balanced, costs=sizes.costs, micro_batch_size=1, dp_size=dp_size),
-            "BalancedBatchSampler with packing": partial(
-                packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1),
-        }
-        for name, deal in samplers.items():
-            rows.setdefault(name, []).append(f"{_of_steps(deal, sizes, dp_size * of_rank):.3f}")
+        for name, (stream, deal) in _samplers(sizes, seq_length, dp_size).items():
+            rows.setdefault(name, []).append(f"{_of_steps(stream, deal, sizes, dp_size * of_rank):.3f}")
     yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
                 ("sampler_type", *(f"{size} ranks" for size in sizes_of_axis)),
                 tuple((name, *values) for name, values in rows.items()))
 
 
-def _of_steps(deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
-    stream, found = shuffled(len(sizes.costs), seed=0), []
+def _samplers(sizes: Sizes, seq_length: int, dp_size: int) -> dict[str, tuple[Stream, Deal]]:
+    """As ``order_of`` makes them for one sample a microbatch, and for packs."""
+    costs, plain = sizes.costs, shuffled(len(sizes.costs), seed=0)
+    turns = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
+    return {
+        "BaseRandomBatchSampler": (plain, turns),
+        "BucketBatchSampler, data_bucketing_img": (bucket_stream(costs, 0, True), turns),
+        "BucketBatchSampler, data_reordering_img": (
+            plain, partial(sorted_in_turn, costs=costs, micro_batch_size=1, dp_size=dp_size)),
+        "BalancedBatchSampler": (plain, partial(balanced, costs=costs, micro_batch_size=1, dp_size=dp_size)),
+        "BalancedBatchSampler with packing": (plain, partial(
+            packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1)),
+    }
+
+
+def _of_steps(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
+    found: list[float] = []
     for step in range(_NUM_STEPS):
         ranks = deal(stream.samples(step * global_batch_size, global_batch_size))
         work = np.array([sum(int(sizes.costs[one].sum()) for one in rank) for rank in ranks])

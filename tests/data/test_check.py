@@ -75,8 +75,14 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     for text in (told.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
-    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9, and 0 too long\n", told.out)
-    assert "BalancedBatchSampler" in told.out and "% full" in told.out
+    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9, and 0 too long \(0.0%\)\n", told.out)
+    assert "% full" in told.out
+    table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", told.out))
+    assert list(table) == ["BaseRandomBatchSampler", "BucketBatchSampler, data_bucketing_img",
+                           "BucketBatchSampler, data_reordering_img", "BalancedBatchSampler",
+                           "BalancedBatchSampler with packing"]
+    assert all(1 <= float(number) <= float(table["BaseRandomBatchSampler"]) for name, number in table.items()
+               if name != "BucketBatchSampler, data_bucketing_img"), table
     lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
     places = {int(line) for line in re.findall(r"train\.json:(\d+): sample", told.out)}
     assert len(places) == 10 and max(places) <= len(lines)
@@ -121,8 +127,8 @@ def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp
         assert f"It is {tmp_path}/train.json:1\n" in told[command]
         assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
     for command in ("check", "stats"):
-        assert re.search(r"left out +0, and 1 too long\n", told[command])
-        assert re.search(r"samples cut to --seq-length +1; turns dropped: 1, tokens: [\d,]+", told[command])
+        assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", told[command])
+        assert re.search(r"samples cut to --seq-length +1 \(20.0%\); turns dropped: 1, tokens: [\d,]+", told[command])
         assert re.search(r"words like control tokens, read as text +4\n", told[command])
 
 
@@ -154,7 +160,8 @@ def test_mock(tmp_path: Path, capsys) -> None:
 def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
     """Its bars have the colour that the style gives them, and nothing lies beside the page."""
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
-    main(["check", *flags, "--html", str(page)])
+    main(["check", *flags, "--deep", "--html", str(page)])
+    assert all(what in html.unescape(page.read_text()) for _, what in BROKEN.values())
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
                "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
                f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1060,1400", f"--screenshot={picture}",
