@@ -362,10 +362,11 @@ def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
 
     assert found() == []
     cut, long = found({"question": "What?", "image": "cut.png", "answer": "a"}, {"question": "x" * 9000, "answer": "a"})
-    assert cut.startswith(f"{path}:1: ") and "cut.png" in cut
-    assert long.startswith(f"{path}:1: has ") and "the model has positions for 4096, the answer included" in long
+    assert cut.startswith(f"{path}:1: question 2 (counted from 0): ") and "cut.png" in cut
+    assert long.startswith(f"{path}:1: question 3 (counted from 0): has ")
+    assert "the model has positions for 4096, the answer included" in long
     (missing,) = found({"question": "What?", "image": "whole.png"})
-    assert missing.startswith(f"{path}:1: has no 'answer' nor 'answers'")
+    assert missing.startswith(f"{path}:1: question 2 (counted from 0): has no 'answer' nor 'answers'")
     with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is no file"):
         load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
                        "--eval-generate-rule", "exact"), environment={})
