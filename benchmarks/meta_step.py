@@ -134,7 +134,8 @@ def trace(case: Case) -> Trace:
 
 
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
-    from benchmarks.one_device import own_pixels, random_microbatch
+    from benchmarks.context_axis import own_pixels
+    from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
     from mm.data.owner import deal_images

@@ -27,7 +27,6 @@ from mm.model.load import set_weight
 from mm.model.positions import mrope_positions
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
-from mm.parallel.context import Context
 from mm.parallel.megatron import DTYPES
 from mm.training.step import Parts, forward_backward, step
 from mm.weights.memory import MemoryLayout
@@ -124,17 +123,6 @@ def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> M
         torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids,
         pixels if all_grids else None, normalisations=(NORMALISATION,) * len(all_grids),
     )
-
-
-def own_pixels(microbatch: Microbatch, context: Context) -> Microbatch:
-    """``microbatch``, which has the pixels of all images, with those that this rank of the context axis holds."""
-    images = context.images(microbatch)
-    if len(images) == len(microbatch.image_grids):
-        return microbatch
-    assert microbatch.pixel_values is not None, "all images have theirs"
-    parts = microbatch.pixel_values.split([math.prod(grid) for grid in microbatch.image_grids])
-    own = torch.cat([parts[image] for image in images]) if images else None
-    return dataclasses.replace(microbatch, pixel_values=own)
 
 
 NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))

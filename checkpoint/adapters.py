@@ -29,13 +29,14 @@ from mm.weights.trained import saved_weights
 from mm.weights.views import View
 
 
-def holds_adapters(path: str | Path) -> bool:
-    """Whether a directory holds adapters without the model that they stand beside."""
+def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
+    """Whether the directory that ``flag`` gives holds adapters without the model that they stand beside.
+
+    Raises UserError as ``find_kind`` does.
+    """
     if is_peft_directory(path):
         return True
-    if not Path(path).is_dir():
-        return False
-    match find_kind(path):
+    match find_kind(path, flag):
         case Kind.TRAINING:
             return TrainingDirectory.open(path).manifest.model.lora.is_on
         case Kind.MINDSPEED:
@@ -50,28 +51,27 @@ def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = 
     """
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
-    if layout is not None and find_kind(path) is Kind.MINDSPEED and (
-            directory := MindSpeedDirectory.open(path)).manifest is None:
-        source = open_mindspeed(directory, model, layout)
-    else:
-        source = open_stated(path)
+    source = open_saved(path, model, layout)
     source.check_model(model)
     refuse(_difference(source, model))
     return source
 
 
-def open_stated(path: str | Path) -> Source:
-    """The adapters of a directory that says itself what they are: a training checkpoint, or a conversion of ours.
+def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
+    """The adapters of a training checkpoint or in MindSpeed-MM's layout, which mostly say themselves what they are.
 
-    Raises UserError for those in MindSpeed-MM's layout without a manifest, which say nothing.
+    Those in MindSpeed-MM's layout without a manifest say nothing: they are read as those of ``model`` on ``layout``.
+    Raises UserError where these are not given.
     """
     if find_kind(path) is not Kind.MINDSPEED:
         return open_training(TrainingDirectory.open(path), takes_adapters=True)
     directory = MindSpeedDirectory.open(path)
-    if directory.manifest is None:
+    if directory.manifest is not None:
+        return open_mindspeed(directory, None, None)
+    if layout is None:
         raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them with "
                         f"mm-convert lora_mm_to_hf, and give that.")
-    return open_mindspeed(directory, None, None)
+    return open_mindspeed(directory, model, layout)
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
@@ -83,8 +83,10 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
     views, misfits = directory.views(placed, tp_size)
     problems = list(dict.fromkeys(misfit.text for misfit in misfits))
     if problems and directory.manifest is None:
-        problems.append(f"{directory.path} was read as the adapters of {', '.join(placed.lora.target_modules)} on "
-                        f"{Layout.of(placed, tp_size)}; it must have been trained with the same settings and layout.")
+        names = placed.lora.target_modules
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        problems.append(f"{directory.path} was read as the adapters of {', '.join(names[:3])}{others} on "
+                        f"{Layout.of(placed, tp_size)}; give the settings and the layout that it was trained with.")
     refuse(problems)
     return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
                   iteration=directory.iteration, consumed_samples=directory.consumed_samples)
@@ -93,7 +95,7 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
 def open_beside(path: str | Path, base: ModelConfig) -> Source:
     """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``."""
     if not is_peft_directory(path):
-        return open_stated(path)
+        return open_saved(path)
     directory = AdapterDirectory.open(path)
     return open_adapter(directory, directory.model(base))
 
@@ -189,7 +191,7 @@ class Merge:
         """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
         model, target = self.adapters.model, self.target.resolve()
         check_base(self.adapters, self.base)
-        for note in (*self.base.notes, *base_notes(self.adapters, self.base)):
+        for note in (*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)):
             print(f"note: {note}")
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)
@@ -203,7 +205,8 @@ class Merge:
             tidy(target)
         else:
             check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
-            self.base.check()
+            for source in sources:
+                source.check()
             write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
                   lambda folder, _: write_other_files(self.like, folder, files))
         print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")

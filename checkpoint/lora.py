@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_stated
+from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_saved
 from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
 from checkpoint.formats.adapter import AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory
 from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_hf
-from checkpoint.formats.storage import Format, Storage, Structure, file_name
+from checkpoint.formats.storage import Format, Storage, Structure, mindspeed_name
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
@@ -50,8 +50,8 @@ def lora_mm_to_hf(
 
     Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
     """
-    if find_kind(mm_dir) is Kind.TRAINING:
-        source = open_stated(mm_dir)
+    if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
+        source = open_saved(mm_dir)
     else:
         source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
     return export_peft(source, save_hf_dir, base_dir or "")
@@ -79,14 +79,14 @@ def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path
     """Adapters, but for those without a manifest in MindSpeed-MM's layout, and the Hugging Face directory of their
     model -> a whole model."""
     base = open_hf(HFDirectory.open(hf_dir))
-    if not holds_adapters(lora_dir):
+    if not holds_adapters(lora_dir, "--cfg.lora_dir"):
         raise UserError(f"{lora_dir} holds a whole model, no adapters; give it as --cfg.hf_config.hf_dir, if it is "
                         f"their base.")
     return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
 
 
 def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
-    path = base_dir or directory.config.get("base_model_name_or_path")
+    path = base_dir or directory.base_name
     if not path or not (Path(path) / "config.json").is_file():
         raise UserError(f"{directory.path} names {path!r} as its base model, which is no directory with a config.json "
                         f"here; give the base model with {BASE}.")
@@ -98,7 +98,7 @@ def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float)
     ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
              for name, stored in contents.items() if ".lora_A." in name}
     whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
-    kinds = {one.layer: _kind(file_name(one.a.name)) for one in model_adapters(whole)}
+    kinds = {one.layer: _kind(mindspeed_name(one.a.name)) for one in model_adapters(whole)}
     layers = {layer: ranks[kind] for layer, kind in kinds.items() if kind in ranks}
     return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))
 

@@ -239,7 +239,7 @@ class MergeLoraConfig(Options):
     """merge_lora."""
 
     lora_dir: str
-    """The adapters: a PEFT directory, or a training checkpoint."""
+    """The adapters: a PEFT directory, a training checkpoint, or MindSpeed-MM's layout with a manifest."""
     hf_config: HFConfig
     """Their model; the target is like it."""
     save_hf_dir: str

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
-from demo import digits, evaluate, figures, golden, parity, tiny_checkpoint
+from demo import digits, evaluate, even_odd, figures, golden, tiny_checkpoint
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
@@ -28,7 +28,7 @@ SEED = 0
 _MARK = "demo.txt"
 MINIMUM_ACCURACY = 0.95
 MINIMUM_VIDEO_ACCURACY = 0.8
-MINIMUM_PARITY_ACCURACY = 0.9
+MINIMUM_EVEN_ODD_ACCURACY = 0.9
 PICTURED_ITERATION = 10
 """Its timeline is drawn: past the start, and in the quick run too."""
 MAXIMUM_LOGITS_DIFFERENCE = 1e-3
@@ -48,20 +48,21 @@ class Plan:
     """Held-out samples that are answered; None for all."""
     minimum_accuracy: float
     minimum_video_accuracy: float
-    parity_iters: int
+    even_odd_iters: int
     """Steps of the adapters' training."""
-    minimum_parity_accuracy: float
+    minimum_even_odd_accuracy: float
     """With the adapters."""
 
 
 # The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1 % of the highest there.
 FULL = Plan(
     schedule_iters=800, train_iters=760, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
-    minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY, parity_iters=100, minimum_parity_accuracy=MINIMUM_PARITY_ACCURACY,
+    minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY, even_odd_iters=100,
+    minimum_even_odd_accuracy=MINIMUM_EVEN_ODD_ACCURACY,
 )  # fmt: skip
 QUICK = Plan(
     schedule_iters=FULL.schedule_iters, train_iters=golden.NUM_STEPS, exit_iteration=10, num_held_out=24,
-    minimum_accuracy=0.0, minimum_video_accuracy=0.0, parity_iters=2, minimum_parity_accuracy=0.0,
+    minimum_accuracy=0.0, minimum_video_accuracy=0.0, even_odd_iters=2, minimum_even_odd_accuracy=0.0,
 )  # fmt: skip
 
 
@@ -150,8 +151,8 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
     golden_difference = golden.check(first_losses)
 
     difference = prove(run, dataset, clock)
-    task = parity.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "parity")
-    learnt = parity.learn(task, plan.parity_iters, clock)
+    task = even_odd.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "even_odd")
+    learnt = even_odd.learn(task, plan.even_odd_iters, clock)
 
     clock.stage("drawing the loss curve and the answers")
     answers, video_answers = read_answers(run, dataset)
@@ -165,9 +166,9 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
         "held_out_video_accuracy": _accuracy(video_answers),
         "num_held_out_videos": len(video_answers),
         "hf_logits_max_abs_diff": difference,
-        "parity_accuracy_before_lora": learnt.before,
-        "parity_accuracy_after_lora": learnt.after,
-        "num_parity_questions": learnt.num_questions,
+        "even_odd_accuracy_before_lora": learnt.before,
+        "even_odd_accuracy_after_lora": learnt.after,
+        "num_even_odd_questions": learnt.num_questions,
         "golden_losses_max_rel_diff": golden_difference,
         "final_loss": records[-1]["loss"],
         "train_iters": plan.train_iters,
@@ -272,7 +273,7 @@ def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
     return max(float((expected[name] - found[name]).abs().max()) for name in expected if name.startswith("logits"))
 
 
-def conclude(run: Run, plan: Plan, summary: dict, learnt: parity.Learnt) -> None:
+def conclude(run: Run, plan: Plan, summary: dict, learnt: even_odd.Learnt) -> None:
     """Print what was found; DemoError when it is less than the demo promises."""
     difference = summary["hf_logits_max_abs_diff"]
     if difference > MAXIMUM_LOGITS_DIFFERENCE:
@@ -282,14 +283,14 @@ def conclude(run: Run, plan: Plan, summary: dict, learnt: parity.Learnt) -> None
                              ("videos", video_accuracy, plan.minimum_video_accuracy)):  # fmt: skip
         if found < due:
             raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are due")
-    learnt.check(plan.minimum_parity_accuracy)
+    learnt.check(plan.minimum_even_odd_accuracy)
     print(
         f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits and {video_accuracy:.1%} of "
         f"{summary['num_held_out_videos']} held-out videos are read right by the exported checkpoint, whose logits "
         f"differ by {difference:.1e} at most from the trainer's.\n"
         f"{learnt.told()}\n"
         f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'}, "
-        f"{run / 'video_answers.png'}, {run.timeline}, {run / 'parity/after/report.html'} and {run / 'summary.json'}."
+        f"{run / 'video_answers.png'}, {run.timeline}, {run / 'even_odd/after/report.html'} and {run / 'summary.json'}."
     )
 
 

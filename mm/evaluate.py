@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mm.generation.source import Found
     from mm.scoring.benchmarks import Items
 
-_PICTURES = "pictures"
-"""In ``--output`` while questions are asked: the picture files out of a TSV file."""
 PAGE = "report.html"
 
 
@@ -86,13 +84,13 @@ def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dic
 
 def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
     """The questions as prompts, with their pictures as files that every rank can read."""
-    from mm.generation.prompts import Prompt
+    from mm.generation.prompts import in_order
+    from mm.scoring.results import PICTURES
 
     assert items is not None, "rank 0 has read them"
-    folder = Path(evaluating.output) / _PICTURES
+    folder = Path(evaluating.output) / PICTURES
     folder.mkdir(exist_ok=True)
-    return [Prompt(number, sample, index, digest)
-            for number, (index, sample, digest) in enumerate(items.as_prompts(folder))]
+    return in_order(items.as_prompts(folder))
 
 
 def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, Any]) -> None:
@@ -100,7 +98,7 @@ def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, A
     from mm.scoring.page import report, results_page
     from mm.scoring.peer_files import write_peer_files
     from mm.scoring.questions import title_of
-    from mm.scoring.results import ANSWERS, read_answers, write_results, write_text
+    from mm.scoring.results import ANSWERS, PICTURES, read_answers, write_results, write_text
 
     assert items is not None, "rank 0 has read them"
     folder = Path(evaluating.output)
@@ -108,7 +106,7 @@ def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, A
     write_text(folder / PAGE, results_page(scores, settings, found))
     if evaluating.peer_model is not None:
         write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
-    shutil.rmtree(folder / _PICTURES)
+    shutil.rmtree(folder / PICTURES)
     print(report(scores).text(), flush=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tests import ask
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 _ASK = ROOT / "tests" / "ask.py"
 
 

@@ -21,9 +21,7 @@ from benchmarks.render import BEGIN, END, block, put
 from benchmarks.results import OURS, PEER, Results
 from mm.batch import BatchTotals
 from mm.config.model import read_model
-from tests.launch import warm_python
-
-ROOT = Path(__file__).parents[1]
+from tests.launch import EXAMPLES, ROOT, warm_python
 
 HOUR = ("parity", "ceilings", "kernels", "mixed", "towers", "loader")
 COMMANDS = {
@@ -237,7 +235,7 @@ def test_mixed_samples_hold_the_tokens_asked_for(tokens: int, seed: int) -> None
 
 def test_expected_memory_of_3b() -> None:
     """The review of this code on paper: 3,754,622,976 weights.  What the formulas say: tests/test_budgets.py."""
-    model = read_model(ROOT / "examples/qwen2.5vl/model_3b.json").value
+    model = read_model(EXAMPLES / "model_3b.json").value
     params = Params.of(model)
     assert params.trained + params.frozen == 3_754_622_976 and model.vision.freeze
     counts = dict.fromkeys(BatchTotals.__dataclass_fields__, 0)

@@ -15,7 +15,7 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
-from tests.launch import ROOT, free_port, warm_python
+from tests.launch import EXAMPLES, ROOT, free_port, warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 
@@ -243,7 +243,7 @@ torchrun $DISTRIBUTED_ARGS inference_vlm.py \\
 def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     """On two stages with the ViT on both; the answer is that of one process from the Hugging Face directory."""
     trained_by_the_peer(write_inputs(tmp_path))
-    inference = json.loads((ROOT / "examples" / "qwen2.5vl" / "inference_qwen2_5_vl_tiny.json").read_text())
+    inference = json.loads((EXAMPLES / "inference_qwen2_5_vl_tiny.json").read_text())
     inference["tokenizer"]["from_pretrained"] = str(tmp_path / "hf")
     inference |= {"device": "npu", "dtype": "bf16", "image_path": str(tmp_path / "1_0.png")}
     (tmp_path / "inference.json").write_text(json.dumps(inference))

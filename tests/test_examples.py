@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,8 @@ from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.generation.layout import placed
 from mm.plan.stages import num_model_params, stage_report
+from tests.launch import EXAMPLES, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
     "3b": (8, 1, 1, 8, 256, 3_754_622_976),  # all but the parameters as in MindSpeed-MM's scripts
     "7b": (8, 1, 2, 4, 192, 8_292_166_656),

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from demo import digits, golden, parity
+from demo import digits, even_odd, golden
 from demo import run as demo
-from tests.launch import warm_python
+from tests.launch import ROOT, warm_python
 from tests.parallel.cases import CASES
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
@@ -136,8 +135,8 @@ def test_the_numbers_are_the_demo_s():
     assert f"unless {demo.MINIMUM_ACCURACY:.0%} of the answers on pictures".replace("%", " %") in text
     assert f"{demo.MINIMUM_VIDEO_ACCURACY:.0%} of those on videos".replace("%", " %") in text
     assert f"scores {digits.NUM_HELD_OUT} held-out answers before and after" in text
-    assert f"{demo.MINIMUM_PARITY_ACCURACY:.0%} of those on even and odd with the adapters".replace("%", " %") in text
-    assert f"at most {parity.MAXIMUM_ACCURACY_BEFORE:.0%} without".replace("%", " %") in text
+    assert f"{demo.MINIMUM_EVEN_ODD_ACCURACY:.0%} of those on even and odd with the adapters".replace("%", " %") in text
+    assert f"at most {even_odd.MAXIMUM_ACCURACY_BEFORE:.0%} without".replace("%", " %") in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text
     assert f"golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text

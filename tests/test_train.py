@@ -111,15 +111,6 @@ def skipping_bad_samples(inputs: Path) -> tuple[str, ...]:
     return "--mm-data", str(inputs / "data_some_bad.json"), "--bad-sample", "skip", "--max-bad-fraction", "0.5"
 
 
-def in_two_chunks(inputs: Path) -> str:
-    """The model JSON of two stages of two virtual chunks."""
-    model = json.loads((inputs / "model_2.json").read_text())
-    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = [[5, 2], [1, 0]]
-    model["text_decoder"]["pipeline_num_layers"] = [[0, 0], [1, 3]]
-    (inputs / "model_chunks.json").write_text(json.dumps(model))
-    return str(inputs / "model_chunks.json")
-
-
 MEASURED = ("--log-timers", "--profile-pipeline", "5", "--profile", "--profile-step-start", "2", "--profile-step-end",
             "5", "--profile-ranks", "1")
 """Flags of everything that measures.  The run begins at iteration 4."""
@@ -130,8 +121,9 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     checkpoint = inputs / "halves" / "save"
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("3")
     exported = inputs / "stages" / "hf"
-    launch(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", in_two_chunks(inputs), "--export-hf",
-        str(exported), "--virtual-pipeline-model-parallel-size", "2", *skipping_bad_samples(inputs), *MEASURED)
+    launch(inputs, "stages", 2, "--load", str(checkpoint), "--mm-model", str(inputs / "model_chunks.json"),
+           "--virtual-pipeline-model-parallel-size", "2", "--export-hf", str(exported), *skipping_bad_samples(inputs),
+           *MEASURED)
     ours, expected = (load_file(path / "model.safetensors") for path in (exported, inputs / "whole" / "hf"))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():

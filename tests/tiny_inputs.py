@@ -2,18 +2,26 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from demo.tiny_checkpoint import build
-from tests.launch import ROOT, json_lines, run_ranks
+from tests.launch import EXAMPLES, json_lines, run_ranks
 
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+PLACEMENTS: dict[str, tuple[list, list]] = {  # layers of the ViT and of the LLM: one stage, two, two of two chunks
+    "1": ([8], [4]),
+    "2": ([5, 3], [0, 4]),
+    "chunks": ([[5, 2], [1, 0]], [[0, 0], [1, 3]]),
+}
 
 
 def write_inputs(directory: Path) -> Path:
-    """A checkpoint, ten samples (text-only, one and two pictures) and JSON files for one and two stages."""
+    """A checkpoint, ten samples (text-only, one and two pictures), ``data.json``, and a model JSON for each placement.
+
+    Without packing, in the order of ``BaseRandomBatchSampler``.
+    """
     rng = np.random.default_rng(0)
     records = []
     for index in range(10):
@@ -33,21 +41,32 @@ def write_inputs(directory: Path) -> Path:
         })  # fmt: skip
     (directory / "samples.json").write_text(json.dumps(records))
     build(directory / "hf", [json.dumps(record) for record in records], seed=0)
+    write_data(directory, directory / "samples.json", packing=False)
+    data = json.loads((directory / "data.json").read_text())
+    data["dataloader_param"]["sampler_type"] = "BaseRandomBatchSampler"
+    (directory / "data.json").write_text(json.dumps(data))
+    for name in PLACEMENTS:
+        write_model(directory, name)
+    return directory
+
+
+def write_data(directory: Path, dataset: Path, **basic: Any) -> None:
+    """``data.json``: the tiny one for this file of samples, with the tokenizer of ``directory / "hf"``."""
     data = json.loads((EXAMPLES / "data_tiny.json").read_text())
     data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
     data["dataset_param"]["basic_parameters"] |= {
-        "dataset": str(directory / "samples.json"),
-        "dataset_dir": str(directory),
-        "packing": False,
-    }
-    data["dataloader_param"]["sampler_type"] = "BaseRandomBatchSampler"
+        "dataset": str(dataset), "dataset_dir": str(dataset.parent), **basic,
+    }  # fmt: skip
     (directory / "data.json").write_text(json.dumps(data))
-    for num_stages, vision, language in ((1, [8], [4]), (2, [5, 3], [0, 4])):
-        model = json.loads((EXAMPLES / "model_tiny.json").read_text())
-        model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = vision
-        model["text_decoder"]["pipeline_num_layers"] = language
-        (directory / f"model_{num_stages}.json").write_text(json.dumps(model))
-    return directory
+
+
+def write_model(directory: Path, placement: str) -> None:
+    """The tiny model in one of ``PLACEMENTS``."""
+    model = json.loads((EXAMPLES / "model_tiny.json").read_text())
+    vision, language = PLACEMENTS[placement]
+    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = vision
+    model["text_decoder"]["pipeline_num_layers"] = language
+    (directory / f"model_{placement}.json").write_text(json.dumps(model))
 
 
 def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]:

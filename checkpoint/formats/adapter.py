@@ -84,6 +84,12 @@ class AdapterDirectory:
         return cls(directory, config, tensors, int(stated) if stated is not None and stated.isdecimal() else None)
 
     @property
+    def base_name(self) -> str | None:
+        """What it names as its base model: a path, or a name on a hub."""
+        name = self.config.get("base_model_name_or_path")
+        return name if isinstance(name, str) else None
+
+    @property
     def files(self) -> tuple[Path, ...]:
         return self.path / CONFIG_FILE, self.path / WEIGHTS_FILE
 
@@ -109,15 +115,14 @@ class AdapterDirectory:
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of what a checkpoint of ``model`` holds, and what does not fit."""
-        weights = saved_weights(model)
-        views, misfits = whole_views(
-            weights, self.tensors,
+        views, misfits, left_over = whole_views(
+            saved_weights(model), self.tensors,
             lambda name, _: f"{self.path} has no {name}, which the settings of this run train: are "
                             f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?",
             lambda name, shape, stored: (
                 f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
                 f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
-        for name in sorted(self.tensors.keys() - {name for weight in weights for name in weight.hf_names}):
+        for name in left_over:
             text = (f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
                     f"layer with --lora-target-modules, if the base model has it")
             misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))

@@ -102,14 +102,13 @@ class HFDirectory:
 
         A tied model may come with an ``lm_head.weight``, which is then a copy of the embedding.
         """
-        weights = model_weights(model)
-        views, misfits = whole_views(
-            weights, self.tensors,
+        views, misfits, left_over = whole_views(
+            model_weights(model), self.tensors,
             lambda name, shape: f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}.",
             lambda _, shape, stored: (
                 f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
                 f"{list(shape)}. Give the weights that belong to the model JSON."))
-        for name in self.tensors.keys() - {name for weight in weights for name in weight.hf_names}:
+        for name in left_over:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
             if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):

@@ -283,7 +283,7 @@ def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
     """
     refuse(directory.problems(model))
     return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
-                   base_name=directory.config.get("base_model_name_or_path"))
+                   base_name=directory.base_name)
 
 
 def _open_mindspeed(

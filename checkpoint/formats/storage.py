@@ -84,7 +84,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                 spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
-                    prefix + file_name(stage_local_name(part, spec)): part
+                    prefix + mindspeed_name(stage_local_name(part, spec)): part
                     for weight in stage_weights(model, spec)
                     if not (storage.vit_only and weight.part == "language")
                     and weight.is_adapter == storage.adapters_only
@@ -95,7 +95,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
 
 
-def file_name(name: str) -> str:
+def mindspeed_name(name: str) -> str:
     """MindSpeed-MM's name of a tensor: PEFT's for adapters, beside the layers of the canonical structure."""
     if ".lora_" not in name:
         return name

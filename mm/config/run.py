@@ -21,7 +21,7 @@ from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.sources import training_sources, validation_sources
-from mm.config.validation import question_problems, validation_notes, validation_problems
+from mm.config.validation import question_flag_problems, validation_notes, validation_problems
 from mm.errors import UserError, collected, refuse
 
 Given = TypeVar("Given")
@@ -155,7 +155,8 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())))
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
-            *validation_problems(args, data.value), *question_problems(args), *_model_problems(run, model.document),
+            *validation_problems(args, data.value), *question_flag_problems(args),
+            *_model_problems(run, model.document),
             *lora_problems(model.value.lora, args.lora, args.mm_model), *_adapter_problems(run)))
     return run
 

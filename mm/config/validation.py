@@ -28,7 +28,7 @@ def asks(args: Arguments, iteration: int) -> bool:
     return interval is not None and (iteration % interval == 0 or iteration == args.train_iters)
 
 
-def question_problems(args: Arguments) -> Iterator[str]:
+def question_flag_problems(args: Arguments) -> Iterator[str]:
     """What is missing for questions, or said of them where none are asked."""
     questions = args.eval_generate_questions
     given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]

@@ -103,11 +103,21 @@ class SampleEncoder:
 
     def encode_prompt(self, prompt: Sample) -> Microbatch:
         """As ``encode``, of a ``prompt``, whose last turn is a question: it is whole, and nothing is learnt."""
-        return self.filled(self._outline(prompt, self.chat.encode_prompt))
+        return self.filled(self._prompt(prompt))
 
     def prompt_length(self, prompt: Sample) -> int:
-        """Tokens that a prompt has, by the headers of its pictures and videos.  Raises UserError as ``encode`` does."""
-        return self._outline(prompt, self.chat.encode_prompt).microbatch.num_tokens
+        """Tokens that a prompt has, by the headers of its pictures and videos.
+
+        Raises UserError as ``encode`` does, and for one that leaves no position for an answer.
+        """
+        return self._prompt(prompt).microbatch.num_tokens
+
+    def _prompt(self, prompt: Sample) -> "Outline":
+        outline, most = self._outline(prompt, self.chat.encode_prompt), self.chat.seq_length
+        if (num_tokens := outline.microbatch.num_tokens) >= most:
+            raise UserError(f"{prompt.source}: has {num_tokens} tokens, but the model has positions for {most}, the "
+                            f"answer included; shorten it, or lower image_max_pixels (mm.generate: --image-max-pixels)")
+        return outline
 
     def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
         with naming(sample.source):

@@ -54,6 +54,7 @@ class Answerer:
     def __init__(self, stage: Stage, mesh: Mesh, decoding: Decoding) -> None:
         self._stage, self._mesh, self._decoding = stage, mesh, decoding
         self._placement = stage.model.placement()
+        self._context = replace(mesh.context, is_alone=True)  # its ranks all do the same
         self._device = stage.device.torch_device
         self._like = torch.empty(0, dtype=stage.config.params_dtype, device=self._device)
         self._stages = dist.get_process_group_ranks(mesh.groups.pp)
@@ -119,7 +120,7 @@ class Answerer:
         return torch.cat(parts, dim=1)
 
     def _receive(self, spec: StageSpec, microbatch: Microbatch) -> Tensor | None:
-        shape = message_shape(spec.receives, microbatch, self._stage.model, self._mesh.context)
+        shape = message_shape(spec.receives, microbatch, self._stage.model, self._context)
         if shape is None:
             return None
         received = self._like.new_empty(shape)
@@ -127,7 +128,7 @@ class Answerer:
         return received
 
     def _send(self, spec: StageSpec, microbatch: Microbatch, x: Tensor | None) -> None:
-        if message_shape(spec.sends, microbatch, self._stage.model, self._mesh.context) is not None:
+        if message_shape(spec.sends, microbatch, self._stage.model, self._context) is not None:
             assert x is not None, f"slot of stage {spec.stage} has nothing to hand on"
             following = self._stages[(spec.stage + 1) % len(self._stages)]
             dist.send(x.contiguous(), dst=following, group=self._mesh.groups.pp)

@@ -7,7 +7,7 @@ A record of a file is a conversation in any form that the trainer reads, up to a
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mm.config.generate import Asking
 from mm.data.formats import num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import parts_of, with_places
+from mm.data.quarantine import numbered
 from mm.data.records import RecordFile
 from mm.data.sample import Image, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
@@ -54,7 +55,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     for raw in file.records(unreadable):
         num_records += 1
         where = file.where(raw)
-        with collected(problems, f"{where}: prompt {raw.index} "):
+        with collected(problems, f"{where}: {numbered('prompt', raw.index)} "):
             if raw.problem is not None:
                 raise UserError(raw.problem)
             sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
@@ -64,6 +65,11 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     if unreadable or not num_records:
         raise UserError(unreadable or f"{path}: holds no prompt; expected a JSON list of objects, or one a line.")
     return prompts, problems
+
+
+def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:
+    """Prompts out of name, content and digest of each."""
+    return [Prompt(number, sample, name, digest) for number, (name, sample, digest) in enumerate(asked)]
 
 
 def _conversation(record: Any) -> Any:

@@ -79,7 +79,6 @@ class Session:
         """
         self.stage, self.mesh, self._encoder = stage, mesh, encoder
         self.media, self.decoding, self._weights, self._precision = media, decoding, weights, precision
-        self._language = stage.model.language
         self._answerer = Answerer(stage, mesh, decoding)
 
     @classmethod
@@ -107,14 +106,7 @@ class Session:
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt, on the owner.  Raises UserError for one that cannot be asked."""
-        return self._fitting(prompt, self.encoder.prompt_length(prompt.sample))
-
-    def _fitting(self, prompt: Prompt, num_tokens: int) -> int:
-        most = self._language.max_position_embeddings
-        if num_tokens >= most:
-            raise UserError(f"{prompt.sample.source}: has {num_tokens} tokens, but the model has positions for {most}, "
-                            f"the answer included; shorten it, or lower --image-max-pixels")
-        return num_tokens
+        return self.encoder.prompt_length(prompt.sample)
 
     def key(self, prompt: Prompt) -> str:
         """Another one where the prompt, the weights or the settings are other ones."""
@@ -170,9 +162,7 @@ class Session:
         problems: list[str] = []
         for prompt in prompts:
             try:
-                encoded = self.encoder.encode_prompt(prompt.sample)
-                self._fitting(prompt, encoded.num_tokens)
-                ready.append((prompt.number, encoded))
+                ready.append((prompt.number, self.encoder.encode_prompt(prompt.sample)))
             except UserError as error:
                 problems += error.problems
         ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does

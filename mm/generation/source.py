@@ -67,7 +67,7 @@ def find(asking: Asking) -> Found:
                           asking.world_size)
     refuse(hf_problems(model.base, directory, args.mm_model or args.load))
     decoding = asking.decoding(settings_in(source.path, Path(directory)))
-    beside = base_notes(adapters, source) if adapters is not None else ()
+    beside = (*adapters.notes, *base_notes(adapters, source)) if adapters is not None else ()
     return Found(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
 
 

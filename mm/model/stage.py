@@ -125,7 +125,7 @@ class Chunk(nn.Module):
             keys = None if dropout_seed is None else patch_keys(
                 microbatch, context.images(microbatch), model.visual_token_ids, dropout_seed)
             vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
-            to_keep = self._images_to_keep(microbatch)
+            to_keep = self._images_to_keep(microbatch, context)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
@@ -137,13 +137,13 @@ class Chunk(nn.Module):
             loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
         return ChunkInputs(vision, embedding, language, loss, to_keep)
 
-    def _images_to_keep(self, microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
+    def _images_to_keep(self, microbatch: Microbatch, context: Context) -> tuple[tuple[str, int], ...]:
         """``ChunkInputs.to_keep``, on the rank that gives features and on those that hold pieces of them."""
         keys = microbatch.feature_keys
         if not keys or not (self.gives_features or (self.spec.has_projector and self.cut_group is not None)):
             return ()
         images = tuple((keys[image], math.prod(microbatch.image_grids[image]))
-                       for image in self.context.images(microbatch))
+                       for image in context.images(microbatch))
         return images if any(key for key, _ in images) else ()
 
     def _pixels(self, microbatch: Microbatch, context: Context) -> Tensor | None:

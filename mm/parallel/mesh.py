@@ -94,8 +94,7 @@ def start(
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
-    """``mesh`` for answers beside a training, whose data thread uses the other groups: with groups of its own, and with
-    ranks of the context axis that all do the same.
+    """``mesh`` for answers beside a training, whose data thread uses the other groups: with groups of its own.
 
     Every rank calls it.  ``has_patch_embedding``: of this rank.
     """
@@ -108,8 +107,7 @@ def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -
               for owner, ranks in zip(owners, replicas, strict=True)]
     replica_group = _my_group(replicas, timeout, "gloo")
     assert replica_group is not None, "of every rank"
-    return replace(mesh, context=replace(mesh.context, is_alone=True), replica_group=replica_group,
-                   pixel_groups=_groups_of_several([pixels], timeout))
+    return replace(mesh, replica_group=replica_group, pixel_groups=_groups_of_several([pixels], timeout))
 
 
 def build_mesh(

@@ -86,7 +86,6 @@ def _content(old: str | Media | Cell, new: str | Media) -> str:
 class Items:
     """All questions of a file."""
 
-    path: str
     rule: Rule
     items: tuple[Item, ...]
     notes: tuple[str, ...] = ()
@@ -118,7 +117,7 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     if not items:
         raise UserError(f"{path}: has no row with a picture; there is nothing to ask.")
     notes = [f"{path}: {num_without} rows without a picture are left out, as VLMEvalKit leaves them out"]
-    return Items(path, benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
+    return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
 def _pictures(table: Table, row: Row, roots: MediaRoots) -> tuple[Image | Cell, ...]:

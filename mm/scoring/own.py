@@ -52,7 +52,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     refuse(problems)
     if not items:
         raise UserError(f"{path}: has no records; there is nothing to ask.")
-    return Items(path, rule, tuple(items.values()))
+    return Items(rule, tuple(items.values()))
 
 
 def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:

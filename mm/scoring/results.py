@@ -21,6 +21,8 @@ from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import SOURCES, chosen_option, score
 
 SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
+PICTURES = "pictures"
+"""The folder of picture files out of a TSV file, while questions are asked."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Answer:
     text: str
     is_cut: bool = False
     """It ended because it became too long."""
+
+    @classmethod
+    def of(cls, text: str, ended: str) -> "Answer":
+        """``ended``: as ``mm.generation.decode.Answer`` says it."""
+        return cls(text, ended == "length")
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def write_results(
 def read_answers(path: Path) -> dict[int, Answer]:
     """What ``mm.generation.answers`` has written, by the number of the question."""
     lines = map(json.loads, path.read_bytes().splitlines())
-    return {line["number"]: Answer(line["answer"], line["ended"] == "length") for line in lines}
+    return {line["number"]: Answer.of(line["answer"], line["ended"]) for line in lines}
 
 
 def scored(items: Items, answers: Mapping[int, Answer]) -> list[Scored]:

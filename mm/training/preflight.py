@@ -104,20 +104,18 @@ def question_problems(run: Run, notes: list[str]) -> list[str]:
     Reads all their pictures: of a small set it takes seconds, and one that fails later ends the training.
     """
     problems: list[str] = []
-    path, most = run.args.eval_generate_questions, run.model.language.max_position_embeddings
+    path, num_positions = run.args.eval_generate_questions, run.model.language.max_position_embeddings
     if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
         return problems  # what is not there is another problem
     asked = evaluating_in_training(run.args, run.data, run.world_size)
     with collected(problems), TemporaryDirectory() as folder:
         items = read_items(asked)
         notes += items.notes
-        encoder = SampleEncoder.from_config(asked.asking.media_config(run.data.model_name_or_path), run.model, most)
+        media = asked.asking.media_config(run.data.model_name_or_path)
+        encoder = SampleEncoder.from_config(media, run.model, num_positions)
         for _, sample, _ in items.as_prompts(Path(folder)):
             with collected(problems):
-                if (num_tokens := encoder.encode_prompt(sample).num_tokens) >= most:
-                    raise UserError(f"{sample.source}: has {num_tokens} tokens, but the model has positions for "
-                                    f"{most}, the answer included; shorten it, or lower image_max_pixels in "
-                                    f"{run.args.mm_data}")
+                encoder.encode_prompt(sample)
     return problems
 
 

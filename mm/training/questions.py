@@ -10,21 +10,17 @@ from typing import Any
 
 from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
-from mm.errors import AgreedError
+from mm.errors import refuse
 from mm.generation.batches import answer_batches, in_batches
-from mm.generation.prompts import Prompt
+from mm.generation.prompts import Prompt, in_order
 from mm.generation.session import Session, Told, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
-from mm.parallel.agreement import on_first
+from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
-from mm.scoring.benchmarks import Items
 from mm.scoring.questions import read_items, title_of
-from mm.scoring.results import Answer, write_results
+from mm.scoring.results import PICTURES, Answer, write_results
 from mm.training.step import Parts
 from mm.training.validation import evaluating
-
-_PICTURES = "pictures"
-"""Those out of a TSV file, while questions are asked."""
 
 
 class QuestionSet:
@@ -36,17 +32,13 @@ class QuestionSet:
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(parts.mesh, parts.stage.has_patch_embedding, args.distributed_timeout_minutes)
-        self._items: Items | None = None
-        on_first(mesh, self._read)
+        self._items = together(mesh, lambda: read_items(asked) if mesh.rank == 0 else None)
         media = asked.asking.media_config(directory)
         encoder = read_encoder(media, model, mesh)
         said = asked.asking.decoding(settings_in(Path(directory)))
         decoding = with_stop_tokens(said, (), encoder, model.language, mesh)
         self._session = Session(parts.stage, mesh, encoder, media, decoding)
         self._answers: dict[int, Answer] = {}
-
-    def _read(self) -> None:
-        self._items = read_items(self._asked)
 
     def ask(self, iteration: int) -> dict[str, Any]:
         """Ask all questions and write predictions and scores to a folder of this iteration; returns the scores.
@@ -63,19 +55,18 @@ class QuestionSet:
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
         """On rank 0: the questions in batches, with their pictures as files; what an earlier run has left is gone."""
         assert self._items is not None, "rank 0 has read them"
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / _PICTURES).mkdir(parents=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        (folder / PICTURES).mkdir(parents=True)
         self._answers.clear()
-        prompts = [Prompt(number, sample, index, digest) for number, (index, sample, digest) in enumerate(
-            self._items.as_prompts(folder / _PICTURES))]
+        prompts = in_order(self._items.as_prompts(folder / PICTURES))
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
     def _keep(self, told: Sequence[Told]) -> None:
-        self._answers |= {one.prompt.number: Answer(one.text, one.ended == "length") for one in told}
+        self._answers |= {one.prompt.number: Answer.of(one.text, one.ended) for one in told}
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"
-        shutil.rmtree(folder / _PICTURES)
-        if problems:
-            raise AgreedError(problems)
+        shutil.rmtree(folder / PICTURES)
+        refuse(problems)
         return write_results(folder, self._items, title_of(self._asked), self._answers)[1]

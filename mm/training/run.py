@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import convert
-from checkpoint.adapters import export_peft, merge, open_base, open_stated
+from checkpoint.adapters import export_peft, merge, open_base, open_saved
 from checkpoint.formats.training import remove
 from mm.batch import StepPlan
 from mm.config.run import Run, resolved
@@ -377,7 +377,7 @@ class Trainer:
         if not run.model.lora.is_on:
             convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
             return
-        adapters = open_stated(source)
+        adapters = open_saved(source)
         if not is_merged:
             export_peft(adapters, target, hf_dir).run(convert.Options())
             return

@@ -56,7 +56,8 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)
     loaded = sources.adapters or whole
-    for note in whole.notes if whole is not None and whole.kind is Kind.MINDSPEED else ():
+    is_loaded = whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on)
+    for note in whole.notes if whole is not None and is_loaded else ():
         say(f"note: {note}")
     if loaded is not None:
         beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""

@@ -102,16 +102,19 @@ class Misfit:
 def whole_views(
     weights: Iterable[Weight], tensors: Mapping[str, Stored], missing: Callable[[str, Shape], str],
     other_shape: Callable[[str, Shape, Stored], str],
-) -> tuple[list[View], list[Misfit]]:
-    """Views of ``weights`` in ``tensors``, by Hugging Face name, and what keeps the others from having one.
+) -> tuple[list[View], list[Misfit], list[str]]:
+    """Views of ``weights`` in ``tensors``, by Hugging Face name; what keeps the others from having one; and the names
+    in ``tensors`` that are of none of them.
 
     ``missing`` says it of a name and the shape that it should have, ``other_shape`` of what is there besides.
     """
+    left_over = dict.fromkeys(sorted(tensors))
     views: list[View] = []
     misfits: list[Misfit] = []
     for weight in weights:
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             stored = tensors.get(name)
+            left_over.pop(name, None)
             if stored is None:
                 misfits.append(Misfit("missing", missing(name, shape), weight, hf_name=name))
             elif stored.shape != shape:
@@ -119,7 +122,7 @@ def whole_views(
                 misfits.append(Misfit("shape", text, weight, hf_name=name, stored=stored))
             else:
                 views.append(whole_view(stored, name, weight))
-    return views, misfits
+    return views, misfits, [*left_over]
 
 
 def shard_view(stored: Stored, weight: Weight, tp_size: int, tp_rank: int) -> View:

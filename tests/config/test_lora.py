@@ -10,9 +10,9 @@ from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
 from mm.config.model import read_model
 from mm.errors import UserError
 from tests.config.test_flags import REQUIRED, problems
-from tests.launch import ROOT
+from tests.launch import EXAMPLES
 
-MODEL = ROOT / "examples" / "qwen2.5vl" / "model_7b.json"
+MODEL = EXAMPLES / "model_7b.json"
 
 
 def written(tmp_path: Path, **keys: object) -> Path:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from mm.config.run import Run, load_run, resolved
 from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
          "--dry-run"]
 

@@ -15,9 +15,9 @@ from demo import digits as demo_digits
 from demo.tiny_checkpoint import build
 from mm.data.tool import main
 from tests.data.oracle import photo
-from tests.launch import ROOT
+from tests.launch import EXAMPLES
+from tests.tiny_inputs import write_data
 
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -59,10 +59,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (digits / "empty.png").touch()
     texts = [turn["content"] for record in records if isinstance(record, dict) for turn in record["messages"]]
     build(directory / "hf", texts, seed=0)
-    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
-    data["dataset_param"]["basic_parameters"] |= {"dataset": str(digits / "train.json"), "dataset_dir": str(digits)}
-    (directory / "data.json").write_text(json.dumps(data))
+    write_data(directory, digits / "train.json")
     return ["--mm-data", str(directory / "data.json"), "--mm-model", str(EXAMPLES / "model_tiny.json"),
             "--seq-length", "256"]
 

@@ -14,9 +14,9 @@ from mm.data.gauge import Gauge
 from mm.data.tool import main
 from mm.training.preflight import sample_problems
 from tests.data.oracle import photo
-from tests.launch import ROOT, json_lines
+from tests.launch import EXAMPLES, ROOT, json_lines
+from tests.tiny_inputs import write_data
 
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 LLAVA = [
     {"id": "1", "image": "1.png", "conversations": [{"from": "human", "value": "<image>?"},
                                                     {"from": "gpt", "value": "猫"}]},
@@ -34,11 +34,7 @@ def inputs(tmp_path: Path) -> Path:
     (tmp_path / "media/v.mp4").touch()
     (tmp_path / "llava.json").write_text(json.dumps(LLAVA))
     build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
-    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(tmp_path / "hf")
-    data["dataset_param"]["basic_parameters"] |= {
-        "dataset": str(tmp_path / "llava.json"), "dataset_dir": str(tmp_path / "media"), "val_rate": None}
-    (tmp_path / "data.json").write_text(json.dumps(data))
+    write_data(tmp_path, tmp_path / "llava.json", dataset_dir=str(tmp_path / "media"), val_rate=None)
     return tmp_path
 
 

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor, tensor
 
 from demo import golden
-from demo.parity import Learnt
+from demo.even_odd import Learnt
 from demo.run import (
     FULL,
-    MINIMUM_PARITY_ACCURACY,
+    MINIMUM_EVEN_ODD_ACCURACY,
     PICTURED_ITERATION,
     PIPELINE,
     QUICK,
@@ -43,11 +43,11 @@ def test_summary_says_what_was_measured(directory: Path):
     assert summary["quick"] is True
     assert summary["num_held_out"] == summary["num_held_out_videos"] == QUICK.num_held_out // 2
     assert 0 <= summary["held_out_accuracy"] <= 1 and 0 <= summary["held_out_video_accuracy"] <= 1
-    assert summary["num_parity_questions"] == summary["num_held_out"]
+    assert summary["num_even_odd_questions"] == summary["num_held_out"]
     for name in ("before", "after"):
-        overall = json.loads((directory / f"parity/{name}/scores.json").read_text())["overall"]
-        assert overall["num_questions"] == summary["num_parity_questions"]
-        assert overall["score_percent"] / 100 == summary[f"parity_accuracy_{name}_lora"]
+        overall = json.loads((directory / f"even_odd/{name}/scores.json").read_text())["overall"]
+        assert overall["num_questions"] == summary["num_even_odd_questions"]
+        assert overall["score_percent"] / 100 == summary[f"even_odd_accuracy_{name}_lora"]
     assert 0 <= summary["hf_logits_max_abs_diff"] < 1e-3
     assert summary["layouts"] == [str(PIPELINE), str(TENSOR)]
     assert summary["final_loss"] == metrics(directory)[-1]["loss"]
@@ -65,11 +65,11 @@ def test_the_second_layout_goes_on_where_the_first_stopped(directory: Path):
     assert losses[QUICK.exit_iteration] < losses[0], "the resumed run started from scratch"
 
 
-def test_adapters_learn_another_question_beside_the_export(directory: Path):
-    config = json.loads((directory / "parity/adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(directory / "hf") and config["r"] == 8
-    assert len(metrics(directory / "parity")) == QUICK.parity_iters
-    asked = json.loads((directory / "digits/parity_held_out.json").read_text())
+def test_adapters_are_trained_beside_the_export_on_another_question(directory: Path):
+    config = json.loads((directory / "even_odd/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(directory / "hf")
+    assert len(metrics(directory / "even_odd")) == QUICK.even_odd_iters
+    asked = json.loads((directory / "digits/even_odd_held_out.json").read_text())
     read = [one for one in json.loads((directory / "digits/held_out.json").read_text()) if one["images"]]
     assert [one["images"] for one in asked] == [one["images"] for one in read]
     assert [one["messages"][1]["content"] for one in asked] == [
@@ -80,10 +80,10 @@ def test_adapters_learn_another_question_beside_the_export(directory: Path):
 def test_adapters_that_teach_nothing_fail_the_demo(before: float, after: float, is_enough: bool):
     learnt = Learnt(before, after, 360)
     if is_enough:
-        learnt.check(MINIMUM_PARITY_ACCURACY)
+        learnt.check(MINIMUM_EVEN_ODD_ACCURACY)
         return
     with pytest.raises(DemoError, match=f"{before:.1%} are right without adapters, {after:.1%} with them"):
-        learnt.check(MINIMUM_PARITY_ACCURACY)
+        learnt.check(MINIMUM_EVEN_ODD_ACCURACY)
 
 
 def test_the_quick_run_is_the_beginning_of_the_full_one():

@@ -138,7 +138,7 @@ def test_a_file_of_prompts(done: dict, root: Path):
     assert {answer["ended"] for answer in answers} <= {"stop", "length"}
     errors = [line for line in done["whole"]["err"].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
-    assert "prompts.jsonl:4: prompt 3 image 'missing.png' is no regular file" in errors[0]
+    assert "prompts.jsonl:4: prompt 3 (counted from 0) image 'missing.png' is no regular file" in errors[0]
     assert "prompts.jsonl:8" in errors[1] and "cut.png" in errors[1]
 
 

@@ -55,7 +55,7 @@ def test_every_form_is_read(folder: Path, name: str):
 
 
 @pytest.mark.parametrize(("record", "what"), [
-    ({"prompt": "A", "image": "none.png"}, "prompt 1 image 'none.png' is no regular file"),
+    ({"prompt": "A", "image": "none.png"}, "prompt 1 (counted from 0) image 'none.png' is no regular file"),
     ({"prompt": "A", "image": "/etc/passwd"}, "to allow that folder, name it in --media-roots"),
     ({"prompt": "A <image>"}, "has 1 <image> in its messages but 0 images"),
     ({"prompt": "  "}, "has an empty message 0"),
@@ -67,7 +67,7 @@ def test_a_bad_record_is_told_and_the_others_are_read(folder: Path, record, what
     prompts, problems = prompts_of(folder, [{"prompt": "Good"}, record, {"prompt": "Good too"}])
     assert [prompt.number for prompt in prompts] == [0, 2]
     assert len(problems) == 1 and what in problems[0]
-    assert problems[0].startswith(f"{folder / 'p.jsonl'}:2: prompt 1 ")
+    assert problems[0].startswith(f"{folder / 'p.jsonl'}:2: prompt 1 (counted from 0) ")
 
 
 def test_broken_lines_and_empty_files(folder: Path):

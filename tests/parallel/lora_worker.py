@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_stated
+from checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
 from checkpoint.convert import Options
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
@@ -186,7 +186,7 @@ def run_files(name: str, directory: Path) -> dict:
 
 def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
     """What PEFT and transformers make of the exports of a checkpoint."""
-    adapters, base = open_stated(folder), open_base(hf, model_of(case))
+    adapters, base = open_saved(folder), open_base(hf, model_of(case))
     export_peft(adapters, directory / "peft", str(hf)).run(Options(num_workers=1))
     merge(adapters, base, hf, directory / "merged").run(Options(num_workers=1))
     microbatches = [microbatch for rank in batch_of(case.layout) for microbatch in rank]

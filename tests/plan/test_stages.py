@@ -1,7 +1,6 @@
 """The dry-run text: numbers by hand for small cases, and what it says of stages and boundaries."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,8 @@ from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.plan.memory import StageMemory
 from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_sizes
+from tests.launch import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5vl"
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
 """In memory the ViT's ffn is 3424 wide instead of 3420, in all layers: gate and up with their biases, and down."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.launch import ROOT
+from tests.launch import EXAMPLES
 
 
 def encoded(seed: int, kind: str = "PNG") -> str:
@@ -34,9 +34,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> str:
 
 def peer_json(questions: str, output: str, directory: str) -> dict[str, Any]:
     """MindSpeed-MM's ``evaluate_*.json`` for the tiny model: the keys and values of the 7B's beside its sizes."""
-    examples = ROOT / "examples" / "qwen2.5vl"
-    tiny = json.loads((examples / "inference_qwen2_5_vl_tiny.json").read_text())
-    example = json.loads((examples / "evaluate_qwen2_5_vl_7b.json").read_text())
+    tiny = json.loads((EXAMPLES / "inference_qwen2_5_vl_tiny.json").read_text())
+    example = json.loads((EXAMPLES / "evaluate_qwen2_5_vl_7b.json").read_text())
     del tiny["pipeline_class"], tiny["prompts"]
     names = ("min_pixels", "max_pixels", "evaluation_dataset", "evaluation_model", "use_custom_prompt")
     tiny |= {name: example[name] for name in names}

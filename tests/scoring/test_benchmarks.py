@@ -35,7 +35,7 @@ def test_ai2d(tmp_path, custom):
     assert asked(items)[0] == ["0", text]
     first, second = items.items
     assert (first.right, first.options, first.groups) == (("B",), {"A": "sun", "B": "moon"}, {"category": "sky"})
-    assert first.where == f"{items.path}:2" and second.parts[0] == first.parts[0]
+    assert first.where == f"{tmp_path / 'ai2d.tsv'}:2" and second.parts[0] == first.parts[0]
 
 
 def test_hints_come_first_and_chinese_is_answered_by_a_letter(tmp_path):
@@ -97,7 +97,8 @@ def test_pictures_by_path_lie_below_the_file(tmp_path):
 def test_rows_without_a_picture_are_left_out_and_told(tmp_path):
     items = read(tmp_path, "chartqa", [WORDS, {**WORDS, "index": "1", "image": ""}])
     assert len(items.items) == 1
-    assert items.notes == (f"{items.path}: 1 rows without a picture are left out, as VLMEvalKit leaves them out",)
+    table = tmp_path / "chartqa.tsv"
+    assert items.notes == (f"{table}: 1 rows without a picture are left out, as VLMEvalKit leaves them out",)
     with pytest.raises(UserError, match="has no row with a picture; there is nothing to ask"):
         read(tmp_path, "chartqa", [{**WORDS, "image": ""}])
 

@@ -10,7 +10,6 @@ from tests.tiny_inputs import write_inputs
 
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
-CHUNKS = {"vision_encoder": [[5, 2], [1, 0]], "text_decoder": [[0, 0], [1, 3]]}
 CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
     "plain": ({}, {}, ()),
     "packed evenly": (PACKING, BALANCED, ()),
@@ -27,10 +26,6 @@ LIKE_PLAIN = ("packed evenly", "packed", "balanced", "chunks", "buckets")
 def write_cases(directory: Path) -> None:
     """The files of every case, and its command line."""
     write_inputs(directory)
-    chunks = json.loads((directory / "model_2.json").read_text())
-    chunks["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = CHUNKS["vision_encoder"]
-    chunks["text_decoder"]["pipeline_num_layers"] = CHUNKS["text_decoder"]
-    (directory / "model_chunks.json").write_text(json.dumps(chunks))
     for name, (dataset_param, dataloader_param, flags) in CASES.items():
         data = json.loads((directory / "data.json").read_text())
         for section, keys in dataset_param.items():

@@ -24,9 +24,8 @@ from mm.data.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
 from mm.training.preflight import file_problems, question_problems, sample_problems
-from tests.launch import ROOT
-
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+from tests.launch import EXAMPLES, ROOT
+from tests.tiny_inputs import write_data, write_model
 
 
 @pytest.fixture
@@ -35,21 +34,13 @@ def inputs(tmp_path: Path) -> Path:
     samples = [{"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]}]
     (tmp_path / "samples.json").write_text(json.dumps(samples))
     build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
-    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(tmp_path / "hf")
-    data["dataset_param"]["basic_parameters"] |= {
-        "dataset": str(tmp_path / "samples.json"), "dataset_dir": str(tmp_path),
-    }  # fmt: skip
-    (tmp_path / "data.json").write_text(json.dumps(data))
-    model = json.loads((EXAMPLES / "model_tiny.json").read_text())
-    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = [8]
-    model["text_decoder"]["pipeline_num_layers"] = [4]
-    (tmp_path / "model.json").write_text(json.dumps(model))
+    write_data(tmp_path, tmp_path / "samples.json")
+    write_model(tmp_path, "1")
     return tmp_path
 
 
 def flags(inputs: Path, *more: str) -> list[str]:
-    return ["--mm-model", str(inputs / "model.json"), "--mm-data", str(inputs / "data.json"),
+    return ["--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
             "--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "1", "--lr", "1e-3",
             "--log-dir", str(inputs / "logs"), *more]
 
@@ -249,10 +240,10 @@ def test_missing_files_of_a_converted_directory(inputs: Path):
 
 def test_a_converted_directory_of_another_model(inputs: Path):
     path = converted(inputs)
-    model = json.loads((inputs / "model.json").read_text())
+    model = json.loads((inputs / "model_1.json").read_text())
     model["text_decoder"]["rope_theta"] = 5.0
     model["image_encoder"]["vision_encoder"]["fullatt_block_indexes"] = [1]
-    (inputs / "model.json").write_text(json.dumps(model))
+    (inputs / "model_1.json").write_text(json.dumps(model))
     config = json.loads((inputs / "hf/config.json").read_text())  # the processor's, which is of the model JSON
     config["rope_theta"] = 5.0
     config["vision_config"]["fullatt_block_indexes"] = [1]
@@ -321,7 +312,7 @@ def test_check_says_all_is_well_or_ends_with_status_2(inputs: Path, capsys):
 
 def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inputs: Path):
     environment = os.environ | {
-        "PYTHON": sys.executable, "MM_MODEL": str(inputs / "model.json"), "MM_DATA": str(inputs / "data.json"),
+        "PYTHON": sys.executable, "MM_MODEL": str(inputs / "model_1.json"), "MM_DATA": str(inputs / "data.json"),
         "LOAD_PATH": str(inputs / "nowhere"), "SAVE_PATH": str(inputs / "save"), "LOG_DIR": str(inputs / "logs"),
         "PP": "1", "LR": "fast", "MASTER_PORT": "29555",
     }  # fmt: skip

@@ -9,7 +9,6 @@ from tests.generation.commands import run_commands
 from tests.launch import run_ranks
 from tests.scoring.tables import encoded, write_table
 from tests.tiny_inputs import write_inputs
-from tests.training.test_validation import CHUNKS
 
 OWN = ("rule", "anls", "samples.json")
 """Ten questions, two batches, which two replicas share."""
@@ -29,10 +28,6 @@ CASES: dict[str, tuple[str, tuple[str, str, str], tuple[str, ...]]] = {
 
 def write_files(root: Path) -> None:
     write_inputs(root)
-    chunks = json.loads((root / "model_2.json").read_text())
-    chunks["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = CHUNKS["vision_encoder"]
-    chunks["text_decoder"]["pipeline_num_layers"] = CHUNKS["text_decoder"]
-    (root / "model_chunks.json").write_text(json.dumps(chunks))
     write_table(root / "docvqa.tsv", [
         {"index": str(number), "image": encoded(number), "question": f"How many pictures are in number {number}?",
          "answer": "There is 1 picture in it."} for number in range(3)])

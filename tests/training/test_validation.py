@@ -20,7 +20,6 @@ from tests.tiny_inputs import metrics, run, write_inputs
 SIZES = (7, 8, 13)
 CUT_SHORT = 4
 """A sample for validation of ``bad.json`` whose picture has no pixels."""
-CHUNKS = {"vision_encoder": [[5, 2], [1, 0]], "text_decoder": [[0, 0], [1, 3]]}
 TOLERANCE = 1e-6
 """Measured: 1.1e-7 with TP2, 4.5e-8 with one rank, against transformers in fp32."""
 STILL = ("--lr", "0", "--global-batch-size", "4", "--eval-interval", "1")
@@ -51,11 +50,6 @@ def write_cases(directory: Path) -> None:
         {"role": "assistant", "content": f"Number {number}." * (1 + number % 3)}]} for number in range(13)]
     (directory / "short.png").write_bytes((directory / samples[CUT_SHORT]["images"][0]).read_bytes()[:120])
     bad = [{**one, "images": ["short.png"]} if number == CUT_SHORT else one for number, one in enumerate(samples)]
-    chunks = json.loads((directory / "model_2.json").read_text())
-    for part, layers in CHUNKS.items():
-        owner = chunks["image_encoder"] if part == "vision_encoder" else chunks
-        owner[part]["pipeline_num_layers"] = layers
-    (directory / "model_chunks.json").write_text(json.dumps(chunks))
 
     def write_data(name: str, validation: list[dict], **basic: bool) -> None:
         (directory / f"{name}.samples.json").write_text(json.dumps(validation))

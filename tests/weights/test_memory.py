@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 from mm.config.model import ModelConfig, read_model
 from mm.weights.memory import FFN_MULTIPLE, MemoryLayout, memory_ffn, memory_shape
 from mm.weights.table import Fusion, Weight, fuse, local_shape, model_weights, shard
+from tests.launch import EXAMPLES
 from tests.weights.test_table import hf_tensors_of, models
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen2.5vl"
 LEGAL_TP_SIZES = {"3b": (1, 2), "7b": (1, 2, 4), "32b": (1, 2, 4, 8), "72b": (1, 2, 4, 8)}
 CASES = [(size, tp_size) for size, tp_sizes in LEGAL_TP_SIZES.items() for tp_size in tp_sizes]
 BF16_BYTES, LOAD_BYTES = 2, 16

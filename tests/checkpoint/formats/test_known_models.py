@@ -11,8 +11,8 @@ from checkpoint.formats.storage import Storage
 from mm.config.model import ModelConfig, read_model
 from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
+from tests.launch import EXAMPLES
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen2.5vl"
 SIZES = ("3b", "7b", "32b", "72b")
 
 

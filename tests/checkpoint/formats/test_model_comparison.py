@@ -1,15 +1,14 @@
 """A model JSON against Hugging Face's config.json in both forms, the nested one written by transformers itself."""
 
 import json
-from pathlib import Path
 
 import pytest
 from transformers import Qwen2_5_VLConfig
 
 from checkpoint.formats.hf_config import hf_problems
 from mm.config.model import read_model
+from tests.launch import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "qwen2.5vl"
 FLAT_3B = {
     "model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 128000,
     "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,

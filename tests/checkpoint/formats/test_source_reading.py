@@ -29,7 +29,7 @@ from mm.errors import UserError
 from mm.weights.cut import cut_dim
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
-from tests.launch import ROOT
+from tests.launch import EXAMPLES
 
 ONE_WORKER = Options(num_workers=1)
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
@@ -331,7 +331,7 @@ def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_the_shipped_model_files_describe_what_is_converted_from_the_published_models(size):
-    shipped = read_model(ROOT / f"examples/qwen2.5vl/model_{size}.json").value
+    shipped = read_model(EXAMPLES / f"model_{size}.json").value
     assert stored_problems(Path("converted"), published_model(size.upper()), shipped) == []
 
 

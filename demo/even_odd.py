@@ -21,7 +21,7 @@ _BATCH_SIZE = 60
 
 
 @dataclass(frozen=True)
-class Parity:
+class EvenOdd:
     """Where the files of this part lie."""
 
     directory: Path
@@ -68,18 +68,18 @@ class Learnt:
 
 def prepare(
     dataset: digits.DigitsDataset, data_json: Path, model_json: Path, export: Path, directory: Path
-) -> Parity:
+) -> EvenOdd:
     """Write the questions, and a data JSON that is otherwise like ``data_json``."""
     directory.mkdir()
-    names = (dataset.directory / f"parity_{part}.json" for part in ("train", "held_out"))
-    parity = Parity(directory, model_json, export, *names)
-    parity.train_json.write_text(json.dumps(_samples(dataset.train), indent=1) + "\n", encoding="utf-8")
-    parity.questions.write_text(json.dumps(_samples(dataset.held_out), indent=1) + "\n", encoding="utf-8")
+    names = (dataset.directory / f"even_odd_{part}.json" for part in ("train", "held_out"))
+    task = EvenOdd(directory, model_json, export, *names)
+    task.train_json.write_text(json.dumps(_samples(dataset.train), indent=1) + "\n", encoding="utf-8")
+    task.questions.write_text(json.dumps(_samples(dataset.held_out), indent=1) + "\n", encoding="utf-8")
     data = json.loads(data_json.read_text(encoding="utf-8"))
     data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(export)
-    data["dataset_param"]["basic_parameters"]["dataset"] = str(parity.train_json)
-    parity.data_json.write_text(json.dumps(data, indent=4) + "\n", encoding="utf-8")
-    return parity
+    data["dataset_param"]["basic_parameters"]["dataset"] = str(task.train_json)
+    task.data_json.write_text(json.dumps(data, indent=4) + "\n", encoding="utf-8")
+    return task
 
 
 def _samples(path: Path) -> list[dict]:
@@ -93,44 +93,44 @@ def _samples(path: Path) -> list[dict]:
     return asked
 
 
-def learn(parity: Parity, num_steps: int, clock: Clock) -> Learnt:
+def learn(task: EvenOdd, num_steps: int, clock: Clock) -> Learnt:
     """Score the export, train adapters beside it, and score both together."""
     clock.stage("scoring the export with mm.evaluate: is a held-out digit even or odd?")
-    before, num_questions = _accuracy(parity, "before", load=parity.export)
+    before, num_questions = _accuracy(task, "before", load=task.export)
     print(f"    {before:.1%} of {num_questions} answers are right")
     clock.stage(f"training adapters (LoRA) beside the export on two pipeline stages, steps 1 to {num_steps}")
-    _train(parity, num_steps)
+    _train(task, num_steps)
     clock.stage("scoring the export with its adapters")
-    after, _ = _accuracy(parity, "after", load=parity.adapter)
+    after, _ = _accuracy(task, "after", load=task.adapter)
     print(f"    {after:.1%} of {num_questions} answers are right")
     return Learnt(before, after, num_questions)
 
 
-def _train(parity: Parity, num_steps: int) -> None:
+def _train(task: EvenOdd, num_steps: int) -> None:
     variables = {
         "NPUS_PER_NODE": "2",
         "TP": "1",
         "PP": "2",
-        "MM_DATA": str(parity.data_json),
-        "MM_MODEL": str(parity.model_json),
-        "LOAD_PATH": str(parity.export),
-        "SAVE_PATH": str(parity.directory / "save"),
-        "LOG_DIR": str(parity.directory / "logs"),
+        "MM_DATA": str(task.data_json),
+        "MM_MODEL": str(task.model_json),
+        "LOAD_PATH": str(task.export),
+        "SAVE_PATH": str(task.directory / "save"),
+        "LOG_DIR": str(task.directory / "logs"),
         "TRAIN_ITERS": str(num_steps),
         "SAVE_INTERVAL": str(num_steps),
         "LR": str(LEARNING_RATE),
     }
-    flags = (*LORA, "--export-hf", str(parity.adapter))
-    run_script(variables, flags, parity.directory / "train.log", 1, num_steps)
+    flags = (*LORA, "--export-hf", str(task.adapter))
+    run_script(variables, flags, task.directory / "train.log", 1, num_steps)
 
 
-def _accuracy(parity: Parity, name: str, *, load: Path) -> tuple[float, int]:
+def _accuracy(task: EvenOdd, name: str, *, load: Path) -> tuple[float, int]:
     """What part of the questions ``load``, the export or adapters beside it, answers right, and their number."""
-    output = parity.directory / name
+    output = task.directory / name
     run_python("mm.evaluate", [
-        "--load", str(load), "--model-name-or-path", str(parity.export), "--mm-data", str(parity.data_json),
-        "--device", "cpu", "--rule", "exact", "--questions", str(parity.questions), "--output", str(output),
+        "--load", str(load), "--model-name-or-path", str(task.export), "--mm-data", str(task.data_json),
+        "--device", "cpu", "--rule", "exact", "--questions", str(task.questions), "--output", str(output),
         "--max-new-tokens", str(_MAX_NEW_TOKENS), "--batch-size", str(_BATCH_SIZE),
-    ], parity.directory / f"{name}.log")  # fmt: skip
+    ], task.directory / f"{name}.log")  # fmt: skip
     overall = json.loads((output / "scores.json").read_text(encoding="utf-8"))["overall"]
     return overall["score_percent"] / 100, overall["num_questions"]
