@@ -131,6 +131,12 @@ def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path)
     lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", LAYOUT, str(folder / "base"), 5.0).run(
         Options(num_workers=1))
     assert_same(tmp_path / "back", tmp_path / "adapter")
+    with pytest.raises(UserError) as caught:
+        lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "other", replace(LAYOUT, vision=((4, 0), (0, 0))),
+                           str(folder / "base"), 5.0)
+    told = caught.value.problems[-1]
+    assert told.startswith(f"{tmp_path / 'mm'} was read as the adapters of visual.blocks.0.attn.qkv, ")
+    assert " and 9 more on " in told
 
 
 @pytest.mark.parametrize("is_stated", [True, False])
@@ -168,6 +174,25 @@ def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     for name, stored in directory.tensors.items():
         torch.testing.assert_close(ours[stored.name], theirs[name], rtol=0, atol=1e-6)  # measured 6e-8
     assert main(words) == 2  # not empty any more
+
+
+def test_a_merge_refuses_copies_that_differ(folder: Path, tmp_path: Path) -> None:
+    lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS).run(Options(num_workers=1))
+    path = tmp_path / "mm" / "release" / "mp_rank_01_001" / "model1.safetensors"
+    tensors = load_file(path)
+    tensors["text_decoder.decoder.layers.0.self_attention.q_proj.lora_A.default.weight"][0, 0] += 1
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="q_proj.lora_A"):
+        lora.merge_lora(tmp_path / "mm", folder / "base", tmp_path / "merged").run(Options())
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_path_that_is_none_is_told_by_its_flag(folder: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "adaptr"
+    with pytest.raises(UserError, match=rf"^--cfg.lora_dir {nothing} does not exist"):
+        lora.merge_lora(nothing, folder / "base", tmp_path / "merged")
+    with pytest.raises(UserError, match=rf"^--cfg.mm_dir {nothing} does not exist"):
+        lora.lora_mm_to_hf(nothing, tmp_path / "back", None, None, None)
 
 
 def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
