@@ -4,7 +4,7 @@ Which layers of the model their patterns name is ``mm.weights.names``'.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import STRICT, Count, Fraction, OrDefault, Patterns, Positive, changed
+from mm.config.read import Document
+from mm.config.schema import STRICT, Count, Fraction, OrDefault, Patterns, Positive, changed, fields_of
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "all": ("vision", "projector", "language"),
@@ -121,13 +122,13 @@ def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
     return replace(flags, **{name: getattr(stated, name) for name in changed(stated)})
 
 
-def lora_problems(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
-    """Where the model JSON at ``path`` contradicts the flags."""
-    for name in changed(stated):
+def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, given: Container[str]) -> Iterator[str]:
+    """Where the model JSON, the ``document``, contradicts the ``given`` flags, be it with a default."""
+    for name in fields_of(LoraConfig):
         one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
-        if name in changed(flags) and one != other:
-            yield (f"{flag_name(key)} is {_shown(other)}, but {path}: {key} is {_shown(one)}; both say the same thing, "
-                   f"so keep one")
+        if flag_name(key) in given and document.get(key) is not None and one != other:
+            yield (f"{flag_name(key)} is {_shown(other)}, but {document.at(key)} is {_shown(one)}; both say the same "
+                   f"thing, so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:

@@ -157,7 +157,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document),
-            *lora_problems(model.value.lora, args.lora, args.mm_model), *_adapter_problems(run)))
+            *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 
 

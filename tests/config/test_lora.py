@@ -65,12 +65,20 @@ def test_wrong_keys_are_all_told_at_once(tmp_path: Path) -> None:
     assert all(key in " ".join(caught.value.problems) for key in keys)
 
 
-def test_the_json_wins_where_the_flags_are_silent_and_contradictions_are_told() -> None:
+def test_the_json_wins_where_the_flags_are_silent() -> None:
     stated, flags = LoraConfig(mixed_training=True, r=4), LoraConfig(("q_proj",), dropout=0.1)
     assert merged(stated, flags) == LoraConfig(("q_proj",), 4, dropout=0.1, mixed_training=True)
-    assert list(lora_problems(stated, flags, "m.json")) == []
-    (problem,) = lora_problems(stated, LoraConfig(("q_proj",), 16), "m.json")
-    assert problem.startswith("--lora-r is 16, but m.json: lora_r is 4")
+
+
+@pytest.mark.parametrize(("stated", "given"), [(4, "16"), (8, "16"), (4, "8")])  # 8 is the default
+def test_the_json_and_a_flag_that_contradict_each_other_are_told(stated: int, given: str, tmp_path: Path) -> None:
+    path = written(tmp_path, lora_r=stated)
+    read, words = read_model(path), {"--lora-target-modules": ["q_proj"], "--lora-r": [given]}
+    (problem,) = lora_problems(read.value.lora, LoraConfig(("q_proj",), int(given)), read.document, words)
+    line = path.read_text().count("\n", 0, path.read_text().index('"lora_r"')) + 1
+    assert problem.startswith(f"--lora-r is {given}, but {path}:{line}: lora_r is {stated}; both say")
+    assert not [*lora_problems(read.value.lora, LoraConfig(("q_proj",), stated), read.document, words)]
+    assert not [*lora_problems(read.value.lora, LoraConfig(("q_proj",)), read.document, {})]
 
 
 def test_what_has_no_effect_is_told() -> None:
