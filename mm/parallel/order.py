@@ -56,6 +56,12 @@ def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: 
     return steps + [(False, turn) for turn in backward[len(forward) - num_warmup :]]
 
 
+def max_sent_ahead(num_stages: int, num_chunks: int) -> int:
+    """Messages of a stage in training that may be on their way when the next begin: as many again as a neighbour that
+    sends back may be behind, so that only stages to which nothing comes back ever wait for it."""
+    return 4 * num_stages * num_chunks
+
+
 def in_flight(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
     """After each forward step of a stage: by chunk, how many microbatches still wait for their backward step."""
     counts = [0] * num_chunks

@@ -19,7 +19,7 @@ from mm.parallel.activity import Journal, Work
 from mm.parallel.checked import MessageError, Transfer, difference
 from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import Turn, backward_order, forward_order
+from mm.parallel.order import Turn, backward_order, forward_order, max_sent_ahead
 from mm.parallel.pieces import piece_of
 from mm.parallel.transport import Arriving, Batch, Handle
 from mm.placement import Message, StageSpec
@@ -123,7 +123,7 @@ class PipelineCommunicator:
             "send_backward": deque(backward),
         }
         self._has_turned = False
-        self._most_in_flight = num_stages if forward_only else 4 * num_stages * num_chunks
+        self._most_in_flight = num_stages if forward_only else max_sent_ahead(num_stages, num_chunks)
 
     def end(self) -> None:
         """Wait until everything sent in this step has left; nothing may be left to receive or to take."""

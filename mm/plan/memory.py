@@ -11,7 +11,7 @@ from operator import mul
 
 from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS
-from mm.parallel.order import in_flight
+from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
@@ -173,16 +173,16 @@ class ChunkMemory:
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
         per_token += INT64 if spec.has_embedding else 0
-        message = {
-            Message.NOTHING: 0,
-            Message.PATCHES: rows.num_patches * vision.hidden_size,
-            Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
-            Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
-        }[spec.receives] * self.width // self.num_pieces
+        message = self._message_bytes(spec.receives, rows)
         pixels = vision.patch_elements * self.width if spec.has_patch_embedding else 0
         features = vision.hidden_size * self.width if self.keeps_features and spec.has_projector else 0
         media = max(rows.num_patches * pixels + message, rows.num_patches * features)
         return rows.num_patches * per_patch + rows.num_tokens * per_token + media
+
+    def ahead_bytes(self, rows: Rows) -> int:
+        """The message that it sends of a microbatch, where it does not wait for a gradient to come back."""
+        waits = self._path.comes_back(self.spec, rows.num_patches > 0)
+        return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def kept_logit_bytes(self, rows: Rows) -> int:
         """The logits that one microbatch keeps as well: those of its last chunk."""
@@ -198,6 +198,15 @@ class ChunkMemory:
         vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
         language = [layer.working(keeps) for layer, keeps in self._layers("language")]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
+
+    def _message_bytes(self, message: Message, rows: Rows) -> int:
+        vision, language = self.model.vision, self.model.language
+        return {
+            Message.NOTHING: 0,
+            Message.PATCHES: rows.num_patches * vision.hidden_size,
+            Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
+            Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
+        }[message] * self.width // self.num_pieces
 
     def _logits(self, num_rows: int) -> int:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
@@ -305,10 +314,20 @@ class StageMemory:
     def working_bytes(self, rows: Rows) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
+    def ahead_bytes(self, rows: Rows, num_microbatches: int) -> int:
+        """Messages that may have not left yet, of chunks that run ahead of the next stage; one more than may be on
+        their way begins."""
+        placement = self.chunks[0].placement
+        most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
+        messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
+        return sum(sorted(messages)[-most:])
+
     def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
-        """Most of what lives at a time: states, all microbatches in flight, and either logits or a layer at work."""
+        """Most of what lives at a time: states, all microbatches in flight, what is sent ahead, and either logits or a
+        layer at work."""
         at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
-        return state_bytes + self.kept_bytes(rows, num_microbatches) + at_work
+        held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
+        return state_bytes + held + at_work
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:

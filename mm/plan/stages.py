@@ -250,23 +250,25 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and what it is made of."""
-    header = ("stage", "tokens", "in flight", "states", "activations", "logits", "a layer's work", "peak")
+    header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
+              "peak")
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
     for stage, size in enumerate(sizes):
         memory = _memory(run, placement, stage)
         for kind, held in kinds.items():
             count = run.held_microbatches
-            parts = (size.total_bytes, memory.kept_bytes(held, count), memory.logit_bytes(held),
-                     memory.working_bytes(held), memory.peak_bytes(held, count, size.total_bytes))
+            parts = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
+                     memory.logit_bytes(held), memory.working_bytes(held),
+                     memory.peak_bytes(held, count, size.total_bytes))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
     return [
         "Memory at the worst moment (one rank each; GiB; by formula, not measured):",
         *_aligned(rows),
         *_microbatch_lines(run, kinds),
-        "The peak has the logits or a layer's work, whichever is more.  Not counted: the driver, communication buffers",
-        "and gaps between allocations.",
+        "The peak has the logits or a layer's work, whichever is more.  Sent ahead: the most messages that a slow next",
+        "stage can leave waiting.  Not counted: the driver, communication buffers and gaps between allocations.",
     ]
 
 

@@ -145,6 +145,20 @@ def test_what_the_vit_made_may_come_in_whole_rows() -> None:
     assert more(alone) == 400 * (1280 - 1176) * 2
 
 
+def test_what_a_frozen_prefix_sends_ahead_is_held() -> None:
+    """Up to 4 x stages messages and one, but no more than there are microbatches; none where a gradient comes back."""
+    lists, rows, patches = ([16, 16, 0], [0, 0, 36]), Rows(100, 400, 0), 400 * 1280 * 2
+    first, second, last = (StageMemory((chunk,)) for chunk in stages(*lists, freeze="vp"))
+    assert [first.ahead_bytes(rows, count) for count in (2, 13, 99)] == [2 * patches, 13 * patches, 13 * patches]
+    assert second.ahead_bytes(rows, 5) == 5 * 100 * 2048 * 2 and last.ahead_bytes(rows, 5) == 0
+    assert first.ahead_bytes(TOKENS, 5) == 0
+    peak = 7 + first.kept_bytes(rows, 5) + first.working_bytes(rows)
+    assert first.peak_bytes(rows, 5, 7) == peak + 5 * patches
+    trained, halves = stages(*lists), stages(*lists, freeze="v", tp_size=2)
+    assert not any(chunk.ahead_bytes(rows) for chunk in (*trained, halves[1]))  # the projector of the second is trained
+    assert dataclasses.replace(halves[0], num_pieces=2).ahead_bytes(rows) == patches // 2
+
+
 def test_the_next_microbatch_is_there_already() -> None:
     """Its pixels, indices and tables, and what it works on; behind the last one there is none."""
     first, second, last = (StageMemory((chunk,)) for chunk in stages([16, 16, 0], [0, 0, 36]))

@@ -167,8 +167,9 @@ def test_memory_of_each_stage():
         memory = StageMemory.of(run.model, placement, spec.stage, 1, "bf16")
         num_in_flight = 2 - spec.stage
         for kind, rows in longest_microbatches(run).items():
-            numbers = (size.total_bytes, memory.kept_bytes(rows, 8), memory.logit_bytes(rows),
-                       memory.working_bytes(rows), memory.peak_bytes(rows, 8, size.total_bytes))
+            numbers = (size.total_bytes, memory.kept_bytes(rows, 8), memory.ahead_bytes(rows, 8),
+                       memory.logit_bytes(rows), memory.working_bytes(rows),
+                       memory.peak_bytes(rows, 8, size.total_bytes))
             (line,) = [line for line in text.splitlines() if line.split()[:2] == [str(spec.stage), kind]]
             assert line.split()[2:] == [str(num_in_flight), *(f"{number / 2**30:.2f}" for number in numbers)]
     assert "have 1,024 tokens (--seq-length x --micro-batch-size):\nall text" in text
