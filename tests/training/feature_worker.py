@@ -23,7 +23,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.preflight import sample_problems  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
-from tests.parallel.pipeline_worker import Trace, layers_counted, reads_counted, watch  # noqa: E402
+from tests.parallel.trace import Trace, layers_counted, reads_counted, watch  # noqa: E402
 
 NUM_EPOCHS = 2
 
