@@ -15,7 +15,7 @@ from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
-from tests.generation.questions import transformers_inputs
+from tests.data.oracle import transformers_inputs
 from tests.tiny_inputs import metrics, run, write_inputs
 
 NUM_SAMPLES, NUM_STEPS = 10, 3

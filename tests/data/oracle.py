@@ -10,6 +10,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen
 
 from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
+from mm.data.encode import SampleEncoder
+from mm.data.sample import Sample, Video
 
 SPECIAL_TOKENS = [
     f"<|{name}|>"
@@ -98,6 +100,25 @@ def pixel_numbers(encoded: Microbatch) -> torch.Tensor:
     assert encoded.pixel_values.dtype == torch.uint8 and len(encoded.normalisations) == len(sizes)
     return torch.cat([normalised(one, rule.constants()) for one, rule in
                       zip(encoded.pixel_values.split(sizes), encoded.normalisations, strict=True)])
+
+
+def transformers_inputs(encoder: SampleEncoder, sample: Sample, encoded: Microbatch) -> dict[str, torch.Tensor]:
+    """What ``encoder`` has made of one sample or prompt, as transformers' models take it."""
+    ids, chat = encoded.token_ids, encoder.chat
+    is_video = [isinstance(one, Video) for one in sample.media]
+    seconds = [encoder.planned(one).seconds for one in sample.media if isinstance(one, Video)]
+    inputs = {
+        "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None],
+        "mm_token_type_ids": ((ids == chat.image_token_id) + 2 * (ids == chat.video_token_id)).int()[None],
+    }
+    numbers = pixel_numbers(encoded).split([t * h * w for t, h, w in encoded.image_grids]) if is_video else ()
+    for wanted, names in ((False, ("pixel_values", "image_grid_thw")),
+                          (True, ("pixel_values_videos", "video_grid_thw"))):
+        chosen = [number for number, one in enumerate(is_video) if one == wanted]
+        if chosen:
+            inputs[names[0]] = torch.cat([numbers[number] for number in chosen])
+            inputs[names[1]] = torch.tensor([encoded.image_grids[number] for number in chosen])
+    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if seconds else {})
 
 
 def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

@@ -7,12 +7,10 @@ import torch
 from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from mm.batch import Microbatch
 from mm.data.encode import SampleEncoder
-from mm.data.sample import Sample, Video
 from mm.generation.prompts import Prompt
 from tests.data.clips import even, write_clip
-from tests.data.oracle import photo, pixel_numbers
+from tests.data.oracle import photo, transformers_inputs
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 100, 8
@@ -34,25 +32,6 @@ def write_questions(directory: Path) -> Path:
         records.append({"id": f"q{number}", "prompt": " ".join(words), **media[number % len(media)]})
     (directory / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
-
-
-def transformers_inputs(encoder: SampleEncoder, sample: Sample, encoded: Microbatch) -> dict[str, torch.Tensor]:
-    """What ``encoder`` has made of one sample or prompt, as transformers' models take it."""
-    ids, chat = encoded.token_ids, encoder.chat
-    is_video = [isinstance(one, Video) for one in sample.media]
-    seconds = [encoder.planned(one).seconds for one in sample.media if isinstance(one, Video)]
-    inputs = {
-        "input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None],
-        "mm_token_type_ids": ((ids == chat.image_token_id) + 2 * (ids == chat.video_token_id)).int()[None],
-    }
-    numbers = pixel_numbers(encoded).split([t * h * w for t, h, w in encoded.image_grids]) if is_video else ()
-    for wanted, names in ((False, ("pixel_values", "image_grid_thw")),
-                          (True, ("pixel_values_videos", "video_grid_thw"))):
-        chosen = [number for number, one in enumerate(is_video) if one == wanted]
-        if chosen:
-            inputs[names[0]] = torch.cat([numbers[number] for number in chosen])
-            inputs[names[1]] = torch.tensor([encoded.image_grids[number] for number in chosen])
-    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if seconds else {})
 
 
 class Reference:

@@ -8,12 +8,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from mm.batch import IGNORE_INDEX, normalised
+from mm.batch import IGNORE_INDEX
 from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.data.dataset import Dataset
 from mm.data.encode import SampleEncoder
 from mm.training.validation import BestSoFar
+from tests.data.oracle import transformers_inputs
 from tests.launch import run_ranks
 from tests.tiny_inputs import metrics, run, write_inputs
 
@@ -115,17 +116,13 @@ def validations(result: dict) -> list[dict]:
 def transformers_losses(directory: Path) -> list[tuple[float, int]]:
     """Of each of the 13 samples: the sum of its tokens' losses, and how many there are."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory / "hf", dtype=torch.float32).eval()
-    data, ours = read_data(directory / "packed.json").value, read_model(directory / "model_1.json").value
-    encoder = SampleEncoder.from_config(data, ours, 450)
+    data = read_data(directory / "packed.json").value
+    encoder = SampleEncoder.from_config(data, read_model(directory / "model_1.json").value, 450)
     found = []
     for sample in Dataset(data, part="validation"):
-        one, pictures = encoder.encode(sample), {}
-        if one.pixel_values is not None:
-            pictures = {"pixel_values": normalised(one.pixel_values, one.normalisations[0].constants()),
-                        "image_grid_thw": torch.tensor(one.image_grids)}
+        one = encoder.encode(sample)
         with torch.no_grad():
-            logits = model(input_ids=one.token_ids[None], **pictures,
-                           mm_token_type_ids=(one.token_ids == ours.image_token_id).int()[None]).logits[0]
+            logits = model(**transformers_inputs(encoder, sample, one)).logits[0]
         losses = cross_entropy(logits.double(), one.labels, ignore_index=IGNORE_INDEX, reduction="sum")
         found.append((float(losses), one.num_target_tokens))
     return found
