@@ -80,6 +80,19 @@ def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]
     ]  # fmt: skip
 
 
+def short_flags(inputs: Path, name: str, model: str, data: str, num_steps: int, *flags: str) -> list[str]:
+    """A few steps of mm.train from the checkpoint, with the JSON files of these names; logs go to ``inputs / name``.
+
+    ``flags`` must give the learning rate and the global batch, and may give another value for what is given here.
+    """
+    return [
+        "--device", "cpu", "--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / f"{data}.json"),
+        "--load", str(inputs / "hf"), "--micro-batch-size", "1", "--seq-length", "450", "--seed", "3",
+        "--log-interval", "1", "--num-workers", "0", "--log-dir", str(inputs / name), "--train-iters", str(num_steps),
+        *flags,
+    ]  # fmt: skip
+
+
 def run(
     inputs: Path, name: str, num_stages: int, *flags: str, num_ranks: int | None = None, num_workers: int = 0
 ) -> str:

@@ -8,7 +8,7 @@ import pytest
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo
 from tests.launch import run_ranks
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import short_flags, write_inputs
 
 STEPS_OF_EPOCH = 2
 NUM_IMAGES = 8
@@ -55,12 +55,9 @@ def write_cases(directory: Path) -> None:
         encoder["vision_projector"]["freeze"] = freezes_projector
         model["text_decoder"]["pipeline_num_layers"] = language
         (directory / f"{name}.json").write_text(json.dumps(model))
-        (directory / f"{name}.argv.json").write_text(json.dumps([
-            "--device", "cpu", "--mm-model", str(directory / f"{name}.json"), "--mm-data", str(directory / "data.json"),
-            "--load", str(directory / "hf"), "--global-batch-size", "4", "--seq-length", "512", "--train-iters",
-            str(2 * STEPS_OF_EPOCH), "--exit-interval", str(STEPS_OF_EPOCH), "--lr", "1e-3", "--seed", "3",
-            "--log-interval", "1", "--num-workers", "0", "--micro-batch-size", "2" if name != "DP 2" else "1", *flags,
-        ]))  # fmt: skip
+        (directory / f"{name}.argv.json").write_text(json.dumps(short_flags(
+            directory, name, name, "data", 2 * STEPS_OF_EPOCH, "--exit-interval", str(STEPS_OF_EPOCH),
+            "--global-batch-size", "4", "--micro-batch-size", "2" if name != "DP 2" else "1", "--lr", "1e-3", *flags)))
 
 
 @pytest.fixture(scope="module")

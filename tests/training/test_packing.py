@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import short_flags, write_inputs
 
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
@@ -32,13 +32,9 @@ def write_cases(directory: Path) -> None:
             data["dataset_param"][section] |= keys
         data["dataloader_param"] |= dataloader_param
         (directory / f"{name}.json").write_text(json.dumps(data))
-        model = directory / ("model_chunks.json" if name == "chunks" else "model_2.json")
-        (directory / f"{name}.argv.json").write_text(json.dumps([
-            "--device", "cpu", "--mm-model", str(model), "--mm-data", str(directory / f"{name}.json"),
-            "--load", str(directory / "hf"), "--global-batch-size", "20", "--seq-length", "450", "--train-iters", "3",
-            "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "0",
-            "--log-dir", str(directory / name), "--micro-batch-size", "1", *flags,
-        ]))  # fmt: skip
+        model = "model_chunks" if name == "chunks" else "model_2"
+        (directory / f"{name}.argv.json").write_text(json.dumps(short_flags(
+            directory, name, model, name, 3, "--global-batch-size", "20", "--lr", "1e-3", *flags)))
     (directory / "names.json").write_text(json.dumps(list(CASES)))
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.generation.commands import run_commands
 from tests.launch import run_ranks
 from tests.scoring.tables import encoded, write_table
-from tests.tiny_inputs import write_inputs
+from tests.tiny_inputs import short_flags, write_inputs
 
 OWN = ("rule", "anls", "samples.json")
 """Ten questions, two batches, which two replicas share."""
@@ -26,6 +26,10 @@ CASES: dict[str, tuple[str, tuple[str, str, str], tuple[str, ...]]] = {
 }
 
 
+def last_step(name: str) -> int:
+    return 3 if name in MOVING else 1
+
+
 def write_files(root: Path) -> None:
     write_inputs(root)
     write_table(root / "docvqa.tsv", [
@@ -34,10 +38,8 @@ def write_files(root: Path) -> None:
 
 
 def training(root: Path, name: str, model: str, num_steps: int, *flags: str) -> list[str]:
-    return ["--device", "cpu", "--mm-model", str(root / f"{model}.json"), "--mm-data", str(root / "data.json"),
-            "--load", str(root / "hf"), "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "450",
-            "--seed", "3", "--lr", "5e-3", "--num-workers", "0", "--log-interval", "1", "--train-iters", str(num_steps),
-            "--save", str(root / name / "save"), "--log-dir", str(root / name), *flags]  # fmt: skip
+    return short_flags(root, name, model, "data", num_steps, "--global-batch-size", "4", "--lr", "5e-3",
+                       "--save", str(root / name / "save"), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +49,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_files(root)
     runs, evaluations = {}, []
     for name, (model, (kind, rule, file), flags) in CASES.items():
-        num_steps = 3 if name in MOVING else 1
         asks = ("--eval-generate-interval", "2", "--eval-generate-questions", str(root / file),
                 f"--eval-generate-{kind}", rule, "--eval-generate-max-new-tokens", "8")
-        runs[name] = training(root, name, model, num_steps, *flags, *asks)
+        runs[name] = training(root, name, model, last_step(name), *flags, *asks)
         evaluations.append({"program": "mm.evaluate", "argv": [
             "--load", str(root / name / "save"), "--model-name-or-path", str(root / "hf"), "--mm-data",
             str(root / "data.json"), "--device", "cpu", "--questions", str(root / file), f"--{kind}", rule,
             "--max-new-tokens", "8", "--output", str(root / name / "evaluated")]})
     for name, (model, flags) in MOVING.items():
-        runs[f"{name}, without"] = training(root, f"{name}, without", model, 3, *flags)
+        runs[f"{name}, without"] = training(root, f"{name}, without", model, last_step(name), *flags)
     (root / "cases.json").write_text(json.dumps({
         name: {"num_ranks": 2, "runs": [argv]} for name, argv in runs.items()}))
     run_ranks(2, "tests.training.validation_worker", str(root))
@@ -72,8 +73,7 @@ def results(root: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_the_checkpoint(root: Path, results: dict, name: str) -> None:
-    last = 3 if name in MOVING else 1
-    folder = root / name / "answers" / f"iter_{last:07d}"
+    folder = root / name / "answers" / f"iter_{last_step(name):07d}"
     assert sorted(path.name for path in folder.iterdir()) == ["predictions.jsonl", "scores.json"]
     for file in ("predictions.jsonl", "scores.json"):
         assert (folder / file).read_bytes() == (root / name / "evaluated" / file).read_bytes(), file

@@ -1,6 +1,7 @@
 """Validation counts every sample once in any layout, as transformers does, and changes nothing of the training."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from mm.data.encode import SampleEncoder
 from mm.training.validation import BestSoFar
 from tests.data.oracle import transformers_inputs
 from tests.launch import run_ranks
-from tests.tiny_inputs import metrics, run, write_inputs
+from tests.tiny_inputs import metrics, run, short_flags, write_inputs
 
 SIZES = (7, 8, 13)
 CUT_SHORT = 4
@@ -66,13 +67,7 @@ def write_cases(directory: Path) -> None:
     write_data("packed", samples, packing=True)
     write_data("bad", bad)
 
-    def argv(name: str, model: str, data: str, num_steps: int, *flags: str) -> list[str]:
-        return ["--device", "cpu", "--mm-model", str(directory / f"{model}.json"), "--mm-data",
-                str(directory / f"{data}.json"), "--load", str(directory / "hf"), "--micro-batch-size", "1",
-                "--seq-length", "450", "--seed", "3", "--log-interval", "1", "--num-workers", "0", "--log-dir",
-                str(directory / name), "--train-iters", str(num_steps), *flags]
-
-    cases = {}
+    argv, cases = partial(short_flags, directory), {}
     for name, (num_ranks, model, flags) in LAYOUTS.items():
         sets = [f"val_{size}" for size in SIZES] + (["packed"] if name in ("dp2", "dp4") else [])
         sets += ["val_1"] if name in ("dp4", "chunks") else []  # replicas without a sample

@@ -1,7 +1,8 @@
 """Trains a little with validations in every layout, and writes the metrics of each case as JSON.
 
-Launched by tests/training/test_validation.py on four ranks: ``validation_worker DIR``, where DIR has what its
-``write_cases`` has written.  A case with fewer ranks leaves the others out.
+Launched by test_validation.py on four ranks and by test_questions.py on two: ``validation_worker DIR``, where DIR has
+what they have written, and ``cases.json``: by name, the number of ranks and command lines.  A case with fewer ranks
+leaves the others out.
 """
 
 import json
