@@ -19,7 +19,8 @@ from checkpoint.formats.training_reader import TrainingDirectory
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
 from tests.generation.commands import run_commands
-from tests.tiny_inputs import metrics, run, write_inputs
+from tests.launch import ROOT
+from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 LORA = ("--lora-target-modules", "q_proj", "v_proj", "linear_fc1", "mlp.0", "--lora-r", "4", "--lora-alpha", "8",
         "--lora-dropout", "0.1")
@@ -90,10 +91,7 @@ def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> N
 
 def checked(inputs: Path, *flags: str) -> int:
     """The exit status of the check of a run."""
-    return train.main([
-        "--device", "cpu", "--check", "--mm-model", str(inputs / "model_1.json"), "--mm-data",
-        str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--train-iters", "6", "--lr",
-        "1e-3", "--log-dir", str(inputs / "logs"), *flags])  # fmt: skip
+    return train.main(flags_of(inputs, "checked", 1, "--check", *flags))
 
 
 def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
@@ -177,10 +175,7 @@ def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, caps
 def test_a_dry_run_says_what_adapters_cost(inputs: Path, capsys: pytest.CaptureFixture) -> None:
     model = json.loads((inputs / "model_1.json").read_text())
     assert not model["text_decoder"].get("freeze")
-    assert train.main([
-        "--device", "cpu", "--dry-run", "--mm-model", str(inputs / "model_1.json"), "--mm-data",
-        str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--train-iters", "6", "--lr",
-        "1e-3", "--lora-target-modules", "model.layers.*.q_proj"]) == 0  # fmt: skip
+    assert train.main(flags_of(inputs, "dry", 1, "--dry-run", "--lora-target-modules", "model.layers.*.q_proj")) == 0
     text = capsys.readouterr().out
     assert "4 linear layers, rank 8, alpha 16" in text and "no gradients, optimizer state or fp32 copies" in text
     assert "LLM 0-3 (adapters)" in text
@@ -188,5 +183,5 @@ def test_a_dry_run_says_what_adapters_cost(inputs: Path, capsys: pytest.CaptureF
 
 def test_the_program_needs_no_peft() -> None:
     found = subprocess.run(["grep", "-rlE", r"^\s*(import|from) peft", "mm", "checkpoint"], capture_output=True,
-                           text=True, check=False, cwd=Path(__file__).parents[1])
+                           text=True, check=False, cwd=ROOT)
     assert found.stdout == ""

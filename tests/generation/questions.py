@@ -7,6 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from mm.config.generate import load_asking
+from mm.config.model import read_model
 from mm.data.encode import SampleEncoder
 from mm.generation.prompts import Prompt
 from tests.data.clips import even, write_clip
@@ -32,6 +34,12 @@ def write_questions(directory: Path) -> Path:
         records.append({"id": f"q{number}", "prompt": " ".join(words), **media[number % len(media)]})
     (directory / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
+
+
+def encoder_of(root: Path, *flags: str) -> SampleEncoder:
+    """As ``mm.generate`` with ``flags`` makes it for the checkpoint and the tiny model in ``root``."""
+    media = load_asking(["--load", str(root / "hf"), "--prompt", "-", *flags]).media_config(str(root / "hf"))
+    return SampleEncoder.from_config(media, read_model(root / "model_1.json").value, 4096)
 
 
 class Reference:

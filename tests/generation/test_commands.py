@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.generate import load_asking
-from mm.config.model import read_model
 from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.data.oracle import photo
 from tests.generation.commands import run_commands
-from tests.generation.questions import Reference
+from tests.generation.questions import Reference, encoder_of
 from tests.launch import json_lines, run_ranks
 from tests.tiny_inputs import write_inputs
 
@@ -33,7 +31,7 @@ def write_prompts(directory: Path) -> None:
     (directory / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def commands(root: Path) -> dict[str, dict]:
+def commands(root: Path, stop_word: str) -> dict[str, dict]:
     """By name, in their order."""
     load = ["--load", str(root / "hf"), *SHORT]
     wide, prompts = str(root / "wide.png"), ["--prompts", str(root / "prompts.jsonl"), "--batch-size", "2"]
@@ -45,6 +43,7 @@ def commands(root: Path) -> dict[str, dict]:
         "half": {"argv": [*load, "--prompt", "What?", "--bf16", "--repetition-penalty", "1.2"]},
         "talk": {"argv": [*load, "--chat"], "input": talk},
         "whole": {"argv": [*load, *prompts, "--output", str(root / "whole.jsonl")]},
+        "stopped": {"argv": [*load, *prompts, "--output", str(root / "stopped.jsonl"), "--stop-tokens", stop_word]},
         "killed": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")], "kill_after": 4},
         "started again": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
         "nothing left": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
@@ -80,8 +79,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(root: Path) -> SampleEncoder:
-    media = load_asking(["--load", str(root / "hf"), "--prompt", "-"]).media_config(str(root / "hf"))
-    return SampleEncoder.from_config(media, read_model(root / "model_1.json").value, 4096)
+    return encoder_of(root)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +98,7 @@ def stop_token(greedy: dict[int, list[int]]) -> int:
 
 @pytest.fixture(scope="module")
 def done(root: Path, encoder: SampleEncoder, stop_token: int) -> dict[str, dict]:
-    asked = commands(root)
-    word = encoder.chat.tokenizer.convert_ids_to_tokens(stop_token)
-    asked["stopped"] = {"argv": [*asked["whole"]["argv"][:-1], str(root / "stopped.jsonl"), "--stop-tokens", word]}
+    asked = commands(root, encoder.chat.tokenizer.convert_ids_to_tokens(stop_token))
     found = run_commands(root, list(asked.values()))
     return dict(zip(asked, found, strict=True))
 

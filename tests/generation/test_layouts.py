@@ -10,12 +10,10 @@ from safetensors.torch import load_file
 from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
-from mm.config.generate import load_asking
-from mm.config.model import read_model
 from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.generation.layouts_worker import CASES, FEW, WITH_ADAPTERS
-from tests.generation.questions import NUM_PROMPTS, Reference, write_questions
+from tests.generation.questions import NUM_PROMPTS, Reference, encoder_of, write_questions
 from tests.launch import run_ranks
 from tests.tiny_inputs import run
 
@@ -46,9 +44,7 @@ def found(root: Path) -> dict[str, dict[str, dict[int, list[int]]]]:
 
 @pytest.fixture(scope="module")
 def encoder(root: Path) -> SampleEncoder:
-    argv = ["--load", str(root / "hf"), "--prompt", "-", "--image-max-pixels", "9408", "--video-max-pixels", "9408"]
-    model = read_model(root / "model_1.json").value
-    return SampleEncoder.from_config(load_asking(argv).media_config(str(root / "hf")), model, 4096)
+    return encoder_of(root, "--image-max-pixels", "9408", "--video-max-pixels", "9408")
 
 
 @pytest.fixture(scope="module")
