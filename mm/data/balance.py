@@ -1,7 +1,8 @@
 """Samples dealt to microbatches, and microbatches to data-parallel ranks, so that each costs the same.
 
-First the greedy rule, the costliest first and each to where least is; then exchanges between a costly and a cheap group
-that halve what lies between them.  Pure functions of whole numbers: every rank finds the same on any machine.
+First the greedy rule, the costliest first and each to where least is.  Where that finds no room, and one sample alone
+costs more than an even pack, the fullest packs.  Then exchanges between a costly and a cheap group that halve what lies
+between them.  Pure functions of whole numbers: every rank finds the same on any machine.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from mm.data.pack import Budget
+from mm.data.pack import Budget, fullest_packs
 
 _NUM_ROUNDS = 10
 """Of exchanges.  Twice as many bring packs of two or three videos another hundredth closer, and take twice as long."""
@@ -49,8 +50,13 @@ def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, want
     fewest = _fewest(sizes, budget)
     most_units, wanted_units = num_samples // (num_ranks * unit), -(-wanted // unit)
     first = max(-(-fewest // (num_ranks * unit)), min(wanted_units, most_units))
+    fullest: Groups | None = None
     for of_each in range(first * unit, num_samples + 1, unit):
-        packs = _level(sizes, min(of_each * num_ranks, num_samples), budget, num_samples)
+        num_packs = min(of_each * num_ranks, num_samples)
+        packs = _level(sizes, num_packs, budget, num_samples)
+        if packs is None and sizes.costs.max() * num_packs > sizes.costs.sum():  # with more packs it stands out more
+            fullest = fullest or fullest_packs(sizes.num_tokens, sizes.num_patches, budget)
+            packs = _halved(fullest, num_packs, sizes, budget) if len(fullest) <= num_packs else None
         if packs is not None:
             return _exchanged(packs, sizes, budget, may_move=True)
     raise AssertionError("a pack for each sample always works")
@@ -137,6 +143,27 @@ def _level(sizes: Sizes, num_groups: int, budget: Budget, most: int) -> Groups |
         for entry in without_patches:
             heappush(heap, entry)
     return groups
+
+
+def _halved(packs: Groups, num_packs: int, sizes: Sizes, budget: Budget) -> Groups:
+    """``num_packs`` of fewer ``packs``: the costliest is divided into two, again and again."""
+    packs = list(packs)
+    costs = [_divisible_cost(pack, sizes) for pack in packs]
+    while len(packs) < num_packs:
+        number = int(np.argmax(costs))
+        whole = np.array(packs[number])
+        halves = _level(sizes.of(whole), 2, budget, len(whole))
+        assert halves is not None, "there is more room than in one pack"
+        packs[number], other = (whole[half].tolist() for half in halves)
+        packs.append(other)
+        costs[number] = _divisible_cost(packs[number], sizes)
+        costs.append(_divisible_cost(other, sizes))
+    return packs
+
+
+def _divisible_cost(pack: list[int], sizes: Sizes) -> int:
+    """-1 of one sample."""
+    return int(sizes.costs[pack].sum()) if len(pack) > 1 else -1
 
 
 def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> Groups:

@@ -49,7 +49,7 @@ class _Packs:
     def __init__(self, size: int, members: Sequence[list[int]] = (), rooms: Sequence[int] = ()) -> None:
         self.members = list(members)
         self._size = size
-        self._by_room: list[list[int]] = [[] for _ in range(size + 1)]
+        self._by_room: dict[int, list[int]] = {}
         self._rooms = 0  # bit r: a pack in _by_room[r]
         for pack, room in enumerate(rooms):
             self._put(pack, room)
@@ -71,5 +71,5 @@ class _Packs:
             self._put(pack, room - needed)
 
     def _put(self, pack: int, room: int) -> None:
-        self._by_room[room].append(pack)
+        self._by_room.setdefault(room, []).append(pack)
         self._rooms |= 1 << room

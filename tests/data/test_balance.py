@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.data.balance import Sizes, dealt, even_groups, even_packs, spread
-from mm.data.pack import Budget
+from mm.data.pack import Budget, fullest_packs
 
 TOKENS = 64
 costs = st.integers(1, 2**40)
@@ -26,7 +26,12 @@ def members(groups):
 def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, unit, num_patches, wanted):
     drawn = drawn * (num_ranks * unit if len(drawn) < num_ranks or unit > 1 else 1)
     sizes = sizes_of(drawn)
-    packs = even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit, wanted)
+    budget = Budget(TOKENS, num_patches)
+    packs = even_packs(sizes, budget, num_ranks, unit, wanted)
+    if sizes.costs.max() * (num_ranks * unit) > sizes.costs.sum():
+        num_fullest = len(fullest_packs(sizes.num_tokens, sizes.num_patches, budget))
+        most = max(-(-num_fullest // (num_ranks * unit)), min(-(-wanted // unit), len(drawn) // (num_ranks * unit)))
+        assert len(packs) <= most * num_ranks * unit, "as few as the fullest where one sample costs more than a pack"
     assert len(packs) >= num_ranks * min(wanted, len(drawn) // (num_ranks * unit) * unit)
     assert members(packs) == list(range(len(drawn)))
     assert len(packs) % (num_ranks * unit) == 0 or (unit == 1 and len(packs) == len(drawn))
@@ -34,7 +39,7 @@ def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, unit,
         assert 0 < sizes.num_tokens[pack].sum() <= TOKENS
         with_pictures = [drawn[one][2] for one in pack if drawn[one][2]]
         assert num_patches is None or len(with_pictures) <= 1 or sum(with_pictures) <= num_patches
-    assert even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit, wanted) == packs
+    assert even_packs(sizes, budget, num_ranks, unit, wanted) == packs
 
 
 @given(samples, st.integers(1, 6))
