@@ -78,7 +78,7 @@ def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> N
                          str(weights), *flags]}  # fmt: skip
 
     on_base, on_merged = (("--model-name-or-path", str(path)) for path in (inputs / "hf", trained / "merged"))
-    merged, base, adapter, checkpoint, other, alone = run_commands(inputs, [
+    merged, base, adapter, checkpoint, other, alone = run_commands([
         asked(trained / "merged"), asked(inputs / "hf"), asked(trained / "adapter", *on_base),
         asked(trained / "save", *on_base), asked(trained / "adapter", *on_merged), asked(trained / "adapter")])
     assert merged["status"] == 0 and merged["out"] != base["out"]
@@ -131,7 +131,7 @@ def test_adapters_that_name_another_base_are_told(
     note = f"note: {adapter} names 'Qwen/Other' as its base model, and {base} is given"
     assert checked(inputs, "--load", str(adapter), "--load-base-model", str(base), *LORA) == 0
     assert capsys.readouterr().out.count(note) == 1
-    (answer,) = run_commands(inputs, [{"argv": [
+    (answer,) = run_commands([{"argv": [
         "--device", "cpu", "--max-new-tokens", "2", "--prompt", "What?", "--load", str(adapter),
         "--model-name-or-path", str(base)]}])
     assert answer["status"] == 0 and answer["err"].count(note) == 1

@@ -61,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "cases.json").write_text(json.dumps({
         name: {"num_ranks": 2, "runs": [argv]} for name, argv in runs.items()}))
     run_ranks(2, "tests.training.validation_worker", str(root))
-    for name, done in zip(CASES, run_commands(root, evaluations), strict=True):
+    for name, done in zip(CASES, run_commands(evaluations), strict=True):
         assert done["status"] == 0, (name, done["err"])
     return root
 
