@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 os.environ |= {
+    "PYTHONPATH": str(Path(__file__).parents[1]),  # this tree, wherever a process is started
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",

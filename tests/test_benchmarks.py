@@ -1,7 +1,6 @@
 """The benchmarks run, and both of their sides train the same model.  How fast is not judged here."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +53,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
         words = [*COMMANDS[name], *further.get(name, ("--output", str(folder / name)))]
         done = subprocess.run(
             [sys.executable if name == "convert" else python, "-m", *words], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600, check=False,
+            timeout=600, check=False,
         )  # fmt: skip
         if name == "convert":
             assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr

@@ -145,8 +145,8 @@ fi
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                          capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True,
+                          timeout=200, check=False)  # fmt: skip
 
 
 def run_script(text: str, inputs: Path, programs: Path) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,6 @@ from mm.data.decoder import Decoder
 from mm.data.frames import Clock, wanted_frames
 from mm.errors import UserError
 from tests.data.clips import all_frames, damage_frame, even, write_clip
-from tests.launch import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +309,7 @@ def test_a_decoder_ends_with_the_one_who_asks(tmp_path):
     path = write_clip(tmp_path / "clip.mp4", even(3))
     code = (f"from mm.data.decoder import Decoder; import os; one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
             f"print(one._process.pid, flush=True); os.kill(os.getpid(), 9)")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.returncode == -signal.SIGKILL, answer.stderr
     while is_running(int(answer.stdout)):  # it would never end, and the test with it
         time.sleep(0.01)
