@@ -20,33 +20,34 @@ TINY = [command for command in COMMANDS if "runs/tiny" in command]
 """They build on each other, and run in the order of the text."""
 TINY_SCRIPT = re.compile(r"bash examples/qwen2\.5vl/finetune_qwen2_5_vl_tiny\.sh .*runs/tiny")
 SIZE_SCRIPT = re.compile(r"bash examples/qwen2\.5vl/finetune_qwen2_5_vl_(3b|7b|32b|72b)\.sh\b")
+INSTALLED = {program: f"'{Path(sys.executable).with_name(program)}'" for program in ("python", "mm-convert", "mm-data")}
+"""The programs of the commands, as a shell calls them."""
+
+
+def warm() -> dict[str, str]:
+    """``INSTALLED`` in forks of the warm process; that the console scripts are installed is shown by other commands."""
+    python = f"'{warm_python()}'"
+    return {"python": python, "mm-convert": f"{python} -m checkpoint.cli", "mm-data": f"{python} -m mm.data.tool"}
 
 
 def run(command: str, cwd: Path = ROOT, python: str = sys.executable) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHON": python, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHON": python}
     return subprocess.run(["bash", "-c", command], cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
                           capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
 
 
-def runnable(command: str) -> str:
-    """The command as it can run here: with this Python, and planned instead of carried out where that takes long."""
+def runnable(command: str, programs: dict[str, str]) -> str:
+    """The command as it can run here: with ``programs``, and planned instead of carried out where that takes long."""
     if command.startswith("make "):
         return command.replace("make ", "make -n ", 1)
     if TINY_SCRIPT.search(command) or command.startswith("head "):
         return command
     if SIZE_SCRIPT.search(command):
         return command if command.endswith("--dry-run") else f"{command} --dry-run"
-    for program in ("python", "mm-convert", "mm-data"):
+    for program, words in programs.items():
         if command.startswith(f".venv/bin/{program} "):
-            return command.replace(f".venv/bin/{program}", f"'{Path(sys.executable).with_name(program)}'", 1)
+            return command.replace(f".venv/bin/{program}", words, 1)
     raise AssertionError(f"README.md has a command that this test cannot run: {command}")
-
-
-def warm(command: str) -> str:
-    """The command in a fork of the warm process; that the console scripts are installed is shown by others."""
-    for program, words in (("python", ""), ("mm-convert", " -m checkpoint.cli"), ("mm-data", " -m mm.data.tool")):
-        command = command.replace(f"'{Path(sys.executable).with_name(program)}'", f"'{warm_python()}'{words}", 1)
-    return command
 
 
 def test_there_are_commands():
@@ -56,7 +57,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in TINY])
 def test_command_runs(command: str):
-    done = run(runnable(command))
+    done = run(runnable(command, INSTALLED))
     assert done.returncode == 0, done.stdout + done.stderr
     if SIZE_SCRIPT.search(command):
         assert "stage" in done.stdout
@@ -67,7 +68,7 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     told = {}
     for command in TINY:
-        done = run(warm(runnable(command)), tmp_path, str(warm_python()))
+        done = run(runnable(command, warm()), tmp_path, str(warm_python()))
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         program = re.search(r"Converter (\w+)|tiny_checkpoint|mm-data \w+|bash|head|mm\.\w+", command)
         assert program is not None, command
