@@ -30,9 +30,9 @@ def what(arguments: list[str]) -> dict | None:
     while arguments[:1] == ["-u"]:
         arguments = arguments[1:]
     if arguments[:1] == ["-m"]:
-        return {"module": arguments[1], "arguments": arguments[2:]}
+        return {"program": arguments[1], "is_script": False, "arguments": arguments[2:]}
     if arguments and not arguments[0].startswith("-"):
-        return {"script": arguments[0], "arguments": arguments[1:]}
+        return {"program": arguments[0], "is_script": True, "arguments": arguments[1:]}
     return None
 
 

@@ -1,10 +1,8 @@
-"""Runs a module on several ranks, as torchrun does, but forked from one process that has imported what all need.
+"""The warm process of ``tests.launch``: it has imported what all need, and runs modules and scripts in forks of itself.
 
-    python -m tests.forked NUM_RANKS MODULE ARGUMENTS
-
-Importing torch, megatron and transformers takes longer than most tests.  So ``tests.launch`` keeps one process for all
-tests of a process, ``python -m tests.forked serve SOCKET``, which forks a launcher for each request.  That torchrun
-itself starts a run is shown by tests/test_train.py.
+Importing torch, megatron and transformers takes longer than most tests.  So each process of tests keeps one such
+process, ``python -m tests.forked SOCKET``, which forks for each request (``tests.ask``): one program, or a module on
+several ranks, as torchrun runs it.  That torchrun itself starts a run is shown by tests/test_train.py.
 """
 
 import gc
@@ -35,7 +33,7 @@ _NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate"
 
 
 def warm() -> None:
-    """Import it.  The collector of garbage need not look at all this again in every fork."""
+    """Import what is needed.  The collector of garbage need not look at all this again in every fork."""
     Device.pick("cpu")  # before megatron is imported
     for name in _NEEDED:
         importlib.import_module(name)
@@ -44,8 +42,8 @@ def warm() -> None:
     gc.freeze()
 
 
-def main(num_ranks: int, module: str, arguments: list[str]) -> int:
-    """Ends with the status of the first rank that fails, after the others were ended."""
+def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:
+    """The module on ``num_ranks`` ranks; returns the status of the first that fails, after the others were ended."""
     importlib.import_module(module)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process has the store, as torchrun's agent has
     port = free_port()
@@ -57,7 +55,7 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
             os.kill(child, signal.SIGKILL)
         os._exit(128 + number)
 
-    children += [fork_rank(rank, num_ranks, port, lambda: _run(module, arguments)) for rank in range(num_ranks)]
+    children += [fork_rank(rank, num_ranks, port, lambda: _run(module, arguments, False)) for rank in range(num_ranks)]
     signal.signal(signal.SIGTERM, end)
 
     from torch.distributed import TCPStore  # only now: it starts a thread, which a fork would lose
@@ -76,14 +74,14 @@ def main(num_ranks: int, module: str, arguments: list[str]) -> int:
     return abs(status)
 
 
-def _run(module: str, arguments: list[str], is_script: bool = False) -> int:
-    """The module, or script, as if Python had been started with it; returns its status."""
-    sys.argv = [module, *arguments]
+def _run(program: str, arguments: list[str], is_script: bool) -> int:
+    """The script, or else module, as if Python had been started with it; returns its status."""
+    sys.argv = [program, *arguments]
     try:
         if is_script:
-            runpy.run_path(module, run_name="__main__")
+            runpy.run_path(program, run_name="__main__")
         else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
@@ -144,9 +142,9 @@ def _become(asked: dict, files: list[int]) -> None:
         os.chdir(asked["directory"])
         sys.executable = asked.get("python", sys.executable)
         if asked["num_ranks"]:
-            status = main(asked["num_ranks"], asked["module"], asked["arguments"])
+            status = _launch(asked["num_ranks"], asked["program"], asked["arguments"])
         else:
-            status = _run(asked.get("module") or asked["script"], asked["arguments"], "script" in asked)
+            status = _run(asked["program"], asked["arguments"], asked["is_script"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -158,9 +156,6 @@ def _become(asked: dict, files: list[int]) -> None:
 
 if __name__ == "__main__":
     warm()
-    if sys.argv[1] == "serve":
-        with socket.socket(fileno=int(sys.argv[2])) as listener:
-            serve(listener)
-            shutil.rmtree(Path(listener.getsockname()).parent)
-    else:
-        sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        serve(listener)
+        shutil.rmtree(Path(listener.getsockname()).parent)

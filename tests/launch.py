@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests import ask
 
@@ -27,14 +27,6 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Done(NamedTuple):
-    """What came of a command."""
-
-    status: int
-    out: str
-    err: str
-
-
 @cache
 def _warm_process() -> tuple[Path, subprocess.Popen]:
     """The process that has imported what all need, one for all tests of this process, and its socket for ``tests.ask``.
@@ -45,10 +37,8 @@ def _warm_process() -> tuple[Path, subprocess.Popen]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen(64)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.forked", "serve", str(listener.fileno())]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()],
-                                   stdin=subprocess.PIPE)  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-m", "tests.forked", str(listener.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
     return path, process
 
 
@@ -62,11 +52,13 @@ def warm_python() -> Path:
     return command
 
 
-def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> Done:
-    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    request = {"num_ranks": num_ranks, "module": module, "arguments": arguments, "environment": environment,
-               "directory": str(ROOT)}
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> str:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts.
+
+    Returns the output; a failure shows all that was said.
+    """
+    request = {"num_ranks": num_ranks, "program": module, "is_script": False, "arguments": arguments,
+               "environment": dict(os.environ), "directory": str(ROOT)}  # fmt: skip
     path, _ = _warm_process()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as empty:
         with ask.request(str(path), request, [empty.fileno(), out.fileno(), err.fileno()]) as answers:
@@ -77,15 +69,20 @@ def run_module(num_ranks: int, module: str, *arguments: str, timeout_seconds: fl
             except TimeoutError:
                 os.killpg(process, signal.SIGKILL)  # the ranks too
                 raise
-        told = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
-    return Done(status, *told)
+        out.seek(0)
+        err.seek(0)
+        output, errors = (file.read().decode(errors="replace") for file in (out, err))
+    assert status == 0, f"{module} {' '.join(arguments)}\n{output}\n{errors}"
+    return output
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> str:
-    """Run ``-m module arguments`` on ``num_ranks`` ranks; returns the output, which a failure shows whole."""
-    done = run_module(num_ranks, module, *arguments, timeout_seconds=timeout_seconds)
-    assert done.status == 0, f"{module} {' '.join(arguments)}\n{done.out}\n{done.err}"
-    return done.out
+def torchrun(
+    num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 400
+) -> subprocess.CompletedProcess[str]:
+    """As a user starts ``module``; slow."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_addr",
+               "localhost", "--master_port", str(free_port()), "-m", module, *arguments]  # fmt: skip
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False)
 
 
 def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> int:

@@ -2,9 +2,6 @@
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -23,7 +20,7 @@ from mm import ending
 from mm.config.model import read_model
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
-from tests.launch import ROOT, free_port, json_lines
+from tests.launch import json_lines, torchrun
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 
@@ -33,27 +30,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(inputs: Path, name: str, num_stages: int, *flags: str) -> str:
-    """As ``run``, but with torchrun, as a user starts it."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_stages), "--master_addr",
-        "localhost", "--master_port", str(free_port()), "-m", "mm.train",
-        *flags_of(inputs, name, num_stages, "--num-workers", "1", *flags),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    """As ``run``, but with torchrun."""
+    words = flags_of(inputs, name, num_stages, "--num-workers", "1", *flags)
+    done = torchrun(num_stages, "mm.train", *words, timeout_seconds=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "localhost",
-        "--master_port", str(free_port()), "-m", "mm.train", "--mm-model", str(inputs / "model_1.json"),
-        "--mm-data", str(inputs / "data.json"), "--micro-batch-size", "2", "--seq-length", "512", "--lr", "x",
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = torchrun(2, "mm.train", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
+                    "--micro-batch-size", "2", "--seq-length", "512", "--lr", "x")  # fmt: skip
     assert time.monotonic() - started < ending._LAUNCHER_SECONDS
     told = [line for line in done.stderr.splitlines() if "error: --" in line]
     assert told == ["error: --lr is 'x'; expected a number of at least 0",

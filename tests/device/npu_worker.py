@@ -1,7 +1,7 @@
 """Runs the trainer itself on the fake NPU or on the CPU, one run after another, and writes what the device saw as JSON.
 
-Launched by tests/device/test_fake_npu.py: ``torchrun ... -m tests.device.npu_worker npu|cpu RUNS.json OUTPUT``.  A run
-is a list of flags of ``mm.train``.
+Launched by tests/device/test_fake_npu.py: ``npu_worker npu|cpu RUNS.json OUTPUT``, by torchrun for ``npu``.  A run is a
+list of flags of ``mm.train``.
 """
 
 import json

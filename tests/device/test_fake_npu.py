@@ -4,15 +4,12 @@ The whole program runs, from the command line to the export, through megatron-co
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import ROOT, free_port, json_lines, run_ranks
+from tests.launch import free_port, json_lines, run_ranks, torchrun
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2
@@ -67,16 +64,11 @@ def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> N
     order = inputs / f"{device}_{num_processes}.json"
     order.write_text(json.dumps(runs))
     (inputs / device).mkdir(exist_ok=True)
+    words = ("tests.device.npu_worker", device, str(order), str(inputs / device))
     if device == "cpu":
-        run_ranks(num_processes, "tests.device.npu_worker", device, str(order), str(inputs / device))
+        run_ranks(num_processes, *words)
         return
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_addr",
-        "localhost", "--master_port", str(free_port()), "-m", "tests.device.npu_worker", device, str(order),
-        str(inputs / device),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = torchrun(num_processes, *words)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.launch import run_module
+from tests.launch import run_ranks
 
 IS_MANY = settings.get_current_profile_name() == "many"
 NUM_STEPS = 200 if IS_MANY else 6
@@ -22,8 +22,7 @@ LOSS_TOLERANCE = 1e-5  # measured 8.1e-8, over the first 12 steps
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """By layout: what the worker wrote."""
     directory: Path = tmp_path_factory.mktemp("stall")
-    done = run_module(0, "tests.parallel.stall_worker", str(directory), str(NUM_STEPS), *NAMES, timeout_seconds=3600)
-    assert done.status == 0, done.out + done.err
+    run_ranks(0, "tests.parallel.stall_worker", str(directory), str(NUM_STEPS), *NAMES, timeout_seconds=3600)
     return {name: json.loads((directory / f"{name}.json").read_text()) for name in NAMES}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mm.device.device import Device
 from mm.parallel.checked import Transfer, difference
-from tests.launch import run_module
+from tests.launch import run_ranks
 from tests.parallel.faults import FAULTS
 from tests.tiny_inputs import write_inputs
 
@@ -21,8 +21,7 @@ from tests.tiny_inputs import write_inputs
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("watchdog"))
-    done = run_module(0, "tests.parallel.watchdog_worker", str(directory), timeout_seconds=500)
-    assert done.status == 0, done.out + done.err
+    run_ranks(0, "tests.parallel.watchdog_worker", str(directory), timeout_seconds=500)
     return directory
 
 
