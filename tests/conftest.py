@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.files import ROOT
+
 os.environ |= {
-    "PYTHONPATH": str(Path(__file__).parents[1]),  # this tree, wherever a process is started
+    "PYTHONPATH": str(ROOT),  # this tree, wherever a process is started
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine's CPU, as forks of one process, for tests that need real processes."""
+"""Starts ranks on this machine's CPU for tests that need real processes: in forks of one process, or by torchrun."""
 
 import json
 import os
@@ -11,12 +11,10 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tests import ask
+from tests.files import ROOT
 
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 _ASK = ROOT / "tests" / "ask.py"
 
 
@@ -117,13 +115,3 @@ def results_by_size(directory: Path, module: str) -> Callable[[int], dict[str, d
         return json.loads(output.read_text())
 
     return run
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """So that nobody reads half of it."""
-    path.with_suffix(".part").write_text(text, encoding="utf-8")
-    path.with_suffix(".part").replace(path)

@@ -10,7 +10,7 @@ import pytest
 from mm.config.command_line import flag_name
 from mm.config.flags import Arguments
 from mm.config.schema import fields_of
-from tests.launch import ROOT
+from tests.files import ROOT
 from tests.test_examples import recorded, run_script
 
 PAGE = ROOT / "docs" / "ascend.md"

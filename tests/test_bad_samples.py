@@ -7,7 +7,7 @@ import pytest
 
 from mm.data.picture import image_size
 from tests.data.oracle import photo
-from tests.launch import json_lines
+from tests.files import json_lines
 from tests.tiny_inputs import metrics, run, write_inputs
 
 BAD = (7, 20, 41, 66, 99)

@@ -20,7 +20,8 @@ from benchmarks.render import BEGIN, END, block, put
 from benchmarks.results import OURS, PEER, Results
 from mm.batch import BatchTotals
 from mm.config.model import read_model
-from tests.launch import EXAMPLES, ROOT, warm_python
+from tests.files import EXAMPLES, ROOT
+from tests.launch import warm_python
 
 HOUR = ("parity", "ceilings", "kernels", "mixed", "towers", "loader")
 COMMANDS = {

@@ -15,7 +15,8 @@ from checkpoint import convert
 from checkpoint.convert import Options
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
-from tests.launch import EXAMPLES, ROOT, free_port, warm_python
+from tests.files import EXAMPLES, ROOT
+from tests.launch import free_port, warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 

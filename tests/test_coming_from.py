@@ -17,7 +17,7 @@ from mm.config.generate import GENERATE
 from mm.config.inference import INFERENCE_KEYS
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of
-from tests.launch import ROOT
+from tests.files import ROOT
 
 PAGE = ROOT / "docs" / "coming-from-mindspeed-mm.md"
 PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))

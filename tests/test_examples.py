@@ -15,7 +15,7 @@ from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.generation.layout import placed
 from mm.plan.stages import num_model_params, stage_report
-from tests.launch import EXAMPLES, ROOT
+from tests.files import EXAMPLES, ROOT
 
 SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
     "3b": (8, 1, 1, 8, 256, 3_754_622_976),  # all but the parameters as in MindSpeed-MM's scripts

@@ -18,8 +18,8 @@ from checkpoint.formats.training import LATEST_FILE
 from checkpoint.formats.training_reader import TrainingDirectory
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
+from tests.files import ROOT
 from tests.generation.commands import run_commands
-from tests.launch import ROOT
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 LORA = ("--lora-target-modules", "q_proj", "v_proj", "linear_fc1", "mlp.0", "--lora-r", "4", "--lora-alpha", "8",

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.launch import results_by_size, run_ranks, write_whole
+from tests.files import write_whole
+from tests.launch import results_by_size, run_ranks
 from tests.parallel.cases import CASES, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.8e-7 (before and after the update), gradient 8.2e-6,

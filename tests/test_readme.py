@@ -10,7 +10,8 @@ import pytest
 
 from demo import digits, even_odd, golden
 from demo import run as demo
-from tests.launch import ROOT, warm_python
+from tests.files import ROOT
+from tests.launch import warm_python
 from tests.parallel.cases import CASES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

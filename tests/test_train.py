@@ -20,7 +20,8 @@ from mm import ending
 from mm.config.model import read_model
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
-from tests.launch import json_lines, torchrun
+from tests.files import json_lines
+from tests.launch import torchrun
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 

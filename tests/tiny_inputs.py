@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 
 from demo.tiny_checkpoint import build
-from tests.launch import EXAMPLES, json_lines, run_ranks
+from tests.files import EXAMPLES, json_lines
+from tests.launch import run_ranks
 
 PLACEMENTS: dict[str, tuple[list, list]] = {  # layers of the ViT and of the LLM: one stage, two, two of two chunks
     "1": ([8], [4]),

@@ -10,7 +10,7 @@ from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
 from mm.config.model import read_model
 from mm.errors import UserError
 from tests.config.test_flags import REQUIRED, problems
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 MODEL = EXAMPLES / "model_7b.json"
 

@@ -9,7 +9,7 @@ import pytest
 from mm.config.data import read_data
 from mm.config.model import RecomputeConfig, layers_in, read_model
 from mm.errors import UserError
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 VISION, PROJECTOR, LANGUAGE = "image_encoder.vision_encoder", "image_encoder.vision_projector", "text_decoder"
 ABSENT = object()

@@ -24,7 +24,7 @@ from mm.data.sample import Image
 from mm.errors import UserError
 from tests.data.clips import damage_frame, even, write_clip
 from tests.data.oracle import data_config, photo
-from tests.launch import json_lines
+from tests.files import json_lines
 
 
 def record(*texts, **columns) -> dict:

@@ -15,7 +15,7 @@ from demo import digits as demo_digits
 from demo.tiny_checkpoint import build
 from mm.data.tool import main
 from tests.data.oracle import photo
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 from tests.tiny_inputs import write_data
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

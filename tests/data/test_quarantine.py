@@ -6,7 +6,7 @@ import pytest
 
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
 from mm.errors import UserError
-from tests.launch import json_lines
+from tests.files import json_lines
 
 BAD = [BadSample("a.json", 10 * number, number, f"id{number}", "x.jpg", f"x.jpg: damaged {number} é")
        for number in range(4)]

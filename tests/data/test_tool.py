@@ -14,7 +14,7 @@ from mm.data.gauge import Gauge
 from mm.data.tool import main
 from mm.training.preflight import sample_problems
 from tests.data.oracle import photo
-from tests.launch import EXAMPLES, ROOT, json_lines
+from tests.files import EXAMPLES, ROOT, json_lines
 from tests.tiny_inputs import write_data
 
 LLAVA = [

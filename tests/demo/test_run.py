@@ -21,7 +21,8 @@ from demo.run import (
     DemoError,
     max_abs_diff,
 )
-from tests.launch import json_lines, warm_python
+from tests.files import json_lines
+from tests.launch import warm_python
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mm.device.device import Device, peak_flops, random_states, set_random_state
 from mm.device.kernels import kernels_of
 from mm.device.shims import CPU_SHIMS, SHIMS
 from mm.errors import UserError
-from tests.launch import ROOT
+from tests.files import ROOT
 
 
 def test_every_shim_target_exists_and_has_a_reason() -> None:

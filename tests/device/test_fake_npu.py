@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import free_port, json_lines, run_ranks, torchrun
+from tests.files import json_lines
+from tests.launch import free_port, run_ranks, torchrun
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2

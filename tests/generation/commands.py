@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.launch import ROOT, warm_python
+from tests.files import ROOT
+from tests.launch import warm_python
 
 
 def run_commands(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:

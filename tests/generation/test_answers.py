@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mm.errors import UserError
 from mm.generation.answers import AnswerFile
-from tests.launch import json_lines
+from tests.files import json_lines
 
 KEYS = {number: f"key {number}" for number in range(10)}
 

@@ -9,9 +9,10 @@ import pytest
 from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.data.oracle import photo
+from tests.files import json_lines
 from tests.generation.commands import run_commands
 from tests.generation.questions import Reference, encoder_of
-from tests.launch import json_lines, run_ranks
+from tests.launch import run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_PROMPTS, GOOD = 12, [number for number in range(12) if number not in (3, 7)]

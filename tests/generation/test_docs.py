@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 from mm.config.generate import GENERATE
-from tests.launch import ROOT, warm_python
+from tests.files import ROOT
+from tests.launch import warm_python
 
 TEXT = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
 

@@ -41,7 +41,7 @@ from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.names import published_name  # noqa: E402
 from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
-from tests.launch import write_whole  # noqa: E402
+from tests.files import write_whole  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402
     CASES,
     GROUP_FLAGS,

@@ -11,7 +11,7 @@ from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.plan.memory import StageMemory
 from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_sizes
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
 """In memory the ViT's ffn is 3424 wide instead of 3420, in all layers: gate and up with their biases, and down."""

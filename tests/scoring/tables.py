@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 
 def encoded(seed: int, kind: str = "PNG") -> str:

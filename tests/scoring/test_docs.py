@@ -8,8 +8,8 @@ from mm.config.command_line import flag_name
 from mm.config.evaluate import EVALUATE
 from mm.config.generate import ModelArguments
 from mm.config.schema import fields_of
+from tests.files import ROOT
 from tests.generation.test_docs import run_commands_of
-from tests.launch import ROOT
 
 TEXT = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
 

@@ -10,8 +10,9 @@ import pytest
 
 from mm.scoring.rules import score
 from mm.scoring.tsv import listed
+from tests.files import json_lines
 from tests.generation.commands import run_commands
-from tests.launch import json_lines, run_ranks
+from tests.launch import run_ranks
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.scoring.test_results import ROWS
 from tests.tiny_inputs import write_inputs

@@ -8,7 +8,7 @@ from mm.errors import UserError
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.results import ANSWERS as ANSWERS_FILE
 from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, read_answers, write_results
-from tests.launch import json_lines
+from tests.files import json_lines
 from tests.scoring.tables import encoded, write_table
 
 ROWS = {

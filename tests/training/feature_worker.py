@@ -23,6 +23,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.preflight import sample_problems  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
+from tests.files import json_lines  # noqa: E402
 from tests.parallel.trace import Trace, layers_counted, reads_counted, watch  # noqa: E402
 
 NUM_EPOCHS = 2
@@ -71,8 +72,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
             result.epochs.append(Epoch(trace.num_vision_layer_runs, len(sends), trace.num_read_back))
         if trainer.metrics is not None:
             trainer.metrics.close()
-            lines = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines()
-            result.metrics = [json.loads(line) for line in lines]
+            result.metrics = json_lines(Path(run.args.log_dir) / "metrics.jsonl")
         result.weights = {one: parameter.detach().clone() for one, parameter in trainer.parts.stage.named_parameters()}
         if trainer.fingerprint is not None:
             result.fingerprint_of_others += [

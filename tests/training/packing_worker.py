@@ -19,6 +19,7 @@ from mm.config.run import load_run  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
+from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
 
@@ -49,8 +50,7 @@ def train(directory: Path, name: str) -> Result:
         dist.all_gather_object(of_ranks, (mesh.dp_rank, own))
         parallel.stop_mesh()
     by_replica = dict(of_ranks)
-    lines = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines() if trainer.reports else []
-    return Result([json.loads(line) for line in lines],
+    return Result(json_lines(Path(run.args.log_dir) / "metrics.jsonl") if trainer.reports else [],
                   [[by_replica[replica][step] for replica in sorted(by_replica)] for step in range(NUM_STEPS)])
 
 

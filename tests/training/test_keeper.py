@@ -13,7 +13,7 @@ from mm.data.features import path_of, read_features, used_bytes
 from mm.model.stage import MadeFeatures
 from mm.training import keeper as module
 from mm.training.keeper import FeatureKeeper
-from tests.launch import ROOT
+from tests.files import ROOT
 
 KEYS = [f"{number:032x}" for number in range(1, 5)]
 FILE_BYTES = 64 + 4 * 8 * 4

@@ -9,7 +9,7 @@ from pathlib import Path
 from mm.config.flags import parse
 from mm.training.metrics import MetricsWriter, StepMetrics, log_line
 from mm.training.timeline import TIMED, seconds_key
-from tests.launch import json_lines
+from tests.files import json_lines
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,

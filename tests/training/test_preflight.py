@@ -24,7 +24,7 @@ from mm.data.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
 from mm.training.preflight import file_problems, question_problems, sample_problems
-from tests.launch import EXAMPLES, ROOT
+from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data, write_model
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import json_lines
 from tests.generation.commands import run_commands
 from tests.launch import run_ranks
 from tests.scoring.tables import encoded, write_table
@@ -77,7 +78,7 @@ def test_answers_are_those_of_the_checkpoint(root: Path, results: dict, name: st
     assert sorted(path.name for path in folder.iterdir()) == ["predictions.jsonl", "scores.json"]
     for file in ("predictions.jsonl", "scores.json"):
         assert (folder / file).read_bytes() == (root / name / "evaluated" / file).read_bytes(), file
-    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    predictions = json_lines(folder / "predictions.jsonl")
     assert len(predictions) == (3 if name == "tp2" else 10) and any(one["prediction"] for one in predictions)
     scores = json.loads((folder / "scores.json").read_text())
     told = [row for row in results[name]["rows"] if "validation_score_percent" in row]

@@ -23,6 +23,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
+from tests.files import json_lines  # noqa: E402
 
 
 def train(parts: list[list[str]]) -> dict:
@@ -44,8 +45,7 @@ def train(parts: list[list[str]]) -> dict:
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (problems, states))
         parallel.stop_mesh()
-    rows = (Path(run.args.log_dir) / "metrics.jsonl").read_text().splitlines()
-    return {"rows": [json.loads(row) for row in rows], "problems": [one for one, _ in of_ranks],
+    return {"rows": json_lines(Path(run.args.log_dir) / "metrics.jsonl"), "problems": [one for one, _ in of_ranks],
             "states": [one for _, one in of_ranks]}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mm.config.model import ModelConfig, read_model
 from mm.weights.memory import FFN_MULTIPLE, MemoryLayout, memory_ffn, memory_shape
 from mm.weights.table import Fusion, Weight, fuse, local_shape, model_weights, shard
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 from tests.weights.test_table import hf_tensors_of, models
 
 LEGAL_TP_SIZES = {"3b": (1, 2), "7b": (1, 2, 4), "32b": (1, 2, 4, 8), "72b": (1, 2, 4, 8)}

@@ -11,7 +11,7 @@ from checkpoint.formats.storage import Storage
 from mm.config.model import ModelConfig, read_model
 from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 SIZES = ("3b", "7b", "32b", "72b")
 

@@ -7,7 +7,7 @@ from transformers import Qwen2_5_VLConfig
 
 from checkpoint.formats.hf_config import hf_problems
 from mm.config.model import read_model
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 FLAT_3B = {
     "model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 128000,

@@ -29,7 +29,7 @@ from mm.errors import UserError
 from mm.weights.cut import cut_dim
 from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
-from tests.launch import EXAMPLES
+from tests.files import EXAMPLES
 
 ONE_WORKER = Options(num_workers=1)
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)

@@ -1,0 +1,18 @@
+"""Where this repository lies, and files as tests read and write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "qwen2.5vl"
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """So that nobody reads half of it."""
+    path.with_suffix(".part").write_text(text, encoding="utf-8")
+    path.with_suffix(".part").replace(path)
