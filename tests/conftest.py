@@ -14,7 +14,8 @@ from hypothesis import settings
 from tests.files import ROOT
 
 os.environ |= {
-    "PYTHONPATH": str(ROOT),  # this tree, wherever a process is started
+    # This tree, wherever a process is started.
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",
