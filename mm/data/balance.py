@@ -1,8 +1,7 @@
 """Samples dealt to microbatches, and microbatches to data-parallel ranks, so that each costs the same.
 
-First the greedy rule, the costliest first and each to where least is.  Where that finds no room, and one sample alone
-costs more than an even pack, the fullest packs.  Then exchanges between a costly and a cheap group that halve what lies
-between them.  Pure functions of whole numbers: every rank finds the same on any machine.
+First the greedy rule, the costliest first and each to where least is; then exchanges between a costly and a cheap group
+that halve what lies between them.  Pure functions of whole numbers: every rank finds the same on any machine.
 """
 
 from collections.abc import Sequence
@@ -11,10 +10,13 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from mm.data.pack import Budget, fullest_packs
+from mm.data.pack import Budget
 
 _NUM_ROUNDS = 10
-"""Of exchanges.  Twice as many bring packs of two or three videos another hundredth closer, and take twice as long."""
+"""Of exchanges between packs.  Twice as many bring packs of two or three videos another hundredth closer, and take
+twice as long."""
+_NUM_RANK_ROUNDS = 40
+"""Of exchanges between ranks, which mostly are close long before."""
 _NUM_PARTNERS = 4
 """Cheap packs or ranks among which a costly one looks for the best exchange."""
 _MAX_WIDTH = 48
@@ -50,13 +52,8 @@ def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, want
     fewest = _fewest(sizes, budget)
     most_units, wanted_units = num_samples // (num_ranks * unit), -(-wanted // unit)
     first = max(-(-fewest // (num_ranks * unit)), min(wanted_units, most_units))
-    fullest: Groups | None = None
     for of_each in range(first * unit, num_samples + 1, unit):
-        num_packs = min(of_each * num_ranks, num_samples)
-        packs = _level(sizes, num_packs, budget, num_samples)
-        if packs is None and sizes.costs.max() * num_packs > sizes.costs.sum():  # with more packs it stands out more
-            fullest = fullest or fullest_packs(sizes.num_tokens, sizes.num_patches, budget)
-            packs = _halved(fullest, num_packs, sizes, budget) if len(fullest) <= num_packs else None
+        packs = _level(sizes, min(of_each * num_ranks, num_samples), budget, num_samples)
         if packs is not None:
             return _exchanged(packs, sizes, budget, may_move=True)
     raise AssertionError("a pack for each sample always works")
@@ -101,7 +98,7 @@ def dealt(costs: np.ndarray, num_ranks: int, least: int, most: int | None = None
 def spread(packs: Groups, ranks: Groups, sizes: Sizes, budget: Budget) -> list[Groups]:
     """The packs of each rank, after exchanges of samples between the packs of ranks that still differ."""
     slots = _Slots([[packs[number] for number in rank] for rank in ranks], sizes, budget, num_empty=0)
-    slots.exchange_all()
+    slots.exchange_all(_NUM_RANK_ROUNDS)
     coming = iter(slots.packs)
     return [[next(coming) for _ in rank] for rank in ranks]
 
@@ -145,31 +142,10 @@ def _level(sizes: Sizes, num_groups: int, budget: Budget, most: int) -> Groups |
     return groups
 
 
-def _halved(packs: Groups, num_packs: int, sizes: Sizes, budget: Budget) -> Groups:
-    """``num_packs`` of fewer ``packs``: the costliest is divided into two, again and again."""
-    packs = list(packs)
-    costs = [_divisible_cost(pack, sizes) for pack in packs]
-    while len(packs) < num_packs:
-        number = int(np.argmax(costs))
-        whole = np.array(packs[number])
-        halves = _level(sizes.of(whole), 2, budget, len(whole))
-        assert halves is not None, "there is more room than in one pack"
-        packs[number], other = (whole[half].tolist() for half in halves)
-        packs.append(other)
-        costs[number] = _divisible_cost(packs[number], sizes)
-        costs.append(_divisible_cost(other, sizes))
-    return packs
-
-
-def _divisible_cost(pack: list[int], sizes: Sizes) -> int:
-    """-1 of one sample."""
-    return int(sizes.costs[pack].sum()) if len(pack) > 1 else -1
-
-
 def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> Groups:
     """``groups`` after exchanges between costly and cheap ones; ``may_move``: also of one sample for none."""
     slots = _Slots([[group] for group in groups], sizes, budget, int(may_move))
-    slots.exchange_all()
+    slots.exchange_all(_NUM_ROUNDS)
     return slots.packs
 
 
@@ -207,10 +183,10 @@ class _Slots:
         first = np.flatnonzero(np.diff(packs, prepend=-1))
         self._sums = [np.append(np.add.reduceat(values[samples], first), 0) for values in self._values[1:]]
 
-    def exchange_all(self) -> None:
+    def exchange_all(self, num_rounds: int) -> None:
         """Until owners are close to even, or nothing helps."""
         before = self._samples.copy()
-        for turn in range(_NUM_ROUNDS):
+        for turn in range(num_rounds):
             mean = int(self._costs.sum()) // len(self._costs)
             if self._costs.max() <= max(mean + mean // _CLOSE, self._largest) or not self._exchange(turn):
                 break
