@@ -9,15 +9,21 @@ import os
 import sys
 from pathlib import Path
 
+from tests.launch import free_port
 from tests.stand_ins import fake_npu
 
 
 def main(runs_file: str, output: str) -> int:
+    import torch.distributed as dist
+
     from mm import train
 
+    ports = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for run in json.loads(Path(runs_file).read_text(encoding="utf-8")):
-        # a process group of its own for each run
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(run["port"])}
+        # A process group of its own for each run, whose port is chosen now: earlier, another process could take it.
+        if os.environ["RANK"] == "0":
+            ports.set(run["name"], str(free_port()))
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": ports.get(run["name"]).decode()}
         fake_npu.HOST_READS.clear()
         fake_npu.COLLECTIVES.clear()
         if status := train.main(run["flags"]):

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.files import json_lines
-from tests.launch import free_port, run_ranks, torchrun
+from tests.launch import run_ranks, torchrun
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2
@@ -60,8 +60,6 @@ def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> N
             runs.append({"name": f"{name}-first", "flags": [*start, *hf, "--exit-interval", "1"]})
             hf = ("--load", str(inputs / device / name / "save"))
         runs.append({"name": name, "flags": [*start, *hf]})
-    for run in runs:
-        run["port"] = free_port()
     order = inputs / f"{device}_{num_processes}.json"
     order.write_text(json.dumps(runs))
     (inputs / device).mkdir(exist_ok=True)
