@@ -78,8 +78,10 @@ def torchrun(
     num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 400
 ) -> subprocess.CompletedProcess[str]:
     """As a user starts ``module``; slow."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_addr",
-               "localhost", "--master_port", str(free_port()), "-m", module, *arguments]  # fmt: skip
+    # With port 0 torchrun chooses it: until it has started, another process could take one that was free.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--local_addr",
+               "localhost", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", module,
+               *arguments]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False)
 
 
