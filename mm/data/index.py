@@ -154,7 +154,7 @@ def make_index(
     """
     file = checker.reader.file
     problems: list[str] = []
-    rows, bad, boxes = [], [], []
+    rows, bad, boxes = bytearray(), [], []  # one piece: of many small ones the allocator would keep most of the memory
     total = None if file.form is Form.PARQUET else file.version[0]
     found = 0
     with closing(in_processes(checker, file.blocks(problems), num_processes)) as checked, tqdm(
@@ -163,14 +163,14 @@ def make_index(
         for part in checked:
             if part.error is not None:
                 raise part.error
-            rows.append(part.rows)
+            rows += part.rows.tobytes()
             bad += part.bad
             boxes += part.boxes_outside
             found += int(is_usable(part.rows).sum())
             bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
-    index = Index(np.concatenate(rows) if rows else np.zeros(0, ROW), tuple(bad), tuple(problems), tuple(boxes))
+    index = Index(np.frombuffer(rows, ROW), tuple(bad), tuple(problems), tuple(boxes))
     return index.cut(num_good)
 
 
