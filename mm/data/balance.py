@@ -16,7 +16,7 @@ _NUM_ROUNDS = 10
 """Of exchanges between packs.  Twice as many bring packs of two or three videos another hundredth closer, and take
 twice as long."""
 _NUM_RANK_ROUNDS = 40
-"""Of exchanges between ranks, which mostly are close long before."""
+"""The most between ranks.  Most steps need fewer than ten; one sample that costs nearly a whole rank takes more."""
 _NUM_PARTNERS = 4
 """Cheap packs or ranks among which a costly one looks for the best exchange."""
 _MAX_WIDTH = 48

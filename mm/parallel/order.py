@@ -57,8 +57,10 @@ def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: 
 
 
 def max_sent_ahead(num_stages: int, num_chunks: int) -> int:
-    """Messages of a stage in training that may be on their way when the next begin: as many again as a neighbour that
-    sends back may be behind, so that only stages to which nothing comes back ever wait for it."""
+    """How many messages of a stage may be on their way when the next one begins, in training.
+
+    A neighbour that sends back is at most half as many behind, so only stages to which nothing comes back wait.
+    """
     return 4 * num_stages * num_chunks
 
 

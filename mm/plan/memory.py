@@ -315,8 +315,8 @@ class StageMemory:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
     def ahead_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Messages that may have not left yet, of chunks that run ahead of the next stage; one more than may be on
-        their way begins."""
+        """Of messages that the next stage has not taken, where the stage runs ahead of it: the most that may be on
+        their way, and the one that begins then."""
         placement = self.chunks[0].placement
         most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
         messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
