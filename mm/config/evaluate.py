@@ -28,6 +28,8 @@ _BENCHMARK_PIXELS = (1280 * 28 * 28, 16384 * 28 * 28)
 """Least and most of a picture: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
 _LIKELIEST = GenerationSettings(do_sample=False, repetition_penalty=1.0)
 """What the checkpoint says of temperature and penalties is for conversations: a score should not depend on chance."""
+_LONGEST_NAME_BYTES = 100
+"""``evaluation_model`` begins names of files, which a file system bounds by 255 bytes, dataset and ending included."""
 _BENCHMARK_TOKENS = 2048
 """Most of an answer: VLMEvalKit's (vlmeval/vlm/qwen2_vl/model.py)."""
 
@@ -106,7 +108,8 @@ def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.env
         known = (*PEER_NAMES, *PEER_NAMES.values())
         problems.append(f"{args.mm_model}: evaluation_dataset is {named!r}{nearest(named, known)}; expected one of "
                         f"{', '.join(PEER_NAMES)}")
-    problems += _problems(args, benchmark, bool(named), questions, output)
+    peer_model = args.evaluation_model if args.evaluation_model is not None else file and file.evaluation_model
+    problems += _problems(args, benchmark, bool(named), questions, output, peer_model)
     refuse(problems)
     assert questions is not None and output is not None
     asking = replace(asking, notes=(*asking.notes, *(_peer_notes(benchmark) if named else ())))
@@ -114,7 +117,7 @@ def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.env
         _with_defaults(asking, benchmark), questions, benchmark, args.rule, output,
         custom_prompt=args.use_custom_prompt or (file is not None and file.evaluation_dataset is not None and
                                                  file.use_custom_prompt),
-        peer_model=args.evaluation_model or (file and file.evaluation_model))
+        peer_model=peer_model or None)
 
 
 def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -> Evaluating:
@@ -138,11 +141,16 @@ def _benchmark(name: str) -> BenchmarkName | None:
 
 def _problems(
     args: EvaluateArguments, benchmark: str | None, is_named: bool, questions: str | None, output: str | None,
+    name: str | None,
 ) -> Iterator[str]:
     if args.benchmark and args.rule:
         yield "--benchmark and --rule are both given; a benchmark has its own rule, so keep one"
     elif not benchmark and not args.rule and not is_named:
         yield ("--benchmark or --rule is missing: say whose questions these are, or how answers to your own are scored")
+    if name and (len(os.fsencode(name)) > _LONGEST_NAME_BYTES or Path(name).name != name or not name.isprintable()):
+        source = "--evaluation-model" if args.evaluation_model is not None else f"{args.mm_model}: evaluation_model"
+        yield (f"{source} is {name!r}, which cannot begin the names of files in --output; give printable text of at "
+               f"most {_LONGEST_NAME_BYTES} bytes without '/'")
     if questions is None:
         yield "--questions is missing: the TSV file of the benchmark, or your own JSON file"
     elif not Path(questions).is_file():

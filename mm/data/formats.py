@@ -14,7 +14,8 @@ from mm.data.parts import Parts, parts_of, shown
 from mm.data.sample import KINDS, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can escape and UTF-8 does not have."""
 _MESSAGES = ("messages", "conversations")
 """The usual names of the column of messages."""
 
@@ -145,7 +146,7 @@ def _checked(parts: Parts, where: str, role: str) -> Parts:
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts) and not "".join(texts).strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
-    if any(_SURROGATE.search(text) for text in texts):
+    if any(HALF_CHARACTER.search(text) for text in texts):
         raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
     return parts
 

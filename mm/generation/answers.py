@@ -94,4 +94,5 @@ class AnswerFile:
 
 
 def _line(answer: Mapping[str, Any]) -> bytes:
-    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+    # Half of a surrogate pair, which UTF-8 does not have, becomes JSON's escape of it.
+    return json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

@@ -7,6 +7,7 @@ Of a sample in one of the trainer's forms, the last answer is the right one, and
 but the options is added to a user's words.
 """
 
+import json
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.formats import num_media, read_sample
+from mm.data.formats import HALF_CHARACTER, num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import shown, with_places
 from mm.data.picture import image_size
@@ -24,6 +25,9 @@ from mm.data.sample import Image
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
+
+_SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
+"""What a record holds beside its samples' columns, whose texts ``read_sample`` checks."""
 
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
@@ -59,6 +63,8 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
     record = raw.value
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
+    refuse(f"{name!r} holds half of a surrogate pair, which is no character; repair the text." for name in _SCORED
+           if HALF_CHARACTER.search(json.dumps(record.get(name), ensure_ascii=False, default=str)))
     if "question" in record:
         return _question(record, raw, where, rule, media)
     sample = read_sample(record, Attributes(), media, where)

@@ -27,7 +27,7 @@ from mm.scoring.results import Scored
 Cells = Sequence[Sequence[str | float]]
 """Rows; the first one has the names of the columns."""
 
-_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _LONGEST_CELL = 32_767
 """Characters; Excel refuses a file with a longer one."""
 _MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
@@ -58,7 +58,8 @@ _FRAME = {
 def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[Scored]) -> None:
     """Write all of them; ``model`` and ``dataset`` are its ``evaluation_model`` and ``evaluation_dataset``."""
     acc = choice_scores(found) if rule == "choice" else word_scores(found)
-    files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc), "_acc.csv": _csv(acc).encode()}
+    files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc),
+             "_acc.csv": _csv(acc).encode(errors="backslashreplace")}
     if rule == "choice":
         hits = {one.item.index: {"hit": int(one.score), "log": _log(one)} for one in found}
         files["_PREV.json"] = json.dumps(hits, indent=4).encode()

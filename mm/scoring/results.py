@@ -149,8 +149,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8."""
-    write_whole(path, text.encode())
+    """In UTF-8; half of a surrogate pair, which UTF-8 does not have, becomes JSON's escape of it."""
+    write_whole(path, text.encode(errors="backslashreplace"))
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Which benchmark uses which rule is not known here.
 
 import math
 import re
+import string
 from collections.abc import Mapping, Sequence
 
 from mm.config.evaluate import Rule
@@ -42,7 +43,7 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
         case "choice" if options:
             return float(chosen_option(answer, options) in right)
         case "choice":
-            return float(any(says(answer, one) for one in right))
+            return float(any(answers_openly(answer, one) for one in right))
         case "exact":
             return float(answer.strip().lower() in (one.strip().lower() for one in right))
         case "anls":
@@ -75,14 +76,15 @@ def _number(text: str) -> float | None:
 def anls(answer: str, right: Sequence[str]) -> float:
     """The similarity to the nearest right answer, from 0 to 1, and 0 below the threshold.
 
-    Case and the number of spaces do not count; the distance is divided by the length of the longer text as it stands.
+    Case and the number of spaces do not count in the distance.  It is divided by the length of the longer text as it
+    stands but in capitals, as VLMEvalKit's ``anls_compute`` does it: "ß" counts as the two letters "SS".
     """
-    best = max(1 - _distance_share(answer, one) for one in right)
+    best = 1 - min(_distance_share(answer, one) for one in right)
     return best if best >= _ANLS_THRESHOLD else 0.0
 
 
 def _distance_share(answer: str, right: str) -> float:
-    length = max(len(answer), len(right))
+    length = max(len(answer.upper()), len(right.upper()))
     return edit_distance(_plain(answer), _plain(right)) / length if length else 0.0
 
 
@@ -125,6 +127,13 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     return told[0] if len(told) == 1 else None
 
 
-def says(answer: str, right: str) -> bool:
-    """Whether the answer to an open question of MMMU is ``right``: VLMEvalKit makes two options of it."""
-    return chosen_option(answer, {"A": right, "B": OTHER_ANSWERS}) == "A"
+def answers_openly(answer: str, right: str) -> bool:
+    """Whether VLMEvalKit counts ``answer`` to an open question of MMMU as ``right``.
+
+    It makes two options of the question, the right answer and "Other Answers", and "Z" means that neither is chosen.
+    The right one is then A, unless the right answer is itself a capital letter: then the option of that letter counts
+    (``mcq_vanilla_eval`` in vlmeval/dataset/utils/multiple_choice.py).  So the answer "B" to a question whose right
+    answer is "B" counts, and no answer counts where the right one is a letter from C to Y.
+    """
+    is_letter = len(right) == 1 and right in string.ascii_uppercase
+    return (chosen_option(answer, {"A": right, "B": OTHER_ANSWERS}) or "Z") == (right if is_letter else "A")

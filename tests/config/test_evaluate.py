@@ -74,5 +74,11 @@ def test_what_is_missing_or_wrong(folder):
     assert problems(folder, evaluation_dataset="mmmu_val") == (
         f"{folder}/evaluate.json: evaluation_dataset is 'mmmu_val' (did you mean 'mmmu_dev_val'?); expected one of "
         "ai2d_test, chartqa_test, docvqa_val, mmmu_dev_val",)
+    for name in ("../../../x", "a/b", "a\nb", "x" * 101):
+        expected = (f"is {name!r}, which cannot begin the names of files in --output; give printable text of at most "
+                    f"100 bytes without '/'")
+        common = ("--rule", "exact", "--questions", str(folder / "AI2D_TEST.tsv"), "--output", str(folder / "out"))
+        assert problems(folder, *common, "--evaluation-model", name) == (f"--evaluation-model {expected}",)
+        assert problems(folder, evaluation_model=name) == (f"{folder}/evaluate.json: evaluation_model {expected}",)
     assert problems(folder, "--benchmark", "ai2")[0] == (
         "--benchmark is 'ai2'; expected one of ai2d, chartqa, docvqa, mmmu")

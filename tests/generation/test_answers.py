@@ -35,6 +35,14 @@ def test_an_interruption_anywhere_changes_nothing(order, cut_after, torn, tmp_pa
     assert json_lines(path) == [answer(number) for number in range(10)]
 
 
+def test_half_a_character_is_kept_as_its_escape(tmp_path):
+    file = AnswerFile(tmp_path / "a.jsonl", KEYS)
+    half = {**answer(1), "answer": "\ud83d, half of a surrogate pair"}
+    file.add([half])
+    file.close()
+    assert json_lines(tmp_path / "a.jsonl") == [half]
+
+
 def test_a_second_run_waits_its_turn(tmp_path):
     path = tmp_path / "a.jsonl"
     first = AnswerFile(path, KEYS)

@@ -72,6 +72,12 @@ def test_samples_as_they_are_trained_on(folder):
                                  "these, any of which counts."),
     ({"question": "q", "answer": [True]}, "exact",
      "'answer' is [True]; expected a text, a number, or a list of these."),
+    ({"question": "q", "answer": "\ud83d"}, "exact",
+     "'answer' holds half of a surrogate pair, which is no character; repair the text."),
+    ({"question": "q", "answer": "x", "options": ["x", "\udfff"]}, "choice",
+     "'options' holds half of a surrogate pair, which is no character; repair the text."),
+    ({"id": "\ud83d", "question": "q", "answer": "x"}, "exact",
+     "'id' holds half of a surrogate pair, which is no character; repair the text."),
     ({"question": "q", "answer": "A"}, "choice", "has no 'options', which the rule choice needs; give an object of "
                                                  "letters and texts, or a list."),
     ({"question": "q", "answer": "A", "options": ["x", "y"]}, "anls",

@@ -51,7 +51,7 @@ def test_few_words(tmp_path):
 
 
 def test_cells_of_every_kind_and_the_same_bytes(tmp_path):
-    rows = [["<&>\"'", "\x00control\x0b", " spaces ", "two\nlines", "数"], [1, 2.5, "", "x" * 40_000, "=1+1"]]
+    rows = [["<&>\"'", "\x00control\x0b", " spaces ", "two\nlines", "数\ud83d"], [1, 2.5, "", "x" * 40_000, "=1+1"]]
     (tmp_path / "book.xlsx").write_bytes(workbook(rows))
     first, second = sheet(tmp_path / "book.xlsx")
     assert first == ("<&>\"'", "control", " spaces ", "two\nlines", "数")

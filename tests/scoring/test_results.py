@@ -90,6 +90,14 @@ def test_scores_by_category_and_split(tmp_path):
     assert scores["by_l2_category"] == {"Humanities": part(2, 100.0), "Science": part(2, 50.0)}
 
 
+def test_half_a_character_in_an_answer_loses_no_score(tmp_path):
+    """Half of a surrogate pair has no bytes in UTF-8; the files hold JSON's escape of it."""
+    answers = {**answers_of("ai2d"), 2: Answer("\ud83d A")}
+    scores = finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers)
+    assert scores["overall"]["score_percent"] == pytest.approx(200 / 3, abs=1e-4)
+    assert json_lines(tmp_path / "out" / PREDICTIONS)[2]["prediction"] == "\ud83d A"
+
+
 def test_predictions_say_everything(tmp_path):
     finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers_of("ai2d"))
     lines = json_lines(tmp_path / "out" / PREDICTIONS)

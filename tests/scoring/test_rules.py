@@ -46,7 +46,9 @@ def test_letters_that_are_no_options_are_words():
     ("A", "3.5", 1),  # VLMEvalKit shows the right answer as option A
     ("B", "3.5", 0),
     ("3.5, and not one of the Other Answers", "3.5", 0),  # the text of option B is in it too
-    ("C", "C", 1),  # an answer that is a letter is no option's
+    # A right answer that is itself a capital letter is the option of that letter, where there is one: VLMEvalKit's way.
+    ("A", "A", 1), ("B", "A", 0), ("B", "B", 1), ("It is B.", "B", 1), ("The answer is B", "B", 1), ("A", "B", 0),
+    ("C", "C", 0), ("Z", "Z", 1), ("Cannot determine the answer", "Z", 1), ("", "Z", 1), ("A", "Z", 0),
 ])  # fmt: skip
 def test_open_questions_of_mmmu(answer, right, expected):
     assert score("choice", answer, (right,), {}) == expected
@@ -88,6 +90,8 @@ def test_relaxed_accuracy_takes_any_right_answer():
     ("abcd", ["aefg"], 0),  # a quarter is below the threshold
     ("", ["itc"], 0), ("itc", [""], 0), ("", [""], 1),
     ("12%", ["12 %"], 0.75),  # the space costs one of four
+    ("stra\xdfe", ["strasse"], 1 - 2 / 7), ("stra\xdfe", ["stra\xdfen"], 1 - 1 / 8),  # lengths are those in capitals
+    ("\xdf", ["s"], 0.5),  # one letter of the two in "SS"
     ("university of california", ["university of california, san diego"], 1 - 11 / 35),
 ])  # fmt: skip
 def test_anls(answer, right, expected):
