@@ -36,6 +36,9 @@ Rule = Literal["choice", "exact", "anls", "relaxed"]
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
+DEFAULT_SEED = 1234
+"""Megatron's.  Programs that look at the data of a run take it too, because it draws samples."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Arguments:
@@ -90,7 +93,7 @@ class Arguments:
     seq_length: Count = Field(description="longest sample in tokens")
     train_iters: Count = Field(description="optimizer steps in all")
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
-    seed: NaturalNumber = Field(1234, description="seed of weights and shuffling")
+    seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="the same run gives the same bits on a device too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
     bad_sample: Literal["error", "skip"] = Field(

@@ -6,18 +6,18 @@ between runs.  So a bad sample stops the run before it starts and not at step 50
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from mm.config.data import DataConfig
 from mm.config.sources import Source, training_sources, validation_sources
 from mm.data.contents import Contents
-from mm.data.gauge import TOO_LONG, Gauge, is_usable
+from mm.data.gauge import BAD, TOO_LONG, Gauge, is_usable
 from mm.data.index import Checker, Index, Reader, make_index, still_bad
 from mm.data.lengths import Lengths
 from mm.data.media import MediaRoots
@@ -37,6 +37,7 @@ _NUMBER = np.uint32
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
 
 Part = Literal["training", "validation"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass
@@ -202,6 +203,16 @@ class Dataset:
     def __len__(self) -> int:
         return len(self._samples)
 
+    @property
+    def num_records(self) -> int:
+        """In the files, whether or not a sample is made of each."""
+        return sum(len(records.index.rows) for records in self._files)
+
+    @property
+    def num_bad(self) -> int:
+        """Records that cannot be used, in the files."""
+        return sum(int((records.index.rows["num_tokens"] == BAD).sum()) for records in self._files)
+
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``.  Raises UserError when its file was changed after the check."""
         records, number = self._place(index)
@@ -272,6 +283,34 @@ def validation_dataset(
     if not config.has_validation:
         return None
     return Dataset(config, skips_bad, gauge, seed, "validation")
+
+
+def datasets(
+    config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0
+) -> Mapping[Part, Dataset]:
+    """The samples for training, and those for validation where there are any.  What cannot be opened is left out, and
+    adds to ``problems``: a fault of one part does not hide those of the other.
+    """
+    found: dict[Part, Dataset] = {}
+    with collected(problems):
+        found["training"] = Dataset(config, skips_bad, gauge, seed)
+    # With val_rate both parts are in the same files, whose index has just been made.
+    again = config.overwrite_cache and config.val_dataset is not None
+    wrong: list[str] = []
+    with collected(wrong):
+        validation = validation_dataset(replace(config, overwrite_cache=again), skips_bad, gauge, seed)
+        if validation is not None:
+            found["validation"] = validation
+    problems += [one for one in wrong if one not in problems]
+    return found
+
+
+def notes_of(parts: Mapping[Part, Dataset]) -> list[str]:
+    """The notes of all parts, each once; those of the validation samples alone say so."""
+    found = dict.fromkeys(note for dataset in [*parts.values()][:1] for note in dataset.notes)
+    for name, dataset in [*parts.items()][1:]:
+        found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)
+    return list(found)
 
 
 def _indexed(

@@ -62,19 +62,24 @@ class Report:
     histograms: tuple[Histogram, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    parts: tuple["Report", ...] = ()
+    """Of a dataset in parts, such as training and validation: facts, tables and histograms of each, under its title."""
 
     def text(self) -> str:
         """For the terminal; of many problems the first."""
-        width = max((len(name) for name, _ in self.facts), default=0)
-        blocks = [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts]]
-        blocks += [_table_lines(table) for table in self.tables]
-        blocks += [_bars(histogram) for histogram in self.histograms]
+        blocks = [*self._blocks(), *(block for part in self.parts for block in part._blocks())]
         blocks.append([f"note: {note}" for note in self.notes])
         shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > len(shown):
             shown.append(f"... and {len(self.problems) - len(shown)} more problems")
         blocks.append(shown)
         return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    def _blocks(self) -> list[list[str]]:
+        """Lines that belong together: title, facts, each table and each histogram."""
+        width = max((len(name) for name, _ in self.facts), default=0)
+        return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
+                *map(_table_lines, self.tables), *map(_bars, self.histograms)]
 
     def html(self) -> str:
         """One page that needs nothing beside it: no script, no font, no network."""
@@ -86,10 +91,12 @@ class Report:
     def body(self) -> str:
         """All but the problems, as a part of a page."""
         facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
-        parts = [f'<table class="facts">{facts}</table>', *map(_html_table, self.tables)]
+        blocks = [f'<table class="facts">{facts}</table>'] if facts else []
+        blocks += map(_html_table, self.tables)
         if self.histograms:
-            parts.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
-        return "\n".join([*parts, *(f"<p>{escape(note)}</p>" for note in self.notes)])
+            blocks.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
+        blocks += [f"<h2>{escape(part.title)}</h2>\n{part.body()}" for part in self.parts]
+        return "\n".join([*blocks, *(f"<p>{escape(note)}</p>" for note in self.notes)])
 
 
 def page(title: str, body: str) -> str:

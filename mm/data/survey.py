@@ -6,7 +6,7 @@ How it is shown is ``mm.data.report``'s.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from mm.config.model import ModelConfig
 from mm.data.balance import Sizes
 from mm.data.bucket import bucket_stream, sorted_in_turn
-from mm.data.dataset import Dataset
+from mm.data.dataset import Dataset, Part, notes_of
 from mm.data.encode import SampleEncoder
 from mm.data.order import Deal, Stream, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
@@ -37,16 +37,27 @@ _NUM_AT_A_TIME = 64
 """Samples that one process decodes before it tells of them."""
 
 
-def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, found: "Found") -> Report:
-    """``dataset`` must have been measured; ``found`` is what a look at its media has shown."""
+def survey(
+    title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "Found"
+) -> Report:
+    """A report on the samples of each part, which must have been measured; ``found`` is what a look at their media has
+    shown."""
+    skipped = dict.fromkeys(bad for dataset in parts.values() for bad in dataset.skipped)  # parts may share files
+    return Report(title, (), problems=(*map(_problem, skipped), *found.problems),
+                  notes=(*notes_of(parts), *found.notes),
+                  parts=tuple(_part(name, dataset, model, seq_length) for name, dataset in parts.items()))
+
+
+def _part(name: Part, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
     lengths = dataset.lengths
-    sizes, num_samples = sizes_of(model, lengths), len(dataset)
+    sizes = sizes_of(model, lengths)
     tokens = sizes.num_tokens
     packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
     dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
     facts = {
-        "samples": f"{num_samples:,}",
+        "records in the files": f"{dataset.num_records:,}",
         "left out": _left_out(dataset),
+        f"samples for {name}": _taken(dataset),
         "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
         "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
         "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
@@ -59,15 +70,21 @@ def survey(title: str, dataset: Dataset, model: ModelConfig, seq_length: int, fo
     }
     histograms = [Histogram.of("Tokens", "a sample", tokens), Histogram.of("Patches", "a sample", sizes.num_patches),
                   Histogram.of("Pictures and videos", "a sample", lengths.num_media)]
-    return Report(title, tuple(facts.items()), tuple(_imbalance(sizes, seq_length)), tuple(histograms),
-                  (*map(_problem, dataset.skipped), *found.problems), (*dataset.notes, *found.notes))
+    return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
+                  tuple(histograms))
 
 
 def _left_out(dataset: Dataset) -> str:
     """How many records are no samples, and what share of all records is too long."""
-    num_bad, num_too_long = len(dataset.skipped), dataset.num_too_long
-    share = num_too_long / (len(dataset) + num_bad + num_too_long)
-    return f"{num_bad:,}, and {num_too_long:,} too long ({share:.1%})"
+    share = dataset.num_too_long / dataset.num_records
+    return f"{dataset.num_bad:,}, and {dataset.num_too_long:,} too long ({share:.1%})"
+
+
+def _taken(dataset: Dataset) -> str:
+    """How many samples are taken; where it is another number than can be used, also that."""
+    num_usable = dataset.num_records - dataset.num_bad - dataset.num_too_long
+    of_all = f", of {num_usable:,} that can be used (val_rate, rates in %, max_samples)"
+    return f"{len(dataset):,}{of_all if len(dataset) != num_usable else ''}"
 
 
 def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
@@ -118,16 +135,18 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def look(dataset: Dataset, encoder: SampleEncoder, decodes: bool) -> Found:
+def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> Found:
     """Headers of all pictures, and with ``decodes`` every sample as the trainer would read it, in all processes."""
-    blocks = [range(start, min(start + _NUM_AT_A_TIME, len(dataset)))
-              for start in range(0, len(dataset), _NUM_AT_A_TIME)]
+    blocks: list[tuple[Part, range]] = [
+        (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
+        for name, dataset in parts.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
     problems, remarks, first = [], Counter[str](), {}
     ids, media = _Repeated(), _Repeated()
-    work: Callable[[range], _Seen] = _Look(dataset, encoder, decodes)
+    work: Callable[[tuple[Part, range]], _Seen] = _Look(parts, encoder, decodes)
     found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
-    with tqdm(total=len(dataset), desc="looking at media", unit=" samples", disable=None, delay=2) as bar:
-        for block, seen in zip(blocks, found, strict=True):
+    num_samples = sum(map(len, parts.values()))
+    with tqdm(total=num_samples, desc="looking at media", unit=" samples", disable=None, delay=2) as bar:
+        for (_, block), seen in zip(blocks, found, strict=True):
             problems += seen.problems
             for remark, path in seen.remarks:
                 remarks[remark] += 1
@@ -178,25 +197,25 @@ class _Seen:
 class _Look:
     """Pickles into processes."""
 
-    dataset: Dataset
+    parts: Mapping[Part, Dataset]
     encoder: SampleEncoder
     decodes: bool
 
-    def __call__(self, block: range) -> _Seen:
-        seen = _Seen()
-        for index in block:
+    def __call__(self, block: tuple[Part, range]) -> _Seen:
+        seen, dataset = _Seen(), self.parts[block[0]]
+        for index in block[1]:
             try:
-                sample = self.dataset[index]
+                sample = dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
                 seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
                 files = {item.path for item in sample.media if isinstance(item.path, str)}
                 seen.media.extend((path, sample.source) for path in sorted(files))
-                name = self.dataset.name(index)
+                name = dataset.name(index)
                 seen.ids.extend([] if name is None else [(str(name), sample.source)])
                 if self.decodes:
                     self.encoder.encode(sample)
             except UserError as error:
-                seen.problems.append(_problem(self.dataset.bad_sample(index, error)))
+                seen.problems.append(_problem(dataset.bad_sample(index, error)))
         return seen
 
 

@@ -14,14 +14,15 @@ that adds its parser, and its name in ``_COMMANDS``.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mm.config.data import read_data
+from mm.config.flags import DEFAULT_SEED
 from mm.config.model import ModelConfig, read_model
 from mm.data.chat import load_tokenizer
-from mm.data.dataset import Dataset, validation_dataset
+from mm.data.dataset import PARTS, Dataset, Part, datasets, notes_of
 from mm.data.gauge import Gauge
 from mm.data.llava import convert_llava, told
 from mm.data.mock import Mock
@@ -48,12 +49,22 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mm-data", required=True, help="the data JSON")
     parser.add_argument("--mm-model", required=True, help="the model JSON")
     parser.add_argument("--seq-length", required=True, type=_count, help="as in training: where samples are cut")
+    parser.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
+                        help="as in training: draws the samples of a rate (%%) and of val_rate (default: "
+                             "%(default)s)")
 
 
 def _count(text: str) -> int:
     """A value of a flag; what is raised is said by argparse."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """A value of ``--seed``; what is raised is said by argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 0")
     return int(text)
 
 
@@ -64,17 +75,17 @@ def _index(flags: argparse.Namespace) -> None:
         data, overwrite_cache=flags.again or data.overwrite_cache,
         preprocessing_num_workers=flags.num_workers or data.preprocessing_num_workers)
     gauge, skips_bad = Gauge.from_config(data, model, flags.seq_length), flags.bad_sample == "skip"
-    parts = {"training": Dataset(data, skips_bad, gauge)}
-    # With val_rate it is in the same files, which are new already.
-    data = dataclasses.replace(data, overwrite_cache=data.overwrite_cache and bool(data.val_dataset))
-    validation = validation_dataset(data, skips_bad, gauge)
-    for name, dataset in (parts if validation is None else parts | {"validation": validation}).items():
+    problems: list[str] = []
+    parts = datasets(data, problems, skips_bad, gauge, flags.seed)
+    refuse(problems)
+    for name, dataset in parts.items():
         lengths = dataset.lengths
         print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
               f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
               f"{lengths.num_patches.sum(dtype='int64')} patches")
-        for note in (*dataset.notes, *(f"left out: {one.told()}" for one in dataset.skipped)):
-            print(f"note: {note}")
+    left_out = (f"left out: {one.told()}" for dataset in parts.values() for one in dataset.skipped)
+    for note in dict.fromkeys((*notes_of(parts), *left_out)):
+        print(f"note: {note}")
 
 
 def _add_convert(commands: Any) -> None:
@@ -111,25 +122,35 @@ def _add_stats(commands: Any) -> None:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    dataset, gauge, model = _measured(flags)
-    report = survey(flags.mm_data, dataset, model, flags.seq_length, look(dataset, gauge.encoder, flags.deep))
-    print(report.text())
-    _write_page(flags.html, report)
-    refuse([f"{len(report.problems)} problems; mend or remove these samples, or train with --bad-sample skip"]
-           if report.problems else [])
+    problems: list[str] = []
+    parts, gauge, model = _measured(flags, problems)
+    if parts:
+        report = survey(flags.mm_data, parts, model, flags.seq_length, look(parts, gauge.encoder, flags.deep))
+        print(report.text())
+        _write_page(flags.html, report)
+        if count := len(report.problems):
+            problems.append(f"{count} problem{'s' * (count != 1)}; mend or remove these samples, or train with "
+                            f"--bad-sample skip")
+    refuse(problems)
 
 
 def _stats(flags: argparse.Namespace) -> None:
-    dataset, _, model = _measured(flags)
-    report = survey(flags.mm_data, dataset, model, flags.seq_length, Found())
-    print(dataclasses.replace(report, problems=()).text())
+    problems: list[str] = []
+    parts, _, model = _measured(flags, problems)
+    if parts:
+        report = survey(flags.mm_data, parts, model, flags.seq_length, Found())
+        print(dataclasses.replace(report, problems=()).text())
+    refuse(problems)
 
 
-def _measured(flags: argparse.Namespace) -> tuple[Dataset, Gauge, ModelConfig]:
-    """All samples that can be used; those that cannot are listed in the dataset."""
+def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Part, Dataset], Gauge, ModelConfig]:
+    """The samples for training and for validation that can be used; those that cannot are listed in the datasets.
+
+    A part of which nothing can be used is left out, and adds to ``problems``.
+    """
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     gauge = Gauge.from_config(data, model, flags.seq_length)
-    return Dataset(data, True, gauge), gauge, model
+    return datasets(data, problems, True, gauge, flags.seed), gauge, model
 
 
 def _add_show(commands: Any) -> None:
@@ -137,15 +158,21 @@ def _add_show(commands: Any) -> None:
         "show", help="show a sample as the model sees it",
         description="Its tokens, with those that are learnt marked, and with --html its pictures after resizing.")
     _add_settings(parser)
-    parser.add_argument("--sample", type=int, default=0, help="its number among those that can be used, from 0")
+    parser.add_argument("--part", choices=PARTS, default="training", help="which samples (default: %(default)s)")
+    parser.add_argument("--sample", type=int, default=0,
+                        help="its number among the samples of the part, from 0 (default: %(default)s)")
     parser.add_argument("--html", type=Path, help="a page with pictures and frames")
     parser.set_defaults(run=_show)
 
 
 def _show(flags: argparse.Namespace) -> None:
-    dataset, gauge, _ = _measured(flags)
+    problems: list[str] = []
+    parts, gauge, _ = _measured(flags, problems)
+    dataset = parts.get(flags.part)
+    if dataset is None:
+        raise UserError(problems or f"--part is {flags.part}, but {flags.mm_data} has neither val_dataset nor val_rate")
     refuse([] if 0 <= flags.sample < len(dataset) else [
-        f"--sample is {flags.sample}; the dataset has {len(dataset)} samples, counted from 0"])
+        f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.part}, counted from 0"])
     shown = Shown.of(dataset[flags.sample], gauge.encoder)
     print(shown.text(sys.stdout.isatty()))
     _write_page(flags.html, shown)

@@ -7,7 +7,6 @@ none, calls it.
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +21,7 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
 from mm.data.contents import TrainedOn, changed
-from mm.data.dataset import Dataset, validation_dataset
+from mm.data.dataset import Dataset, datasets, notes_of
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
 from mm.data.sample import Image
@@ -84,17 +83,16 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
     skips_bad, gauge = run.args.bad_sample == "skip", None
     with collected([]):
         gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    parts = datasets(run.data, problems, skips_bad, gauge, run.args.seed)
+    notes += notes_of(parts)
+    if (dataset := parts.get("training")) is None:
+        return problems
     with collected(problems):
-        dataset = Dataset(run.data, skips_bad, gauge, run.args.seed)
-        notes += dataset.notes
         if len(dataset) < run.global_batch_size:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
         notes += [*_picture_notes(run, dataset), *_data_notes(run, dataset)] if gauge is not None else []
-    with collected(problems):  # with val_rate its index is made by now
-        again = run.data.overwrite_cache and run.data.val_dataset is not None
-        validation_dataset(replace(run.data, overwrite_cache=again), skips_bad, gauge, run.args.seed)
-    return list(dict.fromkeys(problems))
+    return problems
 
 
 def question_problems(run: Run, notes: list[str]) -> list[str]:

@@ -72,7 +72,8 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     for text in (told.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
-    assert re.search(r"samples +61\n", told.out) and re.search(r"left out +9, and 0 too long \(0.0%\)\n", told.out)
+    assert re.search(r"samples for training +61\n", told.out)
+    assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", told.out)
     assert "% full" in told.out
     table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", told.out))
     assert list(table) == ["BaseRandomBatchSampler", "BucketBatchSampler, data_bucketing_img",
@@ -135,6 +136,62 @@ def test_stats_are_of_the_good_samples(flags: list[str], capsys) -> None:
     assert "Tokens (a sample, from)" in out and "lost.png" not in out
 
 
+def with_validation(flags: list[str], directory: Path, **basic) -> list[str]:
+    """``flags`` with other ``basic_parameters`` in the data JSON, and an index of their own."""
+    data = json.loads(Path(flags[1]).read_text())
+    data["dataset_param"]["basic_parameters"] |= {"cache_dir": str(directory / "cache"), **basic}
+    (directory / "data.json").write_text(json.dumps(data))
+    return ["--mm-data", str(directory / "data.json"), *flags[2:]]
+
+
+def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, capsys) -> None:
+    """Two good samples and a bad one; then none that can be used, which does not hide what is wrong elsewhere."""
+    good, bad = sample("1?", "2"), sample("<image>?", "1", "lost for validation.png")
+    twice = sample("<image>?", "1", "good.png")
+    (tmp_path / "train.json").write_text(json.dumps([sample("1?", str(number)) for number in range(9)] + [twice]))
+    (tmp_path / "val.json").write_text(json.dumps([good, bad, twice]))
+    own = with_validation(flags, tmp_path, dataset=str(tmp_path / "train.json"), val_dataset=str(tmp_path / "val.json"))
+    page = tmp_path / "page.html"
+    assert main(["check", *own, "--html", str(page)]) == 2
+    told = capsys.readouterr()
+    for text in (told.out, html.unescape(page.read_text())):
+        assert "lost for validation.png" in text and "Training samples" in text and "Validation samples" in text
+    assert told.out.count("image 'lost for validation.png'") == 1 and told.err.startswith("error: 1 problem;")
+    assert "1 x the same picture or video in more than one record; the first is" in told.out
+    for part, counts in (("training", (10, 0, 10)), ("validation", (3, 1, 2))):
+        block = told.out.split(f"{part.capitalize()} samples\n")[1]
+        found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)
+        assert found and tuple(map(int, found.groups())) == counts
+    assert main(["show", *own, "--part", "validation", "--sample", "1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/val.json")
+    assert main(["show", *own, "--part", "validation", "--sample", "2"]) == 2
+    assert "there are 2 samples for validation" in capsys.readouterr().err
+    (tmp_path / "val.json").write_text(json.dumps([bad]))
+    assert main(["check", *own]) == 2
+    told = capsys.readouterr()
+    assert "lost for validation.png" in told.err and re.search(r"samples for training +10\n", told.out)
+
+
+def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -> None:
+    """70 records, 9 of which are bad: 61 samples, a tenth of them for validation; each problem is told once."""
+    own = with_validation(flags, tmp_path, val_rate=0.1)
+    for command, status in (("check", 2), ("stats", 0)):
+        assert main([command, *own]) == status
+        told = capsys.readouterr()
+        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 that can be used", told.out)]
+        assert len(taken) == 2 and sum(taken) == 61 and min(taken) == 6
+        assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", told.out) == ["70", "70"]
+        assert told.out.count("image 'lost.png'") == (command == "check")
+    assert told.err == ""  # of stats
+    drawn = set()
+    for seed in ("1", "2"):  # as --seed of the training draws them
+        assert main(["show", *own, "--part", "validation", "--seed", seed]) == 0
+        drawn.add(capsys.readouterr().out)
+    assert len(drawn) == 2
+    assert main(["show", *flags, "--part", "validation"]) == 2
+    assert "has neither val_dataset nor val_rate" in capsys.readouterr().err
+
+
 def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
     page = tmp_path / "sample.html"
     assert main(["show", *flags, "--sample", "1", "--html", str(page)]) == 0
@@ -142,7 +199,7 @@ def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
     assert "<|im_start|>user" in out and re.search(r"\[\[.+\]\]", out, re.DOTALL) and "visual tokens]" in out
     assert "data:image/png;base64," in page.read_text()
     assert main(["show", *flags, "--sample", "99"]) == 2
-    assert capsys.readouterr().err == "error: --sample is 99; the dataset has 61 samples, counted from 0\n"
+    assert capsys.readouterr().err == "error: --sample is 99; there are 61 samples for training, counted from 0\n"
 
 
 def test_mock(tmp_path: Path, capsys) -> None:
