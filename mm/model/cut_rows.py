@@ -3,6 +3,7 @@
 Between two linear layers there are pieces; their products need all rows.  How rows are cut: ``mm.parallel.pieces``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,19 @@ class CutRows:
     def gather(self, piece: Tensor) -> Tensor:
         """The piece of every rank -> all rows, in order.  Autograd does not see it."""
         whole = self.pieces.gather(piece)
+        return self._ordered(whole)
+
+    def start_gathering(self, piece: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather; a call of the result waits and gives all rows, in order."""
+        work, whole = self.pieces.start_gathering(piece)
+
+        def rows() -> Tensor:
+            work.wait()
+            return self._ordered(whole)
+
+        return rows
+
+    def _ordered(self, whole: Tensor) -> Tensor:
         return whole if self.order is None else whole.index_select(0, self.order.index)
 
     def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:

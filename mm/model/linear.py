@@ -50,7 +50,10 @@ class _Linear(torch.autograd.Function):
     """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
 
     Where x is a piece of ``cut`` rows, all of them are gathered for the product, and again for the gradient of W: only
-    the piece is kept.  ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
+    the piece is kept.  A group runs its collectives one after another, so backward gathers x during the product for
+    the gradient of x, and scatters that gradient during the product for the gradient of W.
+
+    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """
 
     @staticmethod
@@ -70,16 +73,21 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        x_gradient = weight_gradient = bias_gradient = reduction = None
+        x_gradient = weight_gradient = bias_gradient = reduction = gathered = None
+        if ctx.cut is not None and ctx.needs_input_grad[1]:
+            gathered = ctx.cut.start_gathering(x)
         if ctx.needs_input_grad[0]:
             x_gradient = gradient @ ctx.weight.flatten(1)
+        if gathered is not None:
+            x = gathered()
+        if x_gradient is not None:
             if ctx.cut is not None:
                 reduction, x_gradient = ctx.cut.start_reducing(x_gradient)
             elif ctx.group is not None:
                 reduction = dist.all_reduce(x_gradient, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
             buffer = gradient_buffer(ctx.weight)
-            ctx.accumulate(buffer.flatten(1), gradient, x if ctx.cut is None else ctx.cut.gather(x))
+            ctx.accumulate(buffer.flatten(1), gradient, x)
             weight_gradient = gradient_from(buffer, ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_gradient = gradient.sum(0)

@@ -38,9 +38,20 @@ class Pieces:
 
     def gather(self, piece: Tensor) -> Tensor:
         """[rows here, width] of every rank -> [num_rows, width] on all."""
+        _, whole = self._gather(piece, is_async=False)
+        return whole
+
+    def start_gathering(self, piece: Tensor) -> tuple[dist.Work, Tensor]:
+        """The same; the rows are there when the work is done."""
+        work, whole = self._gather(piece, is_async=True)
+        assert work is not None, "asked for with async_op"
+        return work, whole
+
+    def _gather(self, piece: Tensor, is_async: bool) -> tuple[dist.Work | None, Tensor]:
         whole = piece.new_empty(self.group.size() * self.padded_rows, piece.shape[1])
-        dist.all_gather_into_tensor(whole, _padded(piece, self.padded_rows), group=self.group)
-        return whole[: self.num_rows]  # padding is at the end only: all pieces before a smaller one are full
+        padded = _padded(piece, self.padded_rows)
+        work = dist.all_gather_into_tensor(whole, padded, group=self.group, async_op=is_async)
+        return work, whole[: self.num_rows]  # padding is at the end only: all pieces before a smaller one are full
 
     def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
         """[num_rows, width] of every rank -> the sum's rows of this rank, there when the work is done."""

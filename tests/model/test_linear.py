@@ -1,11 +1,15 @@
 """The tensor-parallel linear layers on one rank against torch's own.  More ranks: tests/test_parity.py."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm.device.accumulate import cpu_accumulate
 from mm.device.device import Device
@@ -167,3 +171,87 @@ def test_trainable_rows_of_data_need_no_input_gradient(make) -> None:
     layer, x = make(bias=False), rows().detach()
     run(layer, x)
     torch.testing.assert_close(layer.weight.grad, reference(x, layer.weight, None)[2])
+
+
+class LateWork:
+    """A collective that runs when it is waited for, and leaves nonsense in its buffers until then."""
+
+    def __init__(self, name: str, run: Callable[[], object], output: torch.Tensor, log: list[str]) -> None:
+        self.name, self.run, self.log = name, run, log
+        output.fill_(torch.nan)
+        log.append(f"start {name}")
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+        self.run()
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("mm", "addmm_"):
+            self.log.append({"mm": "product for x", "addmm_": "product for W"}[name])
+        return func(*args, **(kwargs or {}))
+
+
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+# torch 2.13 has new names for both, which 2.11 lacks.
+@pytest.mark.filterwarnings("ignore:`torch.distributed.\\w+_tensor` is deprecated:FutureWarning")
+@pytest.mark.parametrize("ordered", [False, True], ids=["as they lie", "in another order"])
+@pytest.mark.parametrize(
+    ("is_trained", "has_input_gradient", "expected"),
+    [
+        (True, True, [f"start {GATHER}", "product for x", f"wait {GATHER}", f"start {SCATTER}", "product for W",
+                      f"wait {SCATTER}"]),
+        (True, False, [f"start {GATHER}", f"wait {GATHER}", "product for W"]),
+        (False, True, ["product for x", f"start {SCATTER}", f"wait {SCATTER}"]),
+    ],
+    ids=["both gradients", "of W alone", "of x alone"],
+)  # fmt: skip
+def test_sequence_parallel_backward_communicates_beside_its_products(
+    one_rank: Any, monkeypatch, is_trained: bool, has_input_gradient: bool, expected: list[str], ordered: bool
+) -> None:
+    """Nothing is read before it has arrived, and the gradients are the same to the bit."""
+    from mm.model.cut_rows import CutRows
+    from mm.model.linear import linear
+    from mm.model.rows import Order
+    from mm.parallel.pieces import Pieces
+
+    log: list[str] = []
+
+    def late(name: str) -> Callable[..., LateWork | None]:
+        collective = getattr(dist, name)
+
+        def begin(output: torch.Tensor, given: torch.Tensor, group: Any, async_op: bool = False) -> LateWork | None:
+            run = partial(collective, output, given.detach(), group=group)
+            if async_op:
+                return LateWork(name, run, output, log)
+            log.append(f"{name}, waited for at once")
+            return run()
+
+        return begin
+
+    order = Order.of(torch.randperm(ROWS)) if ordered else None
+    cut = CutRows(Pieces(ROWS, one_rank.groups.tp), order)
+    weight = torch.randn(OUTPUT, INPUT, requires_grad=is_trained)
+    x, upstream = rows().detach().requires_grad_(has_input_gradient), torch.randn(ROWS, OUTPUT)
+    out = linear(x, weight, None, cpu_accumulate, one_rank.groups.tp, cut)
+    for name in (GATHER, SCATTER):
+        monkeypatch.setattr(dist, name, late(name))
+    with Products(log):
+        out.backward(upstream)
+    assert log == expected
+    whole = x.detach() if order is None else x.detach()[order.index]
+    if has_input_gradient:
+        of_rows = upstream @ weight.detach()
+        assert torch.equal(x.grad, of_rows if order is None else of_rows[order.inverse])
+    if is_trained:
+        assert torch.equal(weight.grad, torch.zeros(OUTPUT, INPUT).addmm_(upstream.t(), whole))
