@@ -114,7 +114,7 @@ def parts(folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     blocks = list(file.blocks([]))
     found_seconds = time.perf_counter() - began
-    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir)), gauge)
+    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), gauge))
     sample = Dataset(replace(data, max_samples=1))[0]
     grids = [gauge.encoder.images.image_grid(part.path) for part in sample.media]
     chat = gauge.encoder.chat
@@ -126,7 +126,7 @@ def parts(folder: Path) -> dict[str, float]:
         "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
         "checked_records_per_second": len(blocks[-2].spans) / seconds_of(lambda: checker(blocks[-2]), 3),
         "form_records_per_second": len(blocks[-2].spans) / seconds_of(
-            lambda: Checker(checker.reader, None)(blocks[-2]), 3),
+            lambda: Checker(Reader(file, data.attr, checker.reader.roots))(blocks[-2]), 3),
         "encode_microseconds": 1e6 * seconds_of(lambda: chat.encode(sample.turns, grids), 300),
         "of_these_template_microseconds": 1e6 * seconds_of(lambda: chat.render(sample.turns), 300),
         "of_these_tokenizer_microseconds": 1e6 * seconds_of(

@@ -5,6 +5,7 @@ Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it 
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mm.config.run import Run, load_run
 from mm.ending import is_first_rank, refused, status_of
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(stage_report(run))
         return 0
     if run.args.check:
-        print("Everything that can be checked beforehand is in order.")
+        print("Nothing that can be checked beforehand stops this run.")
         return 0
     return status_of(lambda: train(run))
 
@@ -44,8 +45,9 @@ def prepare(argv: Sequence[str]) -> Run:
     found: list[str] = []
     refuse(preflight.file_problems(run, found) + preflight.sample_problems(run, found)
            + preflight.question_problems(run, found))
-    notes = (*run.notes, *freeze_notes(run.model), *found)
-    for note in () if run.args.dry_run else notes:  # a dry run reports its own
+    if run.args.dry_run:  # whose report ends with the notes
+        return replace(run, notes=(*run.notes, *found))
+    for note in (*run.notes, *freeze_notes(run.model), *found):
         print(f"note: {note}", flush=True)
     return run
 

@@ -21,7 +21,7 @@ from mm.data.gauge import BAD, TOO_LONG, Gauge, is_usable
 from mm.data.index import Checker, Index, Reader, make_index, still_bad
 from mm.data.lengths import Lengths
 from mm.data.media import MediaRoots
-from mm.data.quarantine import BadSample
+from mm.data.quarantine import BadSample, name_of, record_place
 from mm.data.records import RecordFile
 from mm.data.remarks import length_remarks, too_long_remark
 from mm.data.sample import Sample
@@ -84,13 +84,12 @@ class _Records:
         row, record = self.index.rows[number], None
         with suppress(UserError, ValueError, RecursionError):  # one that cannot be read has no name
             record = self.reader.file.read((int(row["start"]), int(row["end"])))
-        name = record.get("id") if isinstance(record, dict) else None
-        return _cut(name) if isinstance(name, str) else name if isinstance(name, int) else None
+        name = name_of(record)
+        return _cut(name) if isinstance(name, str) else name
 
     def named(self, number: int) -> str:
         """Record ``number`` in a sentence."""
-        name = self.name(number)
-        return f"{self.reader.file.path}:{number}" + (f" (id {name!r})" if name is not None else "")
+        return record_place(self.reader.file.path, number, self.name(number))
 
 
 class Dataset:
@@ -164,7 +163,7 @@ class Dataset:
         """Check one file, or find what was found before.  ``limit``: the first good samples are enough."""
         config, file = self._config, RecordFile.open(source.path)
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
-        checker = Checker(Reader(file, source.attr, roots), gauge)
+        checker = Checker(Reader(file, source.attr, roots, gauge))
         records = _indexed(checker, config, self._gauge_key, limit, None if skips_bad else MAX_PROBLEMS, self.notes)
         index, records.entry = records.index, source.entry
         if not len(index.rows) and not index.problems:
@@ -180,7 +179,7 @@ class Dataset:
         problems += index.problems
         if index.boxes_outside:
             self.notes.append(
-                f"{source.path}: {len(index.boxes_outside)} samples, the first is {index.boxes_outside[0]}, name "
+                f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, name "
                 f"places beyond their pictures as the model sees them; Qwen2.5-VL counts pixels of the resized picture")
         return records
 
@@ -226,7 +225,7 @@ class Dataset:
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """What is told of sample ``index``, which cannot be used because of ``error``."""
         records, number = self._place(index)
-        return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.file.path}:{number}: "))
+        return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.source(number)}: "))
 
     def _place(self, index: int) -> tuple[_Records, int]:
         """The file of sample ``index``, and its number in it."""
@@ -324,12 +323,14 @@ def _indexed(
         return _Records(reader, make_index(checker, 1, limit, most_bad))
     store = Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR))
     facts = [asdict(reader.attr), [os.path.realpath(root) for root in reader.roots.all], gauge_key]
-    content = store.content_hash(reader.file)
+    content, is_older = store.content_hash(reader.file)
     keys = [key_of(content, *facts, one) for one in dict.fromkeys((None, limit))]
     for key in () if config.overwrite_cache else keys:
         found = store.load(key)
         if found is not None and still_bad(found[0], checker):
             return _Records(reader, found[0].cut(limit), found[1] if limit is None else None, content)
+    if is_older:
+        notes.append(f"{reader.file.path}: an older version made its index, which is now made again")
     index = make_index(checker, num_processes, limit, most_bad)
     if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
         return _Records(reader, index)  # not to be used: the caller says why

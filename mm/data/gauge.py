@@ -28,10 +28,11 @@ from mm.errors import UserError
 ROW = np.dtype([
     ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
     ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_frames", "<i4"), ("num_patches", "<i4"),
-    ("media_crc32", "<u4"), ("num_dropped_tokens", "<i4"), ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
+    ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
+    ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
 ])  # fmt: skip
-"""Of one record: its place (``mm.data.spans.Span``), its ``Lengths``, frames of videos, the sizes of its files of media
-as one number, and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the
+"""Of one record: its place (``mm.data.spans.Span``), its ``Lengths``, frames of videos, ``media_stamps`` of its files,
+and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the
 record cannot be used, and ``TOO_LONG`` where nothing of it would be left: then the tokens that it lost are those of
 ``TooLongError``."""
 BAD, TOO_LONG = -1, -2
@@ -123,17 +124,26 @@ def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: i
             f"raise --seq-length.")
 
 
-def media_crc32(sample: Sample) -> int:
-    """The sizes in bytes of its files of media, as one number: another file has another size.
+def media_stamps(sample: Sample) -> dict[str, int]:
+    """The columns of ``ROW`` by which a change of media files after they were measured is seen: a checksum of their
+    sizes in bytes, and one of their modification times in ns.  Neither looks at what the files hold.
 
-    Raises UserError when a file is gone.
+    They only say whether the numbers of the index may still be trusted (``mm.data.index``).  Whether data are those of
+    a checkpoint (``mm.data.contents``) and whether kept features are those of a picture (``mm.data.features``) does not
+    depend on them.  Raises UserError when a file is gone.
     """
     try:
-        sizes = [os.stat(part.path).st_size if isinstance(part.path, str) else len(part.path.content)
-                 for part in sample.media]
+        found = [os.stat(part.path) if isinstance(part.path, str) else None for part in sample.media]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
-    return zlib.crc32(np.array(sizes, dtype="<i8").tobytes()) if sizes else 0
+    # A picture that stands in its record has that file's content, which names the index.
+    sizes = [one.st_size if one is not None else 0 for one in found]
+    times = [one.st_mtime_ns if one is not None else 0 for one in found]
+    return {"media_sizes_crc32": _crc32(sizes), "media_times_crc32": _crc32(times)}
+
+
+def _crc32(numbers: list[int]) -> int:
+    return zlib.crc32(np.array(numbers, dtype="<i8").tobytes()) if numbers else 0
 
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:

@@ -15,9 +15,9 @@ from mm.batch import Grid
 from mm.config.data import Attributes
 from mm.data.chat import TooLongError
 from mm.data.formats import read_sample
-from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_crc32, sample_lengths
+from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_stamps, sample_lengths
 from mm.data.media import KnownMedia, MediaRoots
-from mm.data.quarantine import sample_problem
+from mm.data.quarantine import name_of, record_place, record_problem
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
@@ -40,10 +40,12 @@ class Bad:
     has_media: bool
     """Whether files of media were looked for, which may be others tomorrow."""
     reason: str
+    name: str | int | None = None
+    """What the record calls itself."""
 
     def told(self, path: str) -> str:
         """``path`` is that of the file, which may be another one tomorrow."""
-        return f"{path}{self.place}: {sample_problem(self.index, self.reason)}"
+        return f"{path}{self.place}: {record_problem(self.index, self.name, self.reason)}"
 
 
 @dataclass(frozen=True)
@@ -79,30 +81,48 @@ class _Checked:
 
 
 class Reader:
-    """Makes samples of the records of one file."""
+    """Makes samples of the records of one file.  With the ``gauge`` that measured them it sees what changed since."""
 
-    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots) -> None:
-        self.file, self.attr, self.roots = file, attr, roots
+    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
+        self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
+
+    def source(self, number: int) -> str:
+        """What messages call record ``number``."""
+        return record_place(self.file.path, number)
 
     def read(self, number: int, row: np.void) -> Sample:
-        """Record ``number``, which was found good.  Raises UserError when its file or its media are other ones."""
-        source = f"{self.file.path}:{number}"
+        """Record ``number``, which was found good.  Raises UserError when its file or its media have changed."""
+        source = self.source(number)
         record = self.file.read((int(row["start"]), int(row["end"])))
         with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
-            if row["num_tokens"] > 0 and media_crc32(sample) != row["media_crc32"]:
+            if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
                 paths = ", ".join(str(part.path) for part in sample.media)
-                raise UserError(f"an image or video of it was changed after its size had been taken ({paths}); run "
+                raise UserError(f"an image or video of it was changed after it had been measured ({paths}); run "
                                 f"'mm-data index --again', and start again.")
         return sample
 
 
+def _has_changed(gauge: Gauge, sample: Sample, row: np.void) -> bool:
+    """Whether its media are no longer those that were measured.
+
+    Files of other sizes are.  Other times alone decide nothing: a copy of a dataset has times of its own.  Then the
+    sample is measured again from the headers of its media, and only other numbers count as a change.
+    """
+    stamps = media_stamps(sample)
+    if stamps["media_sizes_crc32"] != row["media_sizes_crc32"]:
+        return True
+    if stamps["media_times_crc32"] == row["media_times_crc32"]:
+        return False
+    columns, _ = sample_lengths(gauge, sample, {})
+    return any(row[name] != value for name, value in columns.items())
+
+
 @dataclass
 class Checker:
-    """Checks blocks of one file; without ``gauge`` nothing is measured.  Pickles into workers."""
+    """Checks blocks of one file; where its reader has no ``gauge``, nothing is measured.  Pickles into workers."""
 
     reader: Reader
-    gauge: Gauge | None
     _media: KnownMedia = field(init=False)
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
 
@@ -123,7 +143,8 @@ class Checker:
                 except UserError as error:
                     row["num_tokens"] = BAD
                     has_media = self._media.num_asked > asked_before
-                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem) for problem in error.problems]
+                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
+                            for problem in error.problems]
         except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
             return _Checked(rows, bad, boxes, error)
         return _Checked(rows, bad, boxes)
@@ -132,17 +153,17 @@ class Checker:
         """Fill in the row of one record; whether its answers name places outside its pictures."""
         if raw.problem is not None:
             raise UserError(raw.problem)
-        reader = self.reader
-        sample = read_sample(raw.value, reader.attr, self._media, f"{reader.file.path}:{raw.index}")
-        if self.gauge is None:
+        reader, gauge = self.reader, self.reader.gauge
+        sample = read_sample(raw.value, reader.attr, self._media, reader.source(raw.index))
+        if gauge is None:
             return False
         if len(self._grids) > _MAX_KNOWN:
             self._grids.clear()
-        columns, grids = sample_lengths(self.gauge, sample, self._grids)
-        columns["media_crc32"] = media_crc32(sample)
+        columns, grids = sample_lengths(gauge, sample, self._grids)
+        columns |= media_stamps(sample)
         for name, value in columns.items():
             row[name] = value
-        return has_boxes_outside(sample, grids, self.gauge.encoder.images.patch_size)
+        return has_boxes_outside(sample, grids, gauge.encoder.images.patch_size)
 
 
 def make_index(
@@ -185,4 +206,4 @@ def still_bad(index: Index, checker: Checker) -> bool:
 def _bad_blocks(index: Index) -> Iterator[Block]:
     for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
         row: Any = index.rows[one.index]
-        yield Block(one.index, one.line, np.array([[row["start"], row["end"]]], dtype=np.int64))
+        yield Block(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))

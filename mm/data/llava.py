@@ -11,8 +11,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mm.data.records import RecordFile
-from mm.errors import UserError
+from mm.data.quarantine import name_of, numbered
+from mm.data.records import Raw, RecordFile
+from mm.errors import UserError, naming
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
@@ -40,8 +41,9 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
     # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
     with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:
-            for record in _records(file):
-                converted = _converted(record, num_records, folder)
+            for raw in _records(file):
+                with naming(f"{file.where(raw)}: {numbered('record', raw.index, name_of(raw.value))}"):
+                    converted = _converted(raw, folder)
                 num_records += 1
                 if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
                     _write(out, converted, is_lines, is_first=not num_kept)
@@ -63,34 +65,35 @@ def told(done: Converted, target: Path, folder: str) -> str:
         f"; {num_missing} are left out, because {folder} lacks their picture or video" * (num_missing > 0))
 
 
-def _records(file: RecordFile) -> Iterator[Any]:
+def _records(file: RecordFile) -> Iterator[Raw]:
     problems: list[str] = []
     with tqdm(unit="record", disable=None) as bar:
         for raw in file.records(problems):
-            if raw.problem is not None:
-                raise UserError(f"{file.where(raw)}: {raw.problem}")
-            yield raw.value
+            yield raw
             bar.update()
     if problems:
         raise UserError(problems)
 
 
-def _converted(record: Any, number: int, folder: str) -> dict[str, Any]:
+def _converted(raw: Raw, folder: str) -> dict[str, Any]:
     """One record; a record without media is text only."""
+    if raw.problem is not None:
+        raise UserError(raw.problem)
+    record = raw.value
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
-        raise UserError(f"record {number} (counted from 0) has no list of 'conversations'; expected LLaVA's records.")
-    name, turns = record.get("id", number), record["conversations"]
+        raise UserError("has no list of 'conversations'; expected LLaVA's records.")
+    turns = record["conversations"]
     if not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
-        raise UserError(f"record {name} has a turn without 'from' and 'value'; expected LLaVA's records.")
+        raise UserError("has a turn without 'from' and 'value'; expected LLaVA's records.")
     unknown = {str(turn["from"]) for turn in turns} - _ROLES.keys()
     if unknown:
-        raise UserError(f"record {name} has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
+        raise UserError(f"has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
     columns: dict[str, Any] = {"images": []}
     for column, names in _MEDIA.items():
         given = next((record[one] for one in names if record.get(one)), [])
         paths = [given] if isinstance(given, str) else given
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-            raise UserError(f"record {name} has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
+            raise UserError(f"has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
         if paths:
             columns[column] = [f"{folder}/{path}" for path in paths]
     return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}

@@ -8,11 +8,14 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mm.errors import UserError
 
 LEDGER = "quarantine.jsonl"
 """In ``--log-dir``: one line for each sample."""
+_ID_CHARACTERS = 80
+"""Of an id in a message."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,46 @@ class BadSample:
 
     @property
     def what(self) -> str:
-        return sample_problem(self.index, self.reason)
+        return record_problem(self.index, self.id, self.reason)
 
     def told(self) -> str:
         return f"{self.where}: {self.what}"
 
 
-def sample_problem(index: int, reason: str) -> str:
-    """What is said of sample ``index`` of a file, after the place where it stands."""
-    return f"{numbered('sample', index)}: {reason}"
+def record_problem(index: int, name: str | int | None, reason: str) -> str:
+    """What is said of record ``index`` of a file, after the file and the line where it stands."""
+    return f"{numbered('record', index, name)}: {reason}"
 
 
-def numbered(what: str, index: int) -> str:
-    """Record ``index`` of a file: a list may stand in one line, so the line alone does not say which one it is."""
-    return f"{what} {index} (counted from 0)"
+def numbered(what: str, index: int, name: str | int | None = None) -> str:
+    """Record ``index`` of a file, with the ``name`` that it gives itself: a list may stand in one line, so the line
+    alone does not say which one it is."""
+    called = "" if name is None else f", id {_short(name)}"
+    return f"{what} {index} (counted from 0{called})"
+
+
+def record_place(path: str, index: int, name: str | int | None = None) -> str:
+    """Where a record stands, when its line is not known.  ``path:N`` always means line N, so this is not written so."""
+    return f"{path}: record {index}" + ("" if name is None else f" (id {_short(name)})")
+
+
+def name_of(record: Any) -> str | int | None:
+    """What a record calls itself: its ``id``."""
+    name = record.get("id") if isinstance(record, dict) else None
+    return name if isinstance(name, str | int) else None
+
+
+def _short(name: str | int) -> str:
+    """An id in a message: ``repr`` escapes control characters and half characters; a long one is cut."""
+    text = repr(name)
+    return text if len(text) <= _ID_CHARACTERS else f"{text[: _ID_CHARACTERS - 3]}..."
+
+
+def too_many_bad(num_bad: int, num_samples: int, max_fraction: float) -> str | None:
+    """Why a dataset is refused of whose ``num_samples`` so many cannot be used; None where it is not."""
+    if num_bad <= max_fraction * num_samples:
+        return None
+    return (f"{num_bad} of {num_samples} samples cannot be used, more than --max-bad-fraction {max_fraction:g} allows")
 
 
 class Quarantine:
@@ -68,11 +97,10 @@ class Quarantine:
         self._known |= {(one.dataset, one.index) for one in found}
         if self._ledger is not None:
             self._write(self._ledger, found)
-        if len(self._known) > self._max_fraction * self._num_samples:
-            raise UserError(
-                f"{len(self._known)} of {self._num_samples} samples cannot be used, more than --max-bad-fraction "
-                f"{self._max_fraction:g} allows; {LEDGER} in --log-dir lists them: mend or remove them, or allow more. "
-                f"The last: {found[-1].told()}")
+        problem = too_many_bad(len(self._known), self._num_samples, self._max_fraction)
+        if problem is not None:
+            raise UserError(f"{problem}; {LEDGER} in --log-dir lists them: mend or remove them, or allow more. "
+                            f"The last: {found[-1].told()}")
 
     def _write(self, ledger: Path, found: Iterable[BadSample]) -> None:
         new = {(one.dataset, one.index): one for one in found if (one.dataset, one.index) not in self._written}

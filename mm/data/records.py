@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from mm.data import parquet
-from mm.data.spans import BLOCK_BYTES, UTF8_MARK, Span, line_spans, list_spans, not_utf8
+from mm.data.quarantine import record_place
+from mm.data.spans import BLOCK_BYTES, UTF8_MARK, Span, line_spans, list_spans, not_utf8, num_characters
 from mm.errors import UserError
 
 _OTHER_BEGINNINGS = {
@@ -48,6 +49,8 @@ class Block:
     """Of the first one, from 0 within the file."""
     first_line: int
     """Where the first one begins, from 1; of Parquet 0."""
+    first_column: int
+    """Where in that line, in characters from 1; of Parquet 0."""
     spans: np.ndarray
     """int64 [num_records, 2]: first byte and end, or row group and row."""
 
@@ -103,13 +106,13 @@ class RecordFile:
         first = 0
         if self.form is Form.PARQUET:
             for rows in parquet.blocks(self.path):
-                yield Block(first, 0, rows)
+                yield Block(first, 0, 0, rows)
                 first += len(rows)
             return
         with self._opened() as stream:
             find = list_spans if self.form is Form.LIST else line_spans
-            for line, spans in find(stream, self.path, problems):
-                yield Block(first, line, np.array(spans, dtype=np.int64))
+            for line, column, spans in find(stream, self.path, problems):
+                yield Block(first, line, column, np.array(spans, dtype=np.int64))
                 first += len(spans)
 
     def read_block(self, block: Block) -> Iterator[Raw]:
@@ -129,7 +132,9 @@ class RecordFile:
             try:
                 value = _decoded(raw[begin : end - first])
             except (ValueError, RecursionError) as error:
-                place, problem = _explained(error, line, begin - raw.rfind(b"\n", 0, begin))
+                newline = raw.rfind(b"\n", 0, begin)
+                column = num_characters(raw[newline + 1 : begin]) + (1 if newline >= 0 else block.first_column)
+                place, problem = _explained(error, line, column)
             yield Raw(block.first_index + number, line, (start, end), value, problem, place)
 
     def records(self, problems: list[str]) -> Iterator[Raw]:
@@ -139,7 +144,7 @@ class RecordFile:
 
     def where(self, raw: Raw) -> str:
         """``file:line``; in Parquet, which has no lines, ``file: record N``."""
-        return f"{self.path}{raw.place or f': record {raw.index}'}"
+        return f"{self.path}{raw.place}" if raw.place else record_place(self.path, raw.index)
 
     def read(self, span: Span) -> Any:
         """The value of one record that was found good.  Raises UserError when the file is no longer this version."""

@@ -22,7 +22,7 @@ from mm.data.gauge import ROW
 from mm.data.index import Bad, Index
 from mm.data.records import RecordFile
 
-_FORM = 2
+_FORM = 3
 """Goes up when the same words would be read or measured otherwise."""
 _SETTLED_SECONDS = 2.0
 """A file that was changed later than this before it was read may be changed again within one tick of its clock."""
@@ -45,20 +45,23 @@ class Store:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return cls((Path(folder), Path(home) / "mm-data"))
 
-    def content_hash(self, file: RecordFile) -> str:
-        """Of the bytes of ``file``, which are read only where its size or times are new.  Raises UserError when it
-        cannot be read."""
+    def content_hash(self, file: RecordFile) -> tuple[str, bool]:
+        """Of the bytes of ``file``, which are read only where its size or times are new; and whether an older version
+        of this program, whose indexes are not read, has made one of it.  Raises UserError when it cannot be read."""
         real, status = os.path.realpath(file.path), os.stat(file.path)
         stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
         for folder in self.folders:
             remembered = _json(folder / name)
             if remembered is not None and remembered.get("stamp") == stamp:
-                return remembered["sha256"]
+                is_older = remembered.get("form") != _FORM
+                if is_older:
+                    self._write({name: _text(remembered | {"form": _FORM})})
+                return remembered["sha256"], is_older
         found = file.content_hash()
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
-            self._write({name: _text({"stamp": stamp, "sha256": found})})
-        return found
+            self._write({name: _text({"stamp": stamp, "sha256": found, "form": _FORM})})
+        return found, False
 
     def load(self, key: str) -> tuple[Index, str] | None:
         """An index and the file of its rows, which is mapped into memory; None where there is none."""

@@ -16,7 +16,7 @@ from mm.config.generate import Asking
 from mm.data.formats import num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import parts_of, with_places
-from mm.data.quarantine import numbered
+from mm.data.quarantine import name_of, numbered
 from mm.data.records import RecordFile
 from mm.data.sample import Image, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
@@ -55,13 +55,12 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     for raw in file.records(unreadable):
         num_records += 1
         where = file.where(raw)
-        with collected(problems, f"{where}: {numbered('prompt', raw.index)} "):
+        with collected(problems, f"{where}: {numbered('prompt', raw.index, name_of(raw.value))} "):
             if raw.problem is not None:
                 raise UserError(raw.problem)
             sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
-            name = raw.value.get("id")
             digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True).encode()).hexdigest()
-            prompts.append(Prompt(raw.index, sample, name if isinstance(name, str | int) else None, digest))
+            prompts.append(Prompt(raw.index, sample, name_of(raw.value), digest))
     if unreadable or not num_records:
         raise UserError(unreadable or f"{path}: holds no prompt; expected a JSON list of objects, or one a line.")
     return prompts, problems

@@ -19,7 +19,7 @@ from mm.data.formats import HALF_CHARACTER, num_media, read_sample
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import shown, with_places
 from mm.data.picture import image_size
-from mm.data.quarantine import numbered
+from mm.data.quarantine import name_of, numbered
 from mm.data.records import Raw, RecordFile
 from mm.data.sample import Image
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
@@ -39,7 +39,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     items: dict[str, Item] = {}
     file = RecordFile.open(path)
     for raw in file.records(problems):
-        where = file.where(raw) + (f": {numbered('question', raw.index)}" if raw.place else "")
+        where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.place else "")
         with collected(problems, f"{where}: "):
             if raw.problem is not None:
                 raise UserError(raw.problem)

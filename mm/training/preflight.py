@@ -6,7 +6,7 @@ none, calls it.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,9 +21,10 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
 from mm.data.contents import TrainedOn, changed
-from mm.data.dataset import Dataset, datasets, notes_of
+from mm.data.dataset import Dataset, Part, datasets, notes_of
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
+from mm.data.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.scoring.questions import read_items
@@ -84,7 +85,7 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
     with collected([]):
         gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
     parts = datasets(run.data, problems, skips_bad, gauge, run.args.seed)
-    notes += notes_of(parts)
+    notes += [*notes_of(parts), *_bad_notes(run, parts, problems)]
     if (dataset := parts.get("training")) is None:
         return problems
     with collected(problems):
@@ -93,6 +94,19 @@ def sample_problems(run: Run, notes: list[str]) -> list[str]:
                          f"repeats some")
         notes += [*_picture_notes(run, dataset), *_data_notes(run, dataset)] if gauge is not None else []
     return problems
+
+
+def _bad_notes(run: Run, parts: Mapping[Part, Dataset], problems: list[str]) -> Iterator[str]:
+    """How many samples ``--bad-sample skip`` leaves out; adds to ``problems`` where training would refuse so many."""
+    for name, dataset in parts.items():
+        num_bad, num_samples = len(dataset.skipped), len(dataset) + len(dataset.skipped)
+        if not num_bad or (name == "validation" and run.data.val_dataset is None):  # else counted with the training's
+            continue
+        yield f"{num_bad} of {num_samples} samples for {name} cannot be used and are left out (--bad-sample skip)"
+        problem = too_many_bad(num_bad, num_samples, run.args.max_bad_fraction)
+        if problem is not None:
+            problems.append(f"{name}: {problem}: mend or remove them, or allow more.  'mm-data check' lists them; the "
+                            f"first: {dataset.skipped[0].told()}")
 
 
 def question_problems(run: Run, notes: list[str]) -> list[str]:

@@ -145,7 +145,7 @@ def test_23_nothing_left_to_learn(opened):
     """The question is so much longer that in proportion nothing of the answer is left."""
     content = lines(GOOD, record("word " * 400, "x x x x x x"))
     assert len(opened(content)) == 2
-    with pytest.raises(UserError, match=r"data.json:2: sample 1 .* no token of its answers is left to learn"):
+    with pytest.raises(UserError, match=r"data.json:2: record 1 .* no token of its answers is left to learn"):
         opened(content, seq_length=8)
     assert len(opened(content, seq_length=8, skips_bad=True)) == 1
 
@@ -167,20 +167,21 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
     content = lines(GOOD, several, alone, GOOD)
     for skips_bad in (False, True, False):  # the last two times from the index
         dataset = opened(content, skips_bad=skips_bad, packing=True)
-        assert [dataset[number].source.rpartition(":")[2] for number in range(len(dataset))] == ["0", "1", "3"]
+        assert [dataset[number].source.rpartition(" ")[2] for number in range(len(dataset))] == ["0", "1", "3"]
         assert dataset.skipped == [] and dataset.num_too_long == 1
         assert dataset.column("num_dropped_turns").tolist() == [0, 2, 0]
         assert dataset.lengths.num_media.tolist() == [0, 0, 0] and dataset.lengths.num_tokens[1] <= SEQ_LENGTH
         too_long, shortened = dataset.notes
         assert re.fullmatch(
             r"1 sample is left out, because not one question and answer of it fits --seq-length 300: raise it to "
-            rf"4\d\d\d, .* or shorten it.  It is {tmp_path}/data.json:2 \(id 7\)", too_long)
+            rf"4\d\d\d, .* or shorten it.  It is {tmp_path}/data.json: record 2 \(id 7\)", too_long)
         assert re.fullmatch(
             r"1 of 3 samples are longer than --seq-length 300 and lose 2 whole turns, \d+ tokens in all; the longest "
-            rf"has \d+: raise --seq-length to keep more.  It is {tmp_path}/data.json:1 \(id 'several'\)", shortened)
+            rf"has \d+: raise --seq-length to keep more.  It is {tmp_path}/data.json: record 1 \(id 'several'\)",
+            shortened)
     with pytest.raises(UserError, match=r"200 images and videos take 4000 tokens"):  # as without packing
         opened(content, packing=True, truncation="tokens")
-    with pytest.raises(UserError, match=r"^1 sample is left out, because not one question .* It is .*data.json:0"):
+    with pytest.raises(UserError, match=r"^1 sample is left out, because .* It is .*data.json: record 0"):
         opened(lines(alone), packing=True)
 
 
@@ -277,4 +278,5 @@ def test_28_an_edited_file_is_other_data(opened, tmp_path):
 ])
 def test_29_places_beyond_the_picture_are_noted(opened, answer, is_outside):
     notes = opened(lines(GOOD, record("<image>", answer, images=["a.png"]))).notes
-    assert [("1 samples, the first is 1, name places" in note) for note in notes] == [True] * is_outside
+    told = "data.json: record 1, name places"
+    assert [("1 samples, the first is " in note and told in note) for note in notes] == [True] * is_outside

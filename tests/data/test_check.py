@@ -82,7 +82,7 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     assert all(1 <= float(number) <= float(table["BaseRandomBatchSampler"]) for name, number in table.items()
                if name != "BucketBatchSampler, data_bucketing_img"), table
     lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
-    places = {int(line) for line in re.findall(r"train\.json:(\d+): sample", told.out)}
+    places = {int(line) for line in re.findall(r"train\.json:(\d+): record", told.out)}
     assert len(places) == 10 and max(places) <= len(lines)
     assert main(["check", *flags]) == 2
     told = capsys.readouterr()
@@ -120,9 +120,9 @@ def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp
         assert main([command, "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
         told[command] = capsys.readouterr().out
         assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
-        assert f"keep more.  It is {tmp_path}/train.json:0 (id 'a')" in told[command]
+        assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in told[command]
         assert "note: 1 sample is left out, because not one question and answer of it fits" in told[command]
-        assert f"It is {tmp_path}/train.json:1\n" in told[command]
+        assert f"It is {tmp_path}/train.json: record 1\n" in told[command]
         assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
     for command in ("check", "stats"):
         assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", told[command])

@@ -41,7 +41,7 @@ def test_messages_and_images_are_in_reading_order(write_dataset, media_directory
         Turn("user", ("Compare ", Image(tall), " with ", Image(wide), ".")),
     )
     assert sample.media == (Image(tall), Image(wide))
-    assert sample.source.endswith("data.json:2")
+    assert sample.source.endswith("data.json: record 2")
     assert [message.role for message in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert dataset[3].media == (Image(tall),)
     assert dataset[4].media == ()
@@ -100,7 +100,7 @@ def test_several_files_and_max_samples(tmp_path, hf_directory):
     assert questions(max_samples=2) == ["a0", "a1"]
     assert questions(max_samples=99) == questions()
     sources = [Dataset(data_config(hf_directory, tmp_path, *paths))[index].source for index in (2, 3)]
-    assert sources == [f"{paths[0]}:2", f"{paths[1]}:0"]
+    assert sources == [f"{paths[0]}: record 2", f"{paths[1]}: record 0"]
 
 
 BAD_SAMPLES = {
@@ -140,7 +140,7 @@ def test_a_bad_sample_is_named_with_file_line_and_reason(load, tmp_path, name):
     with pytest.raises(UserError, match=message) as error:
         load("\n".join(lines))
     assert len(error.value.problems) == 1
-    assert error.value.problems[0].startswith(f"{tmp_path}/data.json:3: sample 1 (counted from 0): ")
+    assert error.value.problems[0].startswith(f"{tmp_path}/data.json:3: record 1 (counted from 0): ")
 
 
 @pytest.mark.parametrize("name", BAD_SAMPLES)
@@ -152,7 +152,7 @@ def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, n
     (tmp_path / "wide.png").touch()
     config = data_config(hf_directory, tmp_path, tmp_path / "data.jsonl")
     dataset = Dataset(config, skips_bad=True)
-    found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(":")[2]) for number in range(2)]
+    found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(" ")[2]) for number in range(2)]
     assert found == [("1", "0"), ("3", "2")]
     assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].told())
     with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):
@@ -210,13 +210,13 @@ BAD_FILES = {
     "comma and end of file": (f"[{GOOD},\n", "has no final ']'"),
     "two lists": (f"[{GOOD}][{GOOD}]", "expected ',' and an object"),
     "missing comma": (f"[{GOOD} {GOOD}]", "expected ',' and an object"),
-    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2:2: sample 1 \(counted from 0\): not valid JSON"),
+    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2:2: record 1 \(counted from 0\): not valid JSON"),
     "cut last line": (f"{GOOD}\n{GOOD[:30]}", "data.json:2:.*not valid JSON"),
     "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' stands twice"),
     "not a number": ('{"messages": NaN}', "NaN is not JSON"),
     "deep": ("[" * 200_000, "nested too deeply"),
     "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
-    "other encoding": ("中文".encode("gbk"), r"data.json:1: sample 0 \(counted from 0\): byte 0x.. is not UTF-8"),
+    "other encoding": ("中文".encode("gbk"), r"data.json:1: record 0 \(counted from 0\): byte 0x.. is not UTF-8"),
 }
 
 

@@ -86,7 +86,7 @@ def test_a_damaged_image_is_named_with_its_sample(write_dataset, model_config, t
     photo(300, 300).save(path)
     path.write_bytes(path.read_bytes()[:3000])
     data = write_dataset([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [str(path)]}])
-    with pytest.raises(UserError, match=r"data.json:0: .*short.png: the image is damaged"):
+    with pytest.raises(UserError, match=r"data.json: record 0: .*short.png: the image is damaged"):
         SampleEncoder.from_config(data, model_config, 4096).encode(Dataset(data)[0])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes)
             "num_media": totals.num_images, "num_patches": totals.num_patches,
             "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
         }
-        place = int(dataset[number].source.rpartition(":")[2])
+        place = int(dataset[number].source.rpartition(" ")[2])
         assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
 
@@ -154,14 +155,14 @@ def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_c
     moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
     assert made == ["data.json"]
     assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:")
-    assert moved[0].source == f"{tmp_path}/moved.json:0"
+    assert moved[0].source == f"{tmp_path}/moved.json: record 0"
 
 
 def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
     data = cached([*RECORDS, {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
     gauge = Gauge.from_config(data, model_config, 4096)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"sample 5 .*a.png' is no regular file"):
+        with pytest.raises(UserError, match=r"record 5 .*a.png' is no regular file"):
             Dataset(data, gauge=gauge)
         assert len(Dataset(data, True, gauge)) == len(RECORDS)
     assert len(made) == 1
@@ -192,15 +193,58 @@ def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_c
     data = cached([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
     gauge = Gauge.from_config(data, model_config, 4096)
     dataset = Dataset(data, gauge=gauge)
-    (tmp_path / "a.png").touch()  # other times alone are no change
+    os.utime(tmp_path / "a.png", (1, 1))  # as in a copy: other times alone are no change
     assert dataset[0].media
     photo(90, 60).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"data.json:0: an image or video of it was changed .*mm-data index --again"):
+    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
         Dataset(data, gauge=gauge)[0]
     assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media
     (tmp_path / "a.png").unlink()
-    with pytest.raises(UserError, match=r"data.json:0: .*a.png' is no regular file"):
+    with pytest.raises(UserError, match=r"data.json: record 0: .*a.png' is no regular file"):
         Dataset(data, gauge=gauge)[0]
+    assert len(made) == 2
+
+
+def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):
+    """A BMP file of 90 x 60 pixels has the bytes of one of 60 x 90; one of other colours measures the same."""
+    path = tmp_path / "a.bmp"
+    photo(88, 60).save(path)
+    size = path.stat().st_size
+    data = cached([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [str(path)]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    first = Dataset(data, gauge=gauge).contents()
+
+    def changed(width, height, seed):
+        photo(width, height, seed=seed).save(path)
+        os.utime(path, (seed, seed))
+        assert path.stat().st_size == size
+        return Dataset(data, gauge=gauge)
+
+    dataset = changed(88, 60, seed=1)
+    assert dataset[0].media and dataset.contents() == first  # what a checkpoint keeps does not look at times
+    dataset = changed(30 * 4, 44, seed=2)
+    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
+        dataset[0]
+    assert pickle.loads(pickle.dumps(dataset)).contents() == first
+    with pytest.raises(UserError, match="was changed"):  # in a worker, too
+        pickle.loads(pickle.dumps(dataset))[0]
+    assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media and len(made) == 2
+
+
+def test_an_index_of_an_older_version_is_made_again_with_a_note(cached, model_config, tmp_path, made):
+    data = cached()
+    path = Path(data.dataset[0])
+    os.utime(path, (1, 1))  # long enough ago for its checksum to be remembered
+    gauge = Gauge.from_config(data, model_config, 4096)
+    Dataset(data, gauge=gauge)
+    (memory,) = (tmp_path / "cache" / "files").iterdir()
+    remembered = json.loads(memory.read_text())
+    del remembered["form"]  # as an older version wrote it, whose rows had other columns and so another name
+    memory.write_text(json.dumps(remembered))
+    for rows in (tmp_path / "cache").glob("*.npy"):
+        rows.rename(rows.with_name(f"{'0' * 32}.npy"))
+    for expected in (["an older version made its index, which is now made again"], []):
+        assert [note.removeprefix(f"{path}: ") for note in Dataset(data, gauge=gauge).notes] == expected
     assert len(made) == 2
 
 
@@ -270,7 +314,8 @@ def test_several_nodes_may_make_it_at_once(cached, model_config, tmp_path):
 def test_few_bytes_a_sample(cached, model_config):
     data = cached(RECORDS * 400)
     dataset = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
-    assert len(pickle.dumps(dataset)) < 5 * len(dataset) + 10_000
+    gauge = dataset._files[0].reader.gauge  # workers get its encoder in any case, and once
+    assert len(pickle.dumps((gauge, dataset))) - len(pickle.dumps(gauge)) < 5 * len(dataset) + 10_000
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy[1999] == dataset[1999] and (copy.lengths.num_tokens == dataset.lengths.num_tokens).all()
     assert isinstance(copy.lengths, Lengths) and ROW.itemsize + 4 < 100
@@ -346,7 +391,7 @@ def test_of_parquet(model_config, hf_directory, media_directory, tmp_path):
     assert of_parquet.lengths.num_tokens.tolist() == of_json.lengths.num_tokens.tolist()
     parquet.write_table(Table.from_pylist([*raw, {"messages": []}]), path)
     data = data_config(hf_directory, media_directory, path, cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"data.json: sample 5 .counted from 0.: has no 'messages'|is \[\]"):
+    with pytest.raises(UserError, match=r"data.json: record 5 .counted from 0.: has no 'messages'|is \[\]"):
         Dataset(data)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="is no whole Parquet file"):

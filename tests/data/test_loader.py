@@ -167,7 +167,7 @@ def test_an_unusable_sample_surfaces_as_a_plain_sentence(make_loader, tmp_path, 
     with pytest.raises(UserError) as error:
         next(loader)
     (problem,) = error.value.problems
-    assert problem.startswith(f"{tmp_path}/data.json:4: {path}: the image is damaged")
+    assert problem.startswith(f"{tmp_path}/data.json: record 4: {path}: the image is damaged")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -178,4 +178,4 @@ def test_a_defect_surfaces_with_the_sample(make_loader, write_dataset, model_con
     with pytest.raises(AttributeError) as error:
         next(loader)
     described = str(error.value) + "".join(getattr(error.value, "__notes__", []))
-    assert "while encoding sample" in described and "data.json:0" in described
+    assert "while encoding sample" in described and "data.json: record 0" in described

@@ -21,7 +21,7 @@ spaces = st.text(" \t\r\n", max_size=4)
 def found(find, content: bytes) -> tuple[list[tuple[bytes, int]], list[str]]:
     """The bytes of each record with the line of the first one of its block, else 0, and what is wrong."""
     problems: list[str] = []
-    records = [(content[start:end], line * (not number)) for line, block in find(io.BytesIO(content), "f", problems)
+    records = [(content[start:end], line * (not number)) for line, _, block in find(io.BytesIO(content), "f", problems)
                for number, (start, end) in enumerate(block)]
     return records, problems
 
@@ -84,5 +84,28 @@ def test_a_record_without_end_is_not_read_to_the_end_of_the_file(monkeypatch, fi
     monkeypatch.setattr(spans, "MAX_RECORD_BYTES", 1 << 10)
     stream, problems = io.BytesIO(content + b"x" * 5_000_000), []
     assert list(find(stream, "f", problems)) == []
-    assert "f:1: a record begins here and does not end" in problems[0]
+    place = f"f:1:{1 + (find is list_spans)}"
+    assert problems[0].startswith(f"{place}: record 0 (counted from 0) begins here and does not end")
     assert stream.tell() <= max(4 << 10, 2 * spans.BLOCK_BYTES)
+
+
+def test_a_list_in_one_line_that_is_cut_names_column_and_record():
+    """Whatever block the end is in: in characters, some of which are several bytes."""
+    records = [{"n": number, "text": "猫é" * 5} for number in range(30)]
+    whole = json.dumps(records, ensure_ascii=False)
+    start = whole.index('{"n": 20')
+    of_record = "record 20 (counted from 0): not valid JSON: "
+    for end, column, which in ((start + 3, start + 2, f"{of_record}Unterminated string"),
+                               (start + 6, start + 7, f"{of_record}Expecting value"),
+                               (start - 1, start, "the list has no final ']' after record 19 (counted from 0)"),
+                               (start - 2, start - 1, "expected ',' and an object, or the list's ']'")):
+        _, (problem,) = found(list_spans, whole[:end].encode())
+        assert problem.startswith(f"f:1:{column}: {which}"), (problem, column)
+        _, (problem,) = found(list_spans, b"\xef\xbb\xbf" + ("\n" + whole[:end]).encode())
+        assert problem.startswith(f"f:2:{column}: {which}"), (problem, column)
+    broken = whole[:start] + "x" + whole[start:]
+    _, (problem,) = found(list_spans, broken.encode())
+    assert problem.startswith(f"f:1:{start + 1}: record 20 (counted from 0): not valid JSON: Expecting value")
+    missing = whole[: start - 2] + whole[start - 1 :]
+    _, (problem,) = found(list_spans, missing.encode())
+    assert problem.startswith(f"f:1:{start}: expected ',' and an object") and "after record 19 (counted" in problem

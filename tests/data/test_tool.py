@@ -81,10 +81,11 @@ def test_index_of_bad_samples(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:2]))
     assert index(inputs) == 2
     told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith(f"error: {inputs}/llava.json:1: sample 1") and "lost.png" in told.err
+    problem = f"{inputs}/llava.json:1: record 1 (counted from 0, id '2'): image 'lost.png'"
+    assert told.out == "" and told.err.startswith(f"error: {problem}")
     assert index(inputs, "--bad-sample", "skip") == 0
     out = capsys.readouterr().out
-    assert "training: 1 samples" in out and f"note: left out: {inputs}/llava.json:1: sample 1" in out
+    assert "training: 1 samples" in out and f"note: left out: {problem}" in out
 
 
 def test_index_of_a_validation_set_too(inputs: Path, capsys):
@@ -119,7 +120,7 @@ def test_half_of_a_surrogate_pair_stays_what_it_is(inputs: Path, capsys):
 def test_mistakes_leave_no_output(inputs: Path, capsys):
     for content, what in (("[3]", "has no list of 'conversations'"), ('[{"conversations": [{}]}]', "a turn without"),
                           ('[{"conversations": [], "image": 3}]', "expected a path"), ("[{}", "found the end of the"),
-                          ("{'a'}", "llava.json:1:2: not valid JSON")):
+                          ("{'a'}", "llava.json:1:2: record 0 (counted from 0): not valid JSON")):
         (inputs / "llava.json").write_text(content)
         assert convert(inputs, "out.json") == 2
         assert what in capsys.readouterr().err and not (inputs / "out.json").exists()

@@ -33,7 +33,7 @@ def test_questions(folder):
     assert [item.parts for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
     assert [item.right for item in items] == [("2",), ("one", "1"), ("",)]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
-    assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0)"
+    assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0, id 'x')"
 
 
 def test_videos(folder):
@@ -97,7 +97,8 @@ def test_records_that_cannot_be_asked(folder, record, rule, expected):
     with pytest.raises(UserError) as caught:
         read(folder, [record], rule)
     expected = expected.replace("{folder}", str(folder))
-    assert caught.value.problems == (f"{folder}/own.json:1: question 0 (counted from 0): {expected}",)
+    called = f", id {record['id']!r}" if isinstance(record, dict) and isinstance(record.get("id"), str) else ""
+    assert caught.value.problems == (f"{folder}/own.json:1: question 0 (counted from 0{called}): {expected}",)
 
 
 def test_missing_pictures_double_indices_and_broken_lines(folder):
@@ -110,8 +111,8 @@ def test_missing_pictures_double_indices_and_broken_lines(folder):
     where = f"{folder}/own.jsonl"
     assert missing.startswith(f"{where}:1: question 0 (counted from 0): image 'no.png' is no regular file")
     assert broken.startswith(f"{where}:2:13: question 1 (counted from 0): not valid JSON")
-    assert double == (f"{where}:4: question 3 (counted from 0): has the index '5' of {where}:3: question 2 "
-                      f"(counted from 0); expected indices that differ.")
+    assert double == (f"{where}:4: question 3 (counted from 0, id 5): has the index '5' of {where}:3: question 2 "
+                      f"(counted from 0, id 5); expected indices that differ.")
     with pytest.raises(UserError, match="is no file; expected JSON"):
         read_own(str(folder / "none.json"), "exact", ())
     with pytest.raises(UserError, match="has no records; there is nothing to ask"):

@@ -75,7 +75,7 @@ def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
     found = problems(inputs, "--load", str(inputs / "cut"), "--export-hf", str(inputs / "full"),
                      "--save", str(inputs / "data.json"))
     expected = ("model.safetensors (1000 bytes) is truncated", "has no preprocessor_config.json",
-                "--export-hf: The target", "data.json is a file; give a directory", "samples.json:1: sample 0")
+                "--export-hf: The target", "data.json is a file; give a directory", "samples.json:1: record 0")
     assert len(found) == len(expected)
     for what, problem in zip(expected, found, strict=True):
         assert what in problem
@@ -106,7 +106,7 @@ def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
     records[0]["messages"][0]["content"] = "<image>?"
     (inputs / "samples.json").write_text(json.dumps(records))
     (problem,) = problems(inputs)
-    assert "sample 0" in problem and "strip.png: one side is more than 200 times the other" in problem
+    assert "record 0" in problem and "strip.png: one side is more than 200 times the other" in problem
     set_preprocessing(inputs, image_resize="llamafactory")
     assert problems(inputs, "--seq-length", "512") == []
 
@@ -171,7 +171,7 @@ def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
     data["dataset_param"]["basic_parameters"]["val_dataset"] = str(inputs / "val.json")
     (inputs / "data.json").write_text(json.dumps(data))
     (problem,) = problems(inputs)
-    assert problem.startswith(f"{inputs}/val.json:1: sample 0 (counted from 0): 'messages' is []")
+    assert problem.startswith(f"{inputs}/val.json:1: record 0 (counted from 0): 'messages' is []")
     (inputs / "val.json").unlink()
     with pytest.raises(UserError, match=r"val_dataset is '.*val.json', which is not a file"):
         problems(inputs)
@@ -302,7 +302,7 @@ def test_what_is_missing_is_left_to_the_notes_of_a_dry_run(inputs: Path):
 
 def test_check_says_all_is_well_or_ends_with_status_2(inputs: Path, capsys):
     assert main(flags(inputs, "--check")) == 0
-    assert "in order" in capsys.readouterr().out
+    assert "stops this run" in capsys.readouterr().out
     (inputs / "samples.json").write_text("[{}]")
     assert main(flags(inputs, "--check")) == 2
     told = capsys.readouterr()
@@ -361,3 +361,35 @@ def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
     with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is no file"):
         load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
                        "--eval-generate-rule", "exact"), environment={})
+
+
+def test_samples_that_are_left_out_are_counted_beforehand(inputs: Path, capsys):
+    """4 of 10 for training and 1 of 2 for validation; too many end with status 2, as training would."""
+    (good,) = json.loads((inputs / "samples.json").read_text())
+    records = [{"id": f"bad-{number}", "messages": []} if number in (0, 3, 4, 7) else good for number in range(10)]
+    (inputs / "samples.json").write_text(json.dumps(records))
+    (inputs / "val.json").write_text(json.dumps([records[1], {"messages": []}]))
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"] |= {"val_dataset": str(inputs / "val.json"), "val_rate": None}
+    (inputs / "data.json").write_text(json.dumps(data))
+    given = flags(inputs, "--bad-sample", "skip", "--check")
+    assert main([*given, "--max-bad-fraction", "0.5"]) == 0
+    told = capsys.readouterr().out
+    for note in ("4 of 10 samples for training cannot be used and are left out (--bad-sample skip)",
+                 "1 of 2 samples for validation cannot be used and are left out (--bad-sample skip)"):
+        assert f"note: {note}\n" in told
+    assert main([*given[:-1], "--dry-run", "--max-bad-fraction", "0.5"]) == 0
+    told = capsys.readouterr().out
+    assert "Notes:\n" in told and "  - 4 of 10 samples for training cannot be used" in told
+    assert main([*given, "--max-bad-fraction", "0.4"]) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert problem.startswith("error: validation: 1 of 2 samples cannot be used, more than --max-bad-fraction 0.4 ")
+    assert main([*given, "--max-bad-fraction", "0.3"]) == 2
+    training, _ = capsys.readouterr().err.splitlines()
+    assert "4 of 10 samples cannot be used" in training
+    assert f"{inputs}/samples.json:1: record 0 (counted from 0, id 'bad-0'): 'messages' is []" in training
+
+
+def test_a_dry_run_shows_the_notes_of_the_preflight(inputs: Path, capsys):
+    assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
+    assert "  - 1 samples are fewer than the 4 of one step: each step repeats some\n" in capsys.readouterr().out
