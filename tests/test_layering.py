@@ -14,7 +14,7 @@ from tests.files import ROOT
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 28_500
+MAX_HOUSE_LINES = 29_500
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 1,400 for
@@ -30,7 +30,8 @@ that both sides compare; 50 for the order of a step's microbatches; 200 for mess
 computes; 100 for the one form of a sample inside; 600 for picture files of all kinds, bytes that the device makes
 numbers of, reports on data, and samples that are left out; 3,700 for data: an index of every record with readers of all
 forms and roots of media (1,600), videos in a process of their own with two rules of frames (950), packs and samplers by
-cost (750), and what joins them."""
+cost (750), and what joins them; 1,000 for what users see of their data and of long work: validation samples in reports,
+places of records, edits of media, interruptions, progress without a terminal, and pictures inside Parquet files."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,
