@@ -170,9 +170,12 @@ NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
-    """Text with the images and videos somewhere before its end; the last third of the text is to be learnt."""
+    """Text with the images and videos somewhere before its end; the last two thirds after them are to be learnt.
+
+    A single token without anything before it has nothing to learn.
+    """
     text = torch.randint(0, 200, (num_text_tokens,), generator=generator)
-    parts, targets = [text[:3]], [torch.zeros(3, dtype=torch.bool)]
+    parts, targets = [text[:3]], [torch.zeros(len(text[:3]), dtype=torch.bool)]
     for t, h, w in grids:
         span = torch.tensor([VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END])
         parts.append(span)
@@ -228,7 +231,7 @@ def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> T
 def hf_loss(
     model: Qwen2_5_VLForConditionalGeneration, microbatches: list[list[RawSample]], unit: LossUnit = "token"
 ) -> Tensor:
-    """Mean loss over all target tokens, or the mean of the means of each sample or microbatch."""
+    """Mean loss over all target tokens, or the mean of the means of each sample or microbatch; 0 without a target."""
     losses: list[list[Tensor]] = []
     for microbatch in microbatches:
         losses.append([])
@@ -239,8 +242,15 @@ def hf_loss(
             losses[-1].append(torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none"))
     match unit:
         case "token":
-            return torch.cat([tokens for samples in losses for tokens in samples]).mean()
+            return _mean([tokens for samples in losses for tokens in samples])
         case "sample":
-            return torch.stack([tokens.mean() for samples in losses for tokens in samples if len(tokens)]).mean()
+            of_samples = [tokens.mean() for samples in losses for tokens in samples if len(tokens)]
+            return torch.stack(of_samples).mean() if of_samples else _mean(losses[0])
         case "microbatch":
-            return torch.stack([torch.cat(samples).mean() for samples in losses]).mean()
+            return torch.stack([_mean(samples) for samples in losses]).mean()
+
+
+def _mean(losses: list[Tensor]) -> Tensor:
+    """Of all tokens; without any, a 0 that has a graph like every other."""
+    tokens = torch.cat(losses)
+    return tokens.mean() if len(tokens) else tokens.sum()

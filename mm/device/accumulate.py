@@ -26,6 +26,8 @@ def cpu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
 
 def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
     """An ``Accumulate``: cuBLAS with fp32 output (torch 2.10 or later, where the buffer may have another dtype)."""
+    if not len(x):
+        return
     if gradient.dtype == buffer.dtype:
         buffer.addmm_(gradient.t(), x)
     else:

@@ -32,11 +32,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
+# What Ascend's documentation says of tensors without rows: ``npu_swiglu`` and ``npu_fusion_attention`` refuse them, of
+# the others nothing.  A context-parallel rank may hold none, so no operator of theirs is called for one.
+
+
 def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if not x.numel():
+        return x * weight  # empty, yet both stay in the graph
     return torch_npu().npu_rms_norm(x, weight, epsilon=epsilon)[0]
 
 
 def npu_swiglu(x: Tensor) -> Tensor:
+    if not x.numel():
+        return x.chunk(2, dim=-1)[0]
     return torch_npu().npu_swiglu(x, dim=-1)
 
 
@@ -45,6 +53,8 @@ def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Its own gradient would keep x for the backward pass (its documentation), so it is only called without autograd.
     """
+    if not x.numel():
+        return x
     tables = (cos[None, :, None], sin[None, :, None])
     return torch_npu().npu_rotary_mul(x[None].to(cos.dtype), *tables)[0].to(x.dtype)
 

@@ -84,8 +84,7 @@ Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, rotate: Rotation) -> Heads:
     q, k, v = qkv.split((qkv.shape[2] - 2, 1, 1), dim=2)
-    q = q.reshape(qkv.shape[0], -1, qkv.shape[3])
-    return rotate(q, cos, sin), rotate(k.squeeze(2), cos, sin), v.squeeze(2)
+    return rotate(q.flatten(1, 2), cos, sin), rotate(k.squeeze(2), cos, sin), v.squeeze(2)
 
 
 def rotate_and_join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rotate: Rotation) -> Tensor:
@@ -181,13 +180,16 @@ def compiled(leaf: Leaf) -> Leaf:
 
     Widths are compiled in: index arithmetic with widths known only at run time costs a kernel its wide loads.  All
     arguments are detached and made contiguous, which they mostly are, so that neither the place in a graph nor the
-    layout of a gradient asks for another compilation.  A leaf that cannot be compiled raises torch's error; it does not
+    layout of a gradient asks for another compilation.  One row runs eagerly, and so does none, which launches nothing:
+    torch would compile these two numbers in as well.  A leaf that cannot be compiled raises torch's error; it does not
     fall back to eager execution.
     """
     joins = leaf in (rope_fusable, rope_gradient_fusable)  # of different widths, which Inductor may write one by one
     run = torch.compile(leaf, dynamic=False, fullgraph=True, options={"force_pointwise_cat": joins})
 
     def call(*tensors: Tensor) -> Any:
+        if len(tensors[0]) < 2:
+            return leaf(*(tensor.detach() for tensor in tensors))
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -153,7 +153,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
         attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
         out = attention(q, k, v, inputs.segments, inputs.causal)
-        return self.linear_proj(out.reshape(len(out), -1), inputs.cut, inputs.keys.ordered)
+        return self.linear_proj(out.flatten(1), inputs.cut, inputs.keys.ordered)
 
 
 class GatedMLP(nn.Module):

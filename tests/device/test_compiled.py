@@ -37,6 +37,17 @@ on_cuda = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("operator", ["swiglu", "rope"])
+def test_no_rows_and_one_are_not_compiled(compiled_kernels: Kernels, operator: str, rows: int) -> None:
+    before = compiled_so_far()
+    x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))
+    ours = with_gradient(getattr(compiled_kernels, operator), *x)
+    for mine, theirs in zip(ours, with_gradient(getattr(kernels_of("cpu"), operator), *x), strict=True):
+        assert torch.equal(mine, theirs)
+    assert compiled_so_far() == before
+
+
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
 def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:

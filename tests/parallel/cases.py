@@ -1,6 +1,7 @@
 """The layouts whose loss, gradients and first update must equal transformers'."""
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from mm.batch import Grid
@@ -33,6 +34,8 @@ class Case:
     batch: str = "mixed"
     grids: tuple[tuple[Grid, ...], ...] = ()
     """Pictures of each sample, in place of those that ``batch`` names."""
+    text_tokens: tuple[int, ...] = (9, 14, 19, 24)
+    """Of one sample after another, in turn."""
     distributed_optimizer: bool = False
     overlap: bool = False
     loss_unit: LossUnit = "token"
@@ -94,8 +97,29 @@ _IMAGE: tuple[Grid, ...] = ((1, 4, 6),)
 TEXT_AT_BOTH_ENDS = ((), _IMAGE, (), (), _IMAGE, ())
 IMAGES_AT_BOTH_ENDS = (_IMAGE, (), _IMAGE, _IMAGE, (), _IMAGE)
 """In one of the two each microbatch of a step has no image."""
+FEW_TOKENS: dict[str, Any] = {
+    "grids": ((), (), ((1, 4, 6),), (), ((1, 2, 2),), (), (), ((1, 8, 4), (1, 2, 4))), "micro_batch_size": 1,
+    "text_tokens": (1, 2, 1, 1, 3, 7, 1, 9),
+}
+"""Microbatches of one token, two and three among others: a context or tensor-parallel rank is left without any."""
 CASES = (
     Case("tp1"),
+    Case("tp1-few-tokens", **FEW_TOKENS),
+    Case("tp2-sp-few-tokens", tp=2, sequence_parallel=True, **FEW_TOKENS),
+    Case("cp2-few-tokens", cp=2, **FEW_TOKENS),
+    Case("cp2-few-tokens-overlap", cp=2, **FEW_TOKENS, distributed_optimizer=True, overlap=True),
+    Case("cp2-few-tokens-recompute", cp=2, **FEW_TOKENS, recompute="uniform"),
+    Case("cp2-one-token", cp=2, grids=((),), text_tokens=(1,), micro_batch_size=1),
+    Case("ring2-few-tokens", cp=2, ring=True, **FEW_TOKENS, loss_unit="microbatch"),
+    Case("ring2-few-tokens-selective-recompute", cp=2, ring=True, **FEW_TOKENS, recompute="selective mlp layernorm"),
+    Case("cp4-few-tokens", cp=4, **FEW_TOKENS),
+    Case("ring4-few-tokens", cp=4, ring=True, **FEW_TOKENS),
+    Case("tp2-cp2-sp-few-tokens", tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
+    Case("tp2-ring2-sp-few-tokens", tp=2, cp=2, ring=True, sequence_parallel=True, tied=True, **FEW_TOKENS),
+    Case("cp2-pp2-few-tokens", (3, 1), (0, 4), cp=2, **FEW_TOKENS),
+    Case("ring2-pp2-vpp2-few-tokens-vision-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), cp=2, ring=True,
+         freeze=("vision",), **FEW_TOKENS),
+    Case("tp2-cp2-pp2-sp-few-tokens", (3, 1), (0, 4), tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
     Case("tp1-tied", tied=True),
     Case("tp1-vision-frozen", freeze=("vision",)),
     Case("tp1-layers-frozen", freeze_layers=("0-1,3", "0,2"), freeze_modules=("embed",)),
@@ -300,7 +324,8 @@ def batch_of(case: Case) -> list[list[list[RawSample]]]:
         # rank 0 of two takes the first six samples
         "images on one rank": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((1, 4, 4),), ()] + [()] * 6,
     }[case.batch]
-    samples = [random_sample(generator, grid, 9 + 5 * (index % 4)) for index, grid in enumerate(grids)]
+    samples = [random_sample(generator, grid, length)
+               for grid, length in zip(grids, cycle(case.text_tokens), strict=False)]
     # the last microbatch of either of two ranks is the samples 4 and 5, 10 and 11
     without = {"no targets": range(12), "last without targets": (4, 5, 10, 11)}.get(case.batch, ())
     for index in without:

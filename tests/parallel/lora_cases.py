@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mm.config.lora import LoraConfig
-from tests.parallel.cases import Case
+from tests.parallel.cases import FEW_TOKENS, Case
 
 EVERY = LoraConfig(("all-linear", "patch_embed.proj"), r=3, alpha=5.0)
 MIXED = replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))
@@ -58,6 +58,8 @@ CASES = (
     _case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=1),
     _case("cp2", cp=2),
     _case("ring2-one-sample", cp=2, ring=True, micro_batch_size=1),
+    _case("cp2-few-tokens", cp=2, **FEW_TOKENS),
+    _case("ring2-few-tokens-recompute", cp=2, ring=True, recompute="selective mlp layernorm", **FEW_TOKENS),
     _case("pp2-vit-on-both", (3, 1), (0, 4)),
     _case("pp2-vit-on-both-vision", (3, 1), (0, 4), replace(EVERY, target_modules=("blocks.2-3.attn.qkv",))),
     _case("pp2-language-on-last", (4, 0), (2, 2), replace(EVERY, target_modules=("model.layers.2-3.*",))),
@@ -72,18 +74,24 @@ CASES = (
 )
 """Compared with PEFT."""
 
+
+def _dropped(name: str, vision: Any = (4,), language: Any = (4,), **others: Any) -> LoraCase:
+    """All have the same samples, so few tokens that a context-parallel rank is left without any of them."""
+    return _case(f"dropout-{name}", vision, language, DROPPED, **{**FEW_TOKENS, "micro_batch_size": 2, **others})
+
+
 DROPOUT_CASES = (
-    _case("dropout-tp1", lora=DROPPED),
-    _case("dropout-tp1-one-sample", lora=DROPPED, micro_batch_size=1),
-    _case("dropout-tp1-recompute", lora=DROPPED, recompute="uniform"),
-    _case("dropout-tp1-selective-recompute", lora=DROPPED, recompute="selective"),
-    _case("dropout-tp2", lora=DROPPED, tp=2),
-    _case("dropout-tp2-sp", lora=DROPPED, tp=2, sequence_parallel=True),
-    _case("dropout-cp2", lora=DROPPED, cp=2),
-    _case("dropout-ring2", lora=DROPPED, cp=2, ring=True),
-    _case("dropout-pp2", (3, 1), (0, 4), DROPPED),
-    _case("dropout-pp2-vpp2", lora=DROPPED, **VPP),
-    _case("dropout-dp2", lora=DROPPED, dp=2),
-    _case("dropout-tp2-cp2-sp", lora=DROPPED, tp=2, cp=2, sequence_parallel=True),
+    _dropped("tp1"),
+    _dropped("tp1-one-sample", micro_batch_size=1),
+    _dropped("tp1-recompute", recompute="uniform"),
+    _dropped("tp1-selective-recompute", recompute="selective"),
+    _dropped("tp2", tp=2),
+    _dropped("tp2-sp", tp=2, sequence_parallel=True),
+    _dropped("cp2", cp=2, micro_batch_size=1),
+    _dropped("ring2", cp=2, ring=True, micro_batch_size=1),
+    _dropped("pp2", (3, 1), (0, 4)),
+    _dropped("pp2-vpp2", **VPP),
+    _dropped("dp2", dp=2),
+    _dropped("tp2-cp2-sp", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1),
 )
 """Compared with each other."""

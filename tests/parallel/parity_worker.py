@@ -83,12 +83,9 @@ def reference(case: Case) -> dict:
     frozen = {name for weight in model_weights(config) if is_frozen(weight, config) for name in weight.hf_names}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(published_name(name) not in frozen)
-    if case.batch == "no targets":
-        loss = torch.zeros(())
-    else:
-        loss = hf_loss(model, microbatches, case.loss_unit)
-        if loss.requires_grad:
-            loss.backward()
+    loss = hf_loss(model, microbatches, case.loss_unit)
+    if loss.requires_grad:
+        loss.backward()
     trainable = [p for p in model.parameters() if p.requires_grad]
     for parameter in trainable:
         if parameter.grad is None:
@@ -100,7 +97,7 @@ def reference(case: Case) -> dict:
     groups = [adam_group(name, p, case) for name, p in model.named_parameters() if p.requires_grad]
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
     with torch.no_grad():
-        loss_after = 0.0 if case.batch == "no targets" else float(hf_loss(model, microbatches, case.loss_unit))
+        loss_after = float(hf_loss(model, microbatches, case.loss_unit))
     return {
         "before": before,
         "loss": float(loss),

@@ -251,8 +251,15 @@ def _expanded(mask: Tensor, sparse_mode: int, num_queries: int, num_keys: int) -
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1 + shift)
 
 
+def _check_rows(operator: str, x: Tensor) -> None:
+    """Nothing says that the operator takes an empty tensor."""
+    if not x.numel():
+        raise RuntimeError(f"{operator} of an empty tensor: {tuple(x.shape)}")
+
+
 def npu_rms_norm(input, gamma, epsilon=1e-06):
     """Returns (normed, 1 / root mean square in float32); statistics in float32."""
+    _check_rows("npu_rms_norm", input)
     if input.dtype != gamma.dtype or input.dtype not in _FLOATS:
         raise RuntimeError(f"input and gamma must share one of {_FLOATS}: {input.dtype}, {gamma.dtype}")
     if input.shape[input.dim() - gamma.dim() :] != gamma.shape:
@@ -287,6 +294,7 @@ def _npu_matmul_add_fp32(x, weight, C):
 
 def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
     """input * r1 + rotate_half(input) * r2, for BNSD, BSND and SBND told apart by the shape of the tables."""
+    _check_rows("npu_rotary_mul", input)
     if rotary_mode != "half" or rotate is not None:
         raise NotImplementedError("the stand-in for npu_rotary_mul has rotary_mode 'half' only")
     if not input.dim() == r1.dim() == r2.dim() == 4:
