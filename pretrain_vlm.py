@@ -2,7 +2,12 @@
 
 import sys
 
-from mm.train import main
+from mm.ending import not_installed
+
+try:
+    from mm.train import main
+except ModuleNotFoundError as error:
+    sys.exit(not_installed(error))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -131,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_others(words: Sequence[str]) -> None:
     """Raise UserError for what MindSpeed-MM's mm-convert has, and this one has not."""
     converter, command = (*words, "", "")[:2]
+    if converter == "GenericDCPConverter":
+        raise UserError(f"{converter} writes and reads checkpoints of MindSpeed-MM's FSDP2 trainer, which are not read "
+                        f"here.  In place of hf_to_dcp give --load the Hugging Face directory itself; export a model "
+                        f"that FSDP2 trained with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
     if converter.endswith("Converter") and converter != _CONVERTER:
         raise UserError(f"{converter} is for another model, which is not trained here; the converter of Qwen2.5-VL is "
                         f"{_CONVERTER}.")

@@ -21,6 +21,21 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def not_installed(error: ModuleNotFoundError) -> int:
+    """Say that this Python lacks a package, as one outside of the environment does; returns the exit status, 2.
+
+    Raises ``error`` itself where the module is one of ours, which is a fault of the program.
+    """
+    name = error.name or ""
+    if name.partition(".")[0] in ("mm", "checkpoint"):
+        raise error
+    if is_first_rank():
+        sys.stderr.write(f"error: {sys.executable} has no package {name!r}, so it is not the environment of this "
+                         f"repository; run \"source .venv/bin/activate\" (\"make .venv/.ready\" makes it), and "
+                         f"start this command again\n")
+    return 2
+
+
 def refused(error: UserError) -> int:
     """Report a mistake that every rank of a node finds before ranks talk; the first one does it at once."""
     if os.environ.get("LOCAL_RANK", "0") != "0":

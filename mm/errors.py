@@ -1,9 +1,12 @@
 """How the program says no: one exception for everything that a user can mend."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_CUTOFF = 0.6
+"""How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
 MAX_PROBLEMS = 20
 """That are told of one file or dataset: where every record is wrong, thousands say it no better."""
 
@@ -55,6 +58,16 @@ def naming(place: str) -> Iterator[None]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
+
+    Each part of ``word`` (between ``-``, ``_`` and ``.``) must be close to a part of the known word as well: a flag of
+    another program often shares most letters with an unrelated one.
+    """
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
+    match = next((one for one in close if all(
+        part.isdigit() or difflib.get_close_matches(part, _parts(one), cutoff=_CUTOFF) for part in _parts(word))), None)
+    return f" (did you mean {match!r}?)" if match else ""
+
+
+def _parts(word: str) -> list[str]:
+    return [part for part in re.split(r"[-_.]", word.lower()) if part]

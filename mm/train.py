@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
 from mm.ending import is_first_rank, refused, status_of
 from mm.errors import UserError, refuse
@@ -47,7 +48,8 @@ def prepare(argv: Sequence[str]) -> Run:
            + preflight.question_problems(run, found))
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *found))
-    for note in (*run.notes, *freeze_notes(run.model), *found):
+    notes = (*run.notes, *freeze_notes(run.model), *found)
+    for note in sorted_notes(notes) if run.args.check else notes_at_start(notes):
         print(f"note: {note}", flush=True)
     return run
 

@@ -25,7 +25,8 @@ SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)
 }
 MICROBATCHES = {"3b": (8, 4), "7b": (4, 12), "32b": (2, 48), "72b": (1, 96), "tiny": (1, 32)}  # samples x number
 STAND_IN = """#!/bin/bash
-if [[ "${*: -1}" == --check ]]; then echo "checked" >&2; exit "${CHECK_STATUS:-0}"; fi
+if [[ "$1" == -c ]]; then exit "${PACKAGES_STATUS:-0}"; fi
+if [[ "${*: -1}" == --check ]]; then echo "checked" >&2; echo "note: the loss differs"; exit "${CHECK_STATUS:-0}"; fi
 printf '%s\\0' "$@" > "$RECORD"
 env > "$RECORD.env"
 if [[ -f "${LOG_TEXT:-}" ]]; then cat "$LOG_TEXT"; fi
@@ -172,7 +173,21 @@ def test_a_flag_of_the_script_given_again_counts_with_a_note():
         capture_output=True, text=True, timeout=100, check=False,
     )
     assert outcome.returncode == 0, outcome.stderr
-    assert "command line: --lr is given more than once (1.0e-5, 2e-5); the last one counts" in outcome.stdout
+    assert "--lr is given more than once (1.0e-5, 2e-5); the last one counts" in outcome.stdout
+
+
+def test_a_python_without_the_packages_is_refused(tmp_path):
+    for script in ("finetune", "inference"):
+        outcome, argv = run_script(tmp_path, "3b", script=script, PACKAGES_STATUS="1")
+        assert (outcome.returncode, argv) == (2, [])
+        assert "has no torch or no megatron-core" in outcome.stderr
+        assert "source .venv/bin/activate" in outcome.stderr
+
+
+def test_notes_of_the_rehearsal_are_shown_where_it_fails(tmp_path):
+    """The training says them again, and its output is kept in the log."""
+    assert "note: the loss differs" not in run_script(tmp_path, "3b")[0].stdout
+    assert "note: the loss differs" in run_script(tmp_path, "3b", CHECK_STATUS="2")[0].stdout
 
 
 def test_exit_status_passes_through(tmp_path):

@@ -202,7 +202,11 @@ class MindSpeedDirectory:
                                    f"{where}vit_pp_layers", f"{where}llm_pp_layers")
         if problems:
             has_end = any("final_layernorm" in name for stored in self.contents.values() for name in stored)
+            stages = [count for chunk in found.vision for count in chunk]
             cause = (
+                "every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it.  Give the directory that "
+                "convert_base_to_hetero was given, or the Hugging Face directory."
+                if len(stages) > 1 and set(stages) == {model.vision.num_layers} else
                 "MindSpeed-MM's converter from 26.0.0 on loses the last LLM layers, final norm and output layer where "
                 "the list of LLM layers begins with 0.  Convert again with mm-convert hf_to_mm."
                 if found.language[0][0] == 0 and not has_end

@@ -32,6 +32,10 @@ fail() {
     exit 2
 }
 
+"$PYTHON" -c 'from importlib.util import find_spec as find; exit(not (find("torch") and find("megatron")))' ||
+    fail "PYTHON is $PYTHON, which has no torch or no megatron-core: run \"source .venv/bin/activate\"" \
+        "(\"make .venv/.ready\" makes that environment), or set PYTHON to the interpreter of another one"
+
 # expandable_segments VARIABLE: let the allocator of a device grow its blocks in place, because shapes change with every
 # microbatch.  PYTORCH_ALLOC_CONF, where given, speaks for every device; torch_npu refuses its own variable beside it.
 expandable_segments() {
@@ -120,7 +124,7 @@ launch() {
     local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
     local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.train "${flags[@]}"
         --world-size "$WORLD_SIZE")
-    local flag log status
+    local flag log status rehearsal
     for flag in "$@"; do
         if [[ " --dry-run --check --help -h " == *" $flag "* ]]; then
             exec "${rehearse[@]}"
@@ -133,7 +137,8 @@ launch() {
     if [[ "$NODE_RANK" == 0 ]] && (exec 3<>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
         fail "MASTER_PORT $MASTER_PORT is in use on this machine, perhaps by another run; set another one"
     fi
-    "${rehearse[@]}" --check || exit
+    # The training says the notes again, in its log; a rehearsal is seen where it fails.
+    rehearsal=$("${rehearse[@]}" --check) || { status=$? && echo "$rehearsal" && exit "$status"; }
     mkdir -p "$LOG_DIR"
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     set +e

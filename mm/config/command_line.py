@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
+from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
 from mm.errors import nearest, refuse
 
@@ -96,8 +97,8 @@ class CommandLine(Generic[Built]):
                 inert.setdefault(row.why, []).append(flag)
             elif any(one != occurrences[-1] for one in occurrences):
                 texts = ", ".join(" ".join(one) for one in occurrences)
-                yield f"command line: {flag} is given more than once ({texts}); the last one counts"
-        yield from (f"command line: {why}; no effect: {', '.join(flags)}" for why, flags in inert.items())
+                yield f"{flag} is given more than once ({texts}); the last one counts"
+        yield from (NoEffect(flags, why) for why, flags in inert.items())
 
     def _parser(self) -> argparse.ArgumentParser:
         """All known flags, each taking any number of strings: values are checked later, all of them at once."""

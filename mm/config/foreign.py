@@ -86,11 +86,24 @@ FLAGS: Mapping[str, FlagRow] = {
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
-    **rows(Fixed((), "FSDP is not supported by this version; use the tensor, pipeline and data parallel sizes"),
-           "--use-torch-fsdp2 --fsdp2-config-path --init-model-with-meta-device --use-cpu-initialization "
-           "--no-initialization"),
-    **rows(Fixed((), "mixed parallel sizes per tower are not supported by this version"),
-           "--hetero-parallel --hetero-encoder-mbs-scale --encoder-dp-balance --unaligned-linear"),
+    "--use-torch-fsdp2": Fixed((), (
+        "weights are not sharded over data-parallel ranks in this version; use --tensor-model-parallel-size, "
+        "pipeline_num_layers in the model JSON and --use-distributed-optimizer, and --dry-run for the memory of each "
+        "stage")),
+    "--fsdp2-config-path": Inert("it only goes with --use-torch-fsdp2"),
+    **rows(Inert("where weights are first made changes nothing in them"),
+           "--init-model-with-meta-device --use-cpu-initialization --no-initialization"),
+    "--hetero-parallel": Fixed((), (
+        "both towers have the tensor-parallel size of the command line; leave it out with tp, pp and cp of the towers, "
+        "and give pipeline_num_layers of each tower in the model JSON, which can place ViT and LLM on different "
+        "stages; --load takes the weights from before convert_base_to_hetero, or the Hugging Face directory")),
+    "--hetero-encoder-mbs-scale": Fixed((), (
+        "it only goes with --hetero-parallel; here every image of a microbatch passes through the ViT in one call, so "
+        "raise --micro-batch-size instead")),
+    "--encoder-dp-balance": Fixed((), (
+        "write BalancedBatchSampler as sampler_type in the data JSON: it balances the images of all replicas")),
+    "--unaligned-linear": Fixed((), (
+        "leave it out: dimensions that tensor parallelism does not divide are padded here, such as the ViT's 3420")),
     **rows(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON: it balances ViT and LLM together"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
            "--mbs_data_balance_sorting_algo"),
@@ -108,7 +121,9 @@ FLAGS: Mapping[str, FlagRow] = {
     "--downcast-to-bf16": Fixed((), "write --bf16"),
     **rows(Fixed((), "it is not supported by this version"),
            "--profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
-    "--ai-framework": Fixed(("pytorch",), "the model is computed by PyTorch, not by MindSpore"),
+    "--ai-framework": Fixed(("pytorch",), (
+        "the model is computed by PyTorch, not by MindSpore: leave the flag out and start the script with torchrun in "
+        "place of msrun; model JSON, data and Hugging Face weights stay as they are")),
 }
 """Flags that are no fields of ``mm.config.flags``."""
 
@@ -206,7 +221,9 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
                "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
         "tool_format": Inert(_NO_TOOLS),
-        **rows(_OFF, "streaming use_pmcc_data"),
+        "use_pmcc_data": _OFF,
+        "streaming": Fixed((None, False), (
+            "leave it out: samples are read when a step needs them, and memory holds only their index")),
     },
     "dataset_param.attr": {
         "audios": Fixed((None,), _NO_AUDIO),
@@ -215,13 +232,15 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         **rows(_NULL, "tools chosen rejected"),
     },
     "dataloader_param": {
-        "dataloader_mode": Fixed(("sampler",), "the others are for streaming and video generation"),
+        "dataloader_mode": Fixed(("sampler",), (
+            "the others are for streaming, which is not needed here, and for video generation")),
         "drop_last": Inert("every step takes a full global batch"),
         "pin_memory": Inert("the device decides how a batch is copied to it"),
         "persistent_workers": Inert("data workers live as long as the training"),
         "num_workers": Inert("--num-workers decides"),
         "batch_size": Inert("--micro-batch-size decides"),
-        "data_sharding": _OFF,
+        "data_sharding": Fixed((None, False), (
+            "leave it out: all replicas take turns in one shuffle of all samples, and each reads only its own")),
     },
     "dataloader_param.collate_param": {
         "model_name": Fixed(("qwen2vl",), "the collator of Qwen2.5-VL"),

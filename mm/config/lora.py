@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
+from mm.config.notes import NoEffect
 from mm.config.read import Document
 from mm.config.schema import STRICT, Count, Fraction, OrDefault, Patterns, Positive, changed, fields_of
 
@@ -138,10 +139,10 @@ def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str
         keys = [[f"lora_{name}" for name in changed(one)] for one in (flags, stated)]
         for names in (list(map(flag_name, keys[0])), keys[1]):
             if names:
-                yield f"without --lora-target-modules there are no adapters; no effect: {', '.join(names)}"
+                yield NoEffect(names, "without --lora-target-modules there are no adapters")
     elif lora.apply_modules and not lora.mixed_training:
-        yield (f"{path}: lora_apply_modules has no effect without lora_mixed_training, as in MindSpeed-MM; to keep "
-               f"adapters out of a part, set freeze to true there")
+        yield NoEffect(["lora_apply_modules"], "it needs lora_mixed_training, as in MindSpeed-MM; to keep adapters out "
+                                               "of a part, set freeze to true there", path)
 
 
 def _shown(value: Any) -> str:

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
 from mm.config.lora import LoraConfig
+from mm.config.notes import NoEffect
 from mm.config.schema import (
     STRICT,
     Count,
@@ -208,7 +209,7 @@ class ModelConfig:
     vision: Annotated[VisionConfig, Key("image_encoder.vision_encoder.")]
     projector: Annotated[ProjectorConfig, Key("image_encoder.vision_projector.")]
     language: Annotated[LanguageConfig, Key("text_decoder.")]
-    image_token_id: Annotated[Int, Key("img_context_token_id")] = _IMAGE_TOKEN_ID
+    image_token_id: Annotated[Int, Key("img_context_token_id", "image_token_id")] = _IMAGE_TOKEN_ID
     video_token_id: Int = _VIDEO_TOKEN_ID
     vision_start_token_id: Int = 151652
     freeze_modules: Annotated[Patterns, OrDefault] = ()
@@ -293,16 +294,18 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
         yield f"{prefix}modules only goes with {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
-def recompute_notes(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
-    """What of the three is given and has no effect; ``prefix`` and ``count`` as ``recompute_problems`` has them."""
+def recompute_notes(
+    recompute: RecomputeConfig, prefix: str, count: str, file: object = None
+) -> Iterator[str]:
+    """Which of the three is given and has no effect; ``prefix`` and ``count`` as ``recompute_problems`` has them."""
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
-        yield (f"{count} has no effect with {prefix}method uniform: each layer is recomputed alone, which keeps one "
-               f"hidden state per layer")
+        yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed alone, which keeps one hidden "
+                                f"state per layer", file)
 
 
 def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
     for key, tower in _towers(model):
-        yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{path}: {key}.recompute_num_layers")
+        yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
 
 
 def _towers(model: ModelConfig) -> "tuple[tuple[str, VisionConfig | LanguageConfig], ...]":

@@ -17,6 +17,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import TRAIN, Arguments, flag_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
+from mm.config.notes import NoEffect
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
@@ -363,35 +364,35 @@ def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
             continue
         if getattr(getattr(model, part), "freeze_layers", ""):
             tower = key.rpartition(".")[0]
-            yield f"{args.mm_model}: {tower}.freeze_layers has no effect, because freeze is true beside it"
+            yield NoEffect([f"{tower}.freeze_layers"], "freeze is true beside it", args.mm_model)
         rates, flag = getattr(model, part).rates, _RATE_FLAGS.get(part)
         if flag is not None and getattr(args, flag) is not None:
-            yield f"command line: {flag_name(flag)} has no effect, because freeze is true in that part of the model"
+            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model")
         for name in ("lr", "weight_decay"):
             if getattr(rates, name) is not None:
-                yield f"{args.mm_model}: {key}_{name} has no effect, because freeze is true beside it"
+                yield NoEffect([f"{key}_{name}"], "freeze is true beside it", args.mm_model)
 
 
 def _notes(args: Arguments) -> Iterator[str]:
     """What is given and has no effect, or is absent and could be missed."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        yield "command line: --sequence-parallel has no effect with one tensor-parallel rank"
-    yield from recompute_notes(args.recompute, "--recompute-", "command line: --recompute-num-layers")
+        yield NoEffect(["--sequence-parallel"], "there is one tensor-parallel rank")
+    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
     if "core_attn" in args.recompute_modules:
-        yield "command line: core_attn of --recompute-modules has no effect: attention scores are never kept"
+        yield NoEffect(["core_attn of --recompute-modules"], "attention scores are never kept")
     if args.load is None and args.load_base_model is None:
-        yield "command line: no --load, so training starts from random weights"
+        yield "--load is absent: training starts from random weights"
     if args.save is None:
-        interval = f", and --save-interval {args.save_interval} has no effect" if args.save_interval else ""
-        yield f"command line: no --save, so no checkpoint will be written{interval}"
+        interval = f", in spite of --save-interval {args.save_interval}" if args.save_interval else ""
+        yield f"--save is absent: no checkpoint will be written{interval}"
     if args.vision_feature_cache_gib is not None and args.vision_feature_cache is None:
-        yield "command line: --vision-feature-cache-gib has no effect without --vision-feature-cache"
+        yield NoEffect(["--vision-feature-cache-gib"], "it needs --vision-feature-cache")
     if args.lr_scale_modules and args.lr_mult == 1.0:
-        yield "command line: --lr-scale-modules has no effect without --lr-mult"
+        yield NoEffect(["--lr-scale-modules"], "it needs --lr-mult")
     if args.lr_mult != 1.0 and not args.lr_scale_modules:
-        yield "command line: --lr-mult has no effect without --lr-scale-modules"
+        yield NoEffect(["--lr-mult"], "it needs --lr-scale-modules")
     given = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
     if given and not args.profile:
-        yield f"command line: without --profile these have no effect: {', '.join(given)}"
+        yield NoEffect(given, "they need --profile")
     if not args.fp16 and args.loss_scale is not None:
-        yield "command line: --loss-scale has no effect without --fp16"
+        yield NoEffect(["--loss-scale"], "it needs --fp16")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments
+from mm.config.notes import NoEffect
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
@@ -23,8 +24,8 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
         why = _deals_by_layout(args, data)
         advice = f"with {why} that would depend on the number of ranks" if why else (
             "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to keep this")
-        yield (f"command line: every target token of the global batch counts the same in the loss.  MindSpeed-MM takes "
-               f"the mean of each microbatch, then the mean of these: {advice}")
+        yield (f"loss: every target token of the global batch counts the same.  MindSpeed-MM takes the mean of each "
+               f"microbatch, then the mean of these: {advice}")
     if data.packs:
         yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
                f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
@@ -33,7 +34,7 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
             yield (f"{args.mm_data}: with packing, samples longer than --seq-length lose whole turns; \"truncation\": "
                    f"\"tokens\" in basic_parameters cuts them as MindSpeed-MM does without it")
     if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
-        yield f"{args.mm_data}: priority_mode has no effect: it concerns the BucketBatchSampler only"
+        yield NoEffect(["priority_mode"], "it concerns the BucketBatchSampler only", args.mm_data)
 
 
 def _deals_by_layout(args: Arguments, data: DataConfig) -> str:

@@ -16,6 +16,7 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, Ty
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import Fixed, Inert, Row
+from mm.config.notes import NoEffect
 from mm.config.read import Document, read_json
 from mm.errors import nearest, refuse
 
@@ -88,7 +89,7 @@ def read_settings(
     refuse(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
     built = TypeAdapter(cls).validate_python(values)
     refuse(f"{path}: {problem}" for problem in rules(built))
-    notes = (f"{path}: {why}; no effect: {', '.join(keys)}" for why, keys in found.inert.items())
+    notes = (NoEffect(keys, why, path) for why, keys in found.inert.items())
     return Read(built, tuple(notes), found.document)
 
 

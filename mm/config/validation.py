@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
 from mm.config.flags import Arguments
+from mm.config.notes import NoEffect
 from mm.config.schema import changed
 
 _TRACKERS = ("wandb", "swanlab")
@@ -63,11 +64,9 @@ def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
     """What has no effect."""
     given = [name for name in ("eval_interval", "eval_iters") if name in changed(args)]
     if given and not data.has_validation:
-        flags = ", ".join(map(flag_name, given))
-        yield (f"command line: without val_dataset or val_rate in {args.mm_data} there is no validation; no effect: "
-               f"{flags}")
+        yield NoEffect(map(flag_name, given),
+                       f"without val_dataset or val_rate in {args.mm_data} there is no validation")
     for tracker in _TRACKERS:
         names = [name for name in (f"{tracker}_exp_name", f"{tracker}_save_dir") if name in changed(args)]
         if names and getattr(args, f"{tracker}_project") is None:
-            flags = ", ".join(map(flag_name, names))
-            yield f"command line: without {flag_name(tracker)}-project these have no effect: {flags}"
+            yield NoEffect(map(flag_name, names), f"they need {flag_name(tracker)}-project")

@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import add
 
 from mm.config.model import ModelConfig
+from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.device import MEMORY_BYTES
 from mm.placement import Message, Placement, StageSpec
@@ -83,7 +84,7 @@ def num_model_params(run: Run) -> int:
 def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
-    sizes, notes = stage_sizes(run, placement), (*run.notes, *freeze_notes(run.model))
+    sizes, notes = stage_sizes(run, placement), sorted_notes((*run.notes, *freeze_notes(run.model)))
     parts = [
         _run_lines(run),
         _stage_table(run, placement),

@@ -98,7 +98,7 @@ def test_each_mistake_is_one_sentence(argv, what):
 
 def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
     assert notes("--seed", "7", "--seed", "7") == ()
-    assert notes("--lr", "1e-5") == ("command line: --lr is given more than once (1e-4, 1e-5); the last one counts",)
+    assert notes("--lr", "1e-5") == ("--lr is given more than once (1e-4, 1e-5); the last one counts",)
     assert parse([*REQUIRED, "--lr", "1e-5"]).lr == 1e-5
     assert parse([*REQUIRED, "--lr", "x", "--lr", "1e-6"]).lr == 1e-6
     assert problems("--lr", "x") == ["--lr is 'x'; expected a number of at least 0"]
@@ -106,7 +106,8 @@ def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
 
 @pytest.mark.parametrize(("flag", "legal", "what"), [
     ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
-    ("--ai-framework", "pytorch", "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore"),
+    ("--ai-framework", "pytorch", "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore: leave the flag out and start the "
+     "script with torchrun in place of msrun; model JSON, data and Hugging Face weights stay as they are"),
 ])
 def test_flags_with_one_legal_value(flag, legal, what):
     assert notes(flag, legal) == ()
@@ -127,8 +128,8 @@ def test_all_mistakes_are_told_at_once():
 
 def test_flags_without_effect_are_noted_once_per_reason():
     assert set(notes("--use-flash-attn", "--vocab-size", "1", "--vocab-size", "2", "--swiglu")) == {
-        "command line: the model JSON decides; no effect: --vocab-size, --swiglu",
-        "command line: the device chooses its kernels; no effect: --use-flash-attn",
+        "--vocab-size, --swiglu: no effect: the model JSON decides",
+        "--use-flash-attn: no effect: the device chooses its kernels",
     }
 
 

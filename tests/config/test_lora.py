@@ -83,9 +83,9 @@ def test_the_json_and_a_flag_that_contradict_each_other_are_told(stated: int, gi
 
 def test_what_has_no_effect_is_told() -> None:
     (note,) = lora_notes(LoraConfig(), LoraConfig(r=4, dropout=0.5), "m.json")
-    assert note == "without --lora-target-modules there are no adapters; no effect: --lora-r, --lora-dropout"
+    assert note == "--lora-r, --lora-dropout: no effect: without --lora-target-modules there are no adapters"
     (note,) = lora_notes(LoraConfig(apply_modules=("text_decoder",)), LoraConfig(("q_proj",)), "m.json")
-    assert note.startswith("m.json: lora_apply_modules has no effect without lora_mixed_training")
+    assert note.startswith("lora_apply_modules of m.json: no effect: it needs lora_mixed_training")
 
 
 def test_scales_are_pefts() -> None:

@@ -96,14 +96,14 @@ def test_packs_are_counted_in_no_setting(tmp_path):
 
 def test_a_mode_of_another_sampler_is_a_note(tmp_path):
     mode = {"dataloader_param.priority_mode": "data_reordering_img"}
-    assert any("priority_mode has no effect" in note for note in load(tmp_path, data=mode).notes)
+    assert any(note.startswith("priority_mode of") for note in load(tmp_path, data=mode).notes)
     bucket = mode | {"dataloader_param.sampler_type": "BucketBatchSampler"}
     assert not any("priority_mode" in note for note in load(tmp_path, data=bucket).notes)
 
 
 def test_an_interval_without_a_directory_is_a_note(tmp_path):
     notes = load(tmp_path, "--save-interval", "5").notes
-    assert "command line: no --save, so no checkpoint will be written, and --save-interval 5 has no effect" in notes
+    assert "--save is absent: no checkpoint will be written, in spite of --save-interval 5" in notes
 
 
 def test_run_cannot_be_changed(tmp_path):
@@ -221,23 +221,23 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
                model={"freeze_modules": ["norm"], f"{LANGUAGE}.freeze": True})
     assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
     told = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
-    assert any("vision_encoder.freeze_layers has no effect, because freeze is true beside it" in one for one in told)
+    assert any("vision_encoder.freeze_layers of" in one and ": no effect: freeze is true beside it" in one for one in told)
 
 
 def test_layers_of_uniform_recompute_are_told_to_have_no_effect(tmp_path):
     def told(*flags: str, **model: object) -> list[str]:
         found = [note for note in load(tmp_path, *flags, model=model).notes if "each layer is recomputed alone" in note]
-        return [note.partition(": each")[0] for note in found]
+        return [note.partition(" each")[0] for note in found]
 
     def file(method: str, num_layers: int) -> dict[str, object]:
         return {f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": method,
                 f"{LANGUAGE}.recompute_num_layers": num_layers}
 
     flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
-    assert told(*flags, "2") == ["command line: --recompute-num-layers has no effect with --recompute-method uniform"]
+    assert told(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
     (note,) = told(**file("uniform", 2))
-    assert note.endswith("model_7b.json: text_decoder.recompute_num_layers has no effect with "
-                         "text_decoder.recompute_method uniform")
+    assert note == (f"text_decoder.recompute_num_layers of {tmp_path}/model_7b.json: no effect: with "
+                    f"text_decoder.recompute_method uniform")
     assert not told(*flags, "1", **file("block", 2)) and not told(**file("uniform", 1))
 
 
@@ -254,10 +254,10 @@ def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
 def test_rates_that_meet_nothing_are_noted(tmp_path):
     told = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
                           model={f"{PROJECTOR}.projector_weight_decay": 0.5}).notes)
-    for what in ("--vision-tower-lr has no effect, because freeze is true", "--lr-mult has no effect without",
-                 "image_encoder.vision_projector.projector_weight_decay has no effect, because freeze is true"):
+    for what in ("--vision-tower-lr: no effect: freeze is true", "--lr-mult: no effect: it needs",
+                 "image_encoder.vision_projector.projector_weight_decay of"):
         assert what in told
-    assert "--lr-scale-modules has no effect without --lr-mult" in "\n".join(
+    assert "--lr-scale-modules: no effect: it needs --lr-mult" in "\n".join(
         load(tmp_path, "--lr-scale-modules", "mlp").notes)
 
 
@@ -277,9 +277,9 @@ def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
 def test_notes(tmp_path):
     told = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn",
                           "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1").notes)
-    for what in ("without --profile these have no effect: --profile-ranks", "; no effect: --mm-tool",
-                 "; no effect: --profile-level", "--sequence-parallel has no effect with one", "no --load", "no --save",
-                 "--loss-scale has no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
+    for what in ("--profile-ranks: no effect: they need --profile", "--mm-tool: no effect",
+                 "--profile-level: no effect", "--sequence-parallel: no effect: there is one", "--load is absent",
+                 "--save is absent", "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
         assert what in told
 
 

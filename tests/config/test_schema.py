@@ -73,7 +73,7 @@ def test_object_becomes_dataclass(tmp_path):
     assert read.value == Tower(2, 1.0, None, False, ((1, 2),), ("p",), 3, Inner("slow"))
     assert type(read.value.num_layers) is int
     assert type(read.value.rate) is float
-    assert read.notes == (f"{tmp_path}/file.json: kernels choose themselves; no effect: tower.fused",)
+    assert read.notes == (f"tower.fused of {tmp_path}/file.json: no effect: kernels choose themselves",)
 
 
 def test_all_problems_are_collected(tmp_path):

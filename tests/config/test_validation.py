@@ -34,15 +34,15 @@ def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
 def test_the_peers_flags_without_samples_are_a_note(tmp_path):
     notes = load(tmp_path, "--eval-interval", "10000", "--eval-iters", "5000").notes
     (note,) = [note for note in notes if "validation" in note]
-    assert note == (f"command line: without val_dataset or val_rate in {tmp_path / DATA} there is no validation; no "
-                    f"effect: --eval-interval, --eval-iters")
+    assert note == (f"--eval-interval, --eval-iters: no effect: without val_dataset or val_rate in {tmp_path / DATA} "
+                    f"there is no validation")
     assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
 
 
 def test_names_without_a_project_are_a_note(tmp_path):
     notes = load(tmp_path, "--wandb-exp-name", "a", "--wandb-save-dir", "b", "--swanlab-exp-name", "c").notes
-    assert "command line: without --wandb-project these have no effect: --wandb-exp-name, --wandb-save-dir" in notes
-    assert "command line: without --swanlab-project these have no effect: --swanlab-exp-name" in notes
+    assert "--wandb-exp-name, --wandb-save-dir: no effect: they need --wandb-project" in notes
+    assert "--swanlab-exp-name: no effect: they need --swanlab-project" in notes
     notes = load(tmp_path, "--wandb-project", "p", "--wandb-exp-name", "a").notes
     assert not [note for note in notes if "wandb" in note]
 

@@ -179,6 +179,17 @@ def test_layers_that_the_peers_converter_loses(made, tmp_path):
     assert "llm_pp_layers is [0, 1, 1], which sums to 2; expected num_layers = 3" in told.value.problems[0]
 
 
+def test_directories_of_the_peers_hetero_parallel_are_named(made, tmp_path):
+    """Every file of theirs holds the whole encoder."""
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(ONE_WORKER)
+    (tmp_path / "mm" / "manifest.json").unlink()
+    first, last = (tmp_path / f"mm/release/mp_rank_00_{stage:03}/model.safetensors" for stage in range(2))
+    vision = {name: tensor for name, tensor in load_file(first).items() if name.startswith("image_encoder.")}
+    save_file({**load_file(last), **vision}, last)
+    with pytest.raises(UserError, match="every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it"):
+        read_all(tmp_path / "mm")
+
+
 def test_another_model_is_told_with_every_field(copy):
     language = dataclasses.replace(SMALL.model.language, rope_theta=10.0, layernorm_epsilon=0.5)
     with pytest.raises(UserError) as told:

@@ -1,0 +1,36 @@
+"""Notes: what a user should know about settings that are right.
+
+What changes results is said at every start.  Settings without any effect are counted there, and listed on request.
+Where notes are shown is not known here.
+"""
+
+from collections.abc import Iterable
+
+
+class NoEffect(str):
+    """A note that settings have no effect, which begins with their names."""
+
+    num_settings: int
+
+    def __new__(cls, names: Iterable[str], why: str, file: object = None) -> "NoEffect":
+        """``names`` of flags or key paths; ``file`` has the keys; ``why`` they have no effect."""
+        names = list(names)
+        note = super().__new__(cls, f"{', '.join(names)}{f' of {file}' if file else ''}: no effect: {why}")
+        note.num_settings = len(names)
+        return note
+
+
+def sorted_notes(notes: Iterable[str]) -> list[str]:
+    """Each note once: first what may change results, then what has no effect."""
+    return sorted(dict.fromkeys(notes), key=lambda note: isinstance(note, NoEffect))
+
+
+def notes_at_start(notes: Iterable[str]) -> list[str]:
+    """``sorted_notes``, with those on settings without effect brought down to one line where there are several."""
+    in_order = sorted_notes(notes)
+    idle = [note for note in in_order if isinstance(note, NoEffect)]
+    if len(idle) <= 1:
+        return in_order
+    num_settings = sum(note.num_settings for note in idle)
+    return [*in_order[: -len(idle)],
+            f"{num_settings} settings have no effect here; the same command with --check lists them, with the reasons"]

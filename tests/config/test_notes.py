@@ -1,0 +1,21 @@
+"""Notes at the start of a run: what changes results stands first, what has no effect is counted."""
+
+from mm.config.notes import NoEffect, notes_at_start, sorted_notes
+
+IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
+
+
+def test_what_has_no_effect_begins_with_its_names():
+    assert IDLE == ["--a, --b: no effect: the device decides", "x.y of m.json: no effect: not read"]
+
+
+def test_what_changes_results_stands_first_and_once():
+    assert sorted_notes([IDLE[0], "the loss differs", IDLE[1], "random weights", "the loss differs"]) == [
+        "the loss differs", "random weights", *IDLE]
+
+
+def test_several_settings_without_effect_are_one_line():
+    assert notes_at_start([IDLE[0], "the loss differs", IDLE[1]]) == [
+        "the loss differs", "3 settings have no effect here; the same command with --check lists them, with the reasons"]
+    assert notes_at_start([IDLE[0], "the loss differs"]) == ["the loss differs", IDLE[0]]
+    assert notes_at_start([]) == []
