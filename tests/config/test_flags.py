@@ -106,7 +106,8 @@ def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
 
 @pytest.mark.parametrize(("flag", "legal", "what"), [
     ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
-    ("--ai-framework", "pytorch", "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore: leave the flag out and start the "
+    ("--ai-framework", "pytorch",
+     "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore: leave the flag out and start the "
      "script with torchrun in place of msrun; model JSON, data and Hugging Face weights stay as they are"),
 ])
 def test_flags_with_one_legal_value(flag, legal, what):

@@ -16,6 +16,7 @@ def test_what_changes_results_stands_first_and_once():
 
 def test_several_settings_without_effect_are_one_line():
     assert notes_at_start([IDLE[0], "the loss differs", IDLE[1]]) == [
-        "the loss differs", "3 settings have no effect here; the same command with --check lists them, with the reasons"]
+        "the loss differs",
+        "3 settings have no effect here; the same command with --check lists them, with the reasons"]
     assert notes_at_start([IDLE[0], "the loss differs"]) == ["the loss differs", IDLE[0]]
     assert notes_at_start([]) == []

@@ -221,7 +221,8 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
                model={"freeze_modules": ["norm"], f"{LANGUAGE}.freeze": True})
     assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
     told = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
-    assert any("vision_encoder.freeze_layers of" in one and ": no effect: freeze is true beside it" in one for one in told)
+    assert any("vision_encoder.freeze_layers of" in one
+               and ": no effect: freeze is true beside it" in one for one in told)
 
 
 def test_layers_of_uniform_recompute_are_told_to_have_no_effect(tmp_path):
@@ -279,7 +280,8 @@ def test_notes(tmp_path):
                           "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1").notes)
     for what in ("--profile-ranks: no effect: they need --profile", "--mm-tool: no effect",
                  "--profile-level: no effect", "--sequence-parallel: no effect: there is one", "--load is absent",
-                 "--save is absent", "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
+                 "--save is absent",
+                 "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
         assert what in told
 
 
