@@ -20,12 +20,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from mm.data.video_file import BACKENDS, Pixels, VideoHeader, Wanted, missing_backend, read_header
+from mm.data.video_file import Pixels, VideoHeader, Wanted, read_header
+from mm.data.video_frames import BACKENDS, missing_backend
 from mm.errors import UserError, refuse
 
 _COMMAND = (sys.executable, "-P", "-c", "from mm.data.decoder import serve; serve()")
 _FRACTIONS = ("time_base", "stated_rate")
 """Fields of a header that JSON has no numbers for."""
+_ARRAYS = ("times", "key_times", "key_seeks")
+"""Fields that travel behind it, as 8 bytes each number."""
 _MAX_VIDEOS = 1000
 """Then a new process reads: FFmpeg and Python lose some 6 kB with each video."""
 
@@ -62,10 +65,10 @@ class Decoder:
             self.close()
         self._num_videos += 1
         reply = self._ask("header", path, is_upright=is_upright)
-        times = np.frombuffer(self._read(path, 8 * reply.pop("num_times")), dtype=np.int64)
-        key_times = np.frombuffer(self._read(path, 8 * reply.pop("num_key_times")), dtype=np.int64)
+        arrays = {name: np.frombuffer(self._read(path, 8 * length), dtype=np.int64)
+                  for name, length in reply.pop("lengths").items()}
         fractions = {name: Fraction(*reply.pop(name)) for name in _FRACTIONS}
-        return VideoHeader(times=times, key_times=key_times, **fractions, **reply)
+        return VideoHeader(**arrays, **fractions, **reply)
 
     def frames(self, path: str, wanted: Wanted) -> Iterator[Pixels]:
         """The wanted frames, one after another; raises UserError as ``header`` does."""
@@ -180,10 +183,10 @@ def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
 def _send_header(request: dict[str, Any], replies: IO[bytes]) -> None:
     with _Alarm(request["limit_seconds"]):
         header = vars(read_header(request["path"], request["is_upright"]))
-    times, key_times = header.pop("times"), header.pop("key_times")
+    arrays = {name: header.pop(name) for name in _ARRAYS}
     fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
-    counts = {"num_times": len(times), "num_key_times": len(key_times)}
-    _tell(replies, {**header, **fractions, **counts}, (times, key_times))
+    lengths = {name: len(array) for name, array in arrays.items()}
+    _tell(replies, {**header, **fractions, "lengths": lengths}, tuple(arrays.values()))
 
 
 def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
@@ -196,7 +199,7 @@ def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
     for _ in wanted.times:
         with alarm:  # not while the reader makes this process wait
             frame = next(frames)
-        _tell(replies, {"shape": frame.shape}, (np.ascontiguousarray(frame),))
+        _tell(replies, {"shape": frame.shape}, (frame,))
 
 
 class _Alarm:
@@ -213,7 +216,7 @@ class _Alarm:
 
 
 def _tell(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    for one in contents:
-        replies.write(one.data.cast("B"))
+    parts = [json.dumps(message).encode() + b"\n", *(np.ascontiguousarray(one).data.cast("B") for one in contents)]
+    for part in parts:  # all could be made: half of a reply would leave its reader waiting
+        replies.write(part)
     replies.flush()

@@ -144,10 +144,18 @@ def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted
     header = clock.header
     numbers = np.unique(numbers)
     times = header.times[numbers]
-    starts = header.key_times[np.maximum(np.searchsorted(header.key_times, times, "right") - 1, 0)]
+    keys = np.maximum(np.searchsorted(header.key_times, times, "right") - 1, 0)
     reach = math.floor(_slack(clock.step)) if header.is_exact else int(header.times[-1] - header.times[0]) + 1
     return Wanted(
-        tuple(numbers.tolist()), tuple(times.tolist()), tuple(starts.tolist()), reach, header.time_base, is_upright)
+        numbers=tuple(numbers.tolist()),
+        times=tuple(times.tolist()),
+        starts=tuple(header.key_times[keys].tolist()),
+        seeks=tuple(header.key_seeks[keys].tolist()),
+        earlier_seeks=tuple(header.key_seeks[np.maximum(keys - 1, 0)].tolist()),
+        reach=reach,
+        time_base=header.time_base,
+        is_upright=is_upright,
+    )
 
 
 def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:

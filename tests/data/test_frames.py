@@ -16,7 +16,7 @@ RATES = (Fraction(30), Fraction(25), Fraction(30000, 1001), Fraction(24000, 1001
 
 def header(times, base=Fraction(1, 90_000), keys=(0,), last=0):
     times = np.array(times, dtype=np.int64)
-    return VideoHeader(64, 48, base, times, times[list(keys)], last)
+    return VideoHeader(64, 48, base, times, times[list(keys)], times[list(keys)], last)
 
 
 def even(num_frames, rate, base, first=0):

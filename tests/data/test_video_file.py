@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mm.data import video_file
+from mm.data import video_file, video_frames
 from mm.data.decoder import Decoder
 from mm.data.frames import Clock, wanted_frames
 from mm.errors import UserError
@@ -119,7 +119,7 @@ def test_a_file_too_large_to_be_scanned_is_known_by_its_index(decoder, tmp_path,
     assert not header.is_exact and len(header.key_times) >= 10
     assert np.array_equal(header.times, scanned.times)
     numbers = np.array([0, 3, 44, 88, 89])
-    found = video_file.pyav_frames(path, wanted_frames(Clock.of(header, None, None), numbers, True))
+    found = video_frames.pyav_frames(path, wanted_frames(Clock.of(header, None, None), numbers, True))
     assert all(map(np.array_equal, found, read(decoder, path, numbers)))
     cut(Path(path), 0.9)
     with pytest.raises(UserError, match=r"large.mp4: is "):
