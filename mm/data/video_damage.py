@@ -50,7 +50,7 @@ class Watch:
         signs, keys, number = _Signs(), _Keys(), -1
         packets = self._container.demux(self._stream)
         while True:
-            with _heard() as said:
+            with heard() as said:
                 packet = next(packets, None)
             if packet is None:
                 return
@@ -58,12 +58,12 @@ class Watch:
             packet.opaque = number
             if packet.is_keyframe:
                 keys.add(number, packet.dts if packet.pts is None else packet.pts)
-            if said and self._is_matroska:  # packets before this one are lost
+            if said and self._is_matroska:  # packets between the one before and this one are lost
                 signs.add(number - 1 if packet.is_keyframe else number, said[0])
             if packet.size and (sign := self._sign_of(packet)):
                 signs.add(number, sign)
             frames: list[Any] = []
-            with _heard() as said:
+            with heard() as said:
                 try:
                     frames = packet.decode()
                 except FFmpegError as error:
@@ -141,7 +141,7 @@ class _Keys:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def heard() -> Iterator[list[str]]:
     """The errors that FFmpeg logs inside, but for harmless ones; they are there at its end."""
     said: list[str] = []
     logging.set_level(logging.ERROR)

@@ -16,6 +16,7 @@ import av
 import numpy as np
 from av.error import FFmpegError
 
+from mm.data.video_damage import heard
 from mm.errors import UserError
 
 MAX_FRAME_PIXELS = 50_000_000
@@ -178,7 +179,7 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
     key_seeks: dict[int, int] = {}
     first_key_time, num_packets = None, 0
     is_mpeg = container.format.name in _MPEG
-    for packet in container.demux(stream):
+    for packet in _heeded(path, container, stream):
         if packet.size == 0:
             continue
         num_packets += 1
@@ -202,6 +203,23 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
     keys = np.array(sorted(key_seeks.items()) or [(begin, begin)], dtype=np.int64)
     return _Index(ordered, keys[:, 0], keys[:, 1], begin if first_key_time is None else first_key_time,
                   durations[int(ordered[-1])])
+
+
+def _heeded(path: str, container: Any, stream: Any) -> Iterator[Any]:
+    """All packets.  Raises UserError where a Matroska file is damaged between two: FFmpeg leaves out what it cannot
+    read there, and says so only in its log.
+    """
+    packets = container.demux(stream)
+    while True:
+        with heard() as said:
+            packet = next(packets, None)
+        lost = [one for one in said if "matroska" in container.format.name and "ended prematurely" not in one]
+        if lost:
+            raise UserError(f"{path}: is damaged, and frames are lost ({lost[0]}); replace, re-encode or remove the "
+                            f"video.")
+        if packet is None:
+            return
+        yield packet
 
 
 def _check_whole(path: str, stream: Any, num_packets: int, seconds: Fraction) -> None:
