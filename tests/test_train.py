@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -14,10 +15,12 @@ from safetensors.torch import load_file
 
 from checkpoint import convert
 from checkpoint.convert import Options
+from checkpoint.formats import training as files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage, Structure
 from mm import ending
 from mm.config.model import read_model
+from mm.training.claim import Claim
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
 from tests.files import json_lines
@@ -126,6 +129,37 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal
+
+
+def saved(directory: Path) -> dict[int, str | None]:
+    """The runs of the checkpoints."""
+    return files.run_ids(directory)
+
+
+def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path) -> None:
+    """Runs after the tests above: into a copy of the directory with iterations 3 and 6 of one run."""
+    save = Path(shutil.copytree(inputs / "halves" / "save", inputs / "used" / "save"))
+    before = {path: path.read_bytes() for path in save.rglob("*") if path.is_file()}
+    (first,) = set(saved(save).values())
+    assert list(saved(save)) == [3, 6] and first is not None and saved(inputs / "whole" / "save")[6] != first
+    fresh = ("--load", str(inputs / "hf"), "--exit-interval", "3", "--keep-last-checkpoints", "1")
+    for flags, mend in ((fresh, f"give --load {save} to go on with that run, or another --save for a new one"),
+                        (("--load", str(save), "--finetune"), f"leave it out and give --load {save}")):
+        with pytest.raises(AssertionError) as failure:
+            run(inputs, "used", 1, *flags)
+        said = str(failure.value)
+        assert f"error: --save is {str(save)!r}, but {save} holds checkpoints of another run (iterations: 3, 6)" in said
+        assert mend in said and "add --allow-used-save" in said
+    busy = r"error: --log-dir .* is being written by another run, process \d+ on "
+    with Claim.take({"--log-dir": str(inputs / "used" / "logs")}, print), pytest.raises(AssertionError, match=busy):
+        run(inputs, "used", 1, *fresh, "--allow-used-save")
+    assert {path: path.read_bytes() for path in save.rglob("*") if path.is_file()} == before
+    run(inputs, "used", 1, *fresh, "--allow-used-save")
+    found = saved(save)
+    assert found[6] == first != found[3]  # 3 is replaced, as the flag says; 6 is not this run's to delete
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    with pytest.raises(AssertionError, match=rf"another run \(iterations: 6\) than that of {save}/iter_0000003"):
+        run(inputs, "used", 1, "--load", str(save))
 
 
 def test_new_data_begin_at_their_first_sample(inputs: Path) -> None:

@@ -46,6 +46,25 @@ def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[st
     return content
 
 
+def read_head(folder: Path, key: str) -> dict[str, Any]:
+    """What the manifest in ``folder`` states before its list ``key``, which is most of a large file.
+
+    The checksum is of the whole, so it is not compared.  Raises UserError when the file cannot be read.
+    """
+    path, head = folder / MANIFEST_FILE, []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith(f' "{key}": ['):
+                    break
+                head.append(line)
+            else:
+                raise ValueError(f"it has no {key}")
+        return json.loads("".join(head).rstrip().removesuffix(",") + "}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
 def tensor_json(stored: Stored) -> dict[str, Any]:
     """A tensor as a manifest lists it."""
     return {

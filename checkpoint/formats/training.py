@@ -12,6 +12,7 @@ import math
 import re
 import secrets
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from checkpoint.formats.manifest import (
     MANIFEST_FILE,
     manifest_text,
     model_from_json,
+    read_head,
     read_manifest,
     tensor_from_json,
     tensor_json,
@@ -40,6 +42,8 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 FORMAT, VERSION = "mm training checkpoint", 1
 USE_ANOTHER = "use another checkpoint"
 """How most messages about damage end."""
+UNREADABLE = ""
+"""In place of a run's id, where the manifest cannot be read: no run has it."""
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
@@ -103,6 +107,8 @@ class Manifest:
     """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
     best: Mapping[str, Any] | None = None
     """What the run remembers of its validations; None in checkpoints of before there were any."""
+    run_id: str | None = None
+    """The same in all checkpoints that one run saved into one directory; None where an older version saved it."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -178,19 +184,50 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
         opened.write(f"{manifest.iteration}\n".encode())
     latest.replace(directory / LATEST_FILE)
     sync(directory)
-    if old.exists():
-        shutil.rmtree(old)
+    try:
+        if old.exists():
+            shutil.rmtree(old)
+    except OSError as error:  # the new one is complete all the same
+        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=2)
     return final
 
 
-def purge(directory: Path, newest: int, keep_last: int) -> None:
-    """Delete the checkpoints before ``newest`` except the last ``keep_last - 1``; later ones are not touched."""
-    earlier = [iteration for iteration in complete_iterations(directory) if iteration < newest]
+def purge(directory: Path, newest: int, keep_last: int, run_id: str | None) -> list[str]:
+    """Delete the checkpoints of one run before ``newest`` except the last ``keep_last - 1``; returns what went wrong.
+
+    Later ones, and those of other runs, are not touched.  One that cannot be deleted does not keep the others.
+    """
+    problems = []
+    earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
     for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
         doomed = directory / iteration_name(iteration)
         renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # never half a directory of that name
-        doomed.rename(renamed)
-        shutil.rmtree(renamed)
+        try:
+            doomed.rename(renamed)
+            shutil.rmtree(renamed)
+        except OSError as error:
+            problems.append(f"the old checkpoint {doomed} could not be deleted: {error}")
+    return problems
+
+
+def tidy(directory: Path) -> list[str]:
+    """Delete what interrupted saves and deletions left in ``directory``, which no run may be writing; says what it did.
+
+    A checkpoint that was put aside is kept while nothing stands in its place.
+    """
+    notes = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = _LEFTOVER_NAME.fullmatch(path.name)
+        is_only_one = match and match[1] == "old" and not (
+            path.with_name(path.name.partition(".")[0]) / MANIFEST_FILE).is_file()
+        if is_only_one or not (match or path.name.startswith(f"{LATEST_FILE}.tmp-")):
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            notes.append(f"{path} was left over from an interrupted save; it is deleted")
+        except OSError as error:
+            notes.append(f"{path} was left over from an interrupted save, and cannot be deleted: {error}")
+    return notes
 
 
 def remove(directory: str | Path) -> None:
@@ -228,6 +265,19 @@ def complete_iterations(directory: Path) -> list[int]:
     """Iterations of the complete checkpoints, ascending."""
     matches = [_ITERATION_NAME.fullmatch(path.parent.name) for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
     return sorted(int(match[1]) for match in matches if match)
+
+
+def run_ids(directory: Path) -> dict[int, str | None]:
+    """Which run saved each complete checkpoint, by iteration, ascending: ``Manifest.run_id``, or ``UNREADABLE``."""
+    return {iteration: run_id_of(directory / iteration_name(iteration)) for iteration in complete_iterations(directory)}
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The same of one checkpoint."""
+    try:
+        return read_head(folder, "pieces").get("run_id")
+    except UserError:
+        return UNREADABLE
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:

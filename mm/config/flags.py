@@ -193,6 +193,8 @@ class Arguments:
     no_load_rng: bool = Field(False, description="do not load random states")
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
+    allow_used_save: bool = Field(False, description=(
+        "save also where another run has saved: its checkpoints of the same iterations are replaced, none is deleted"))
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
     keep_last_checkpoints: Count | None = Field(None, description="how many newest checkpoints to keep; absent = all")
 

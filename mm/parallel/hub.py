@@ -15,7 +15,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -88,8 +88,9 @@ class Cause:
 class Hub:
     """Serves ``num_ranks`` ranks, this one among them, until all have left or one is the cause of an end."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, at_end: Callable[[], None]) -> None:
+        """``at_end`` is called before the hub ends this process."""
+        self._num_ranks, self._at_end = num_ranks, at_end
         is_dual = socket.has_dualstack_ipv6()
         self._server = socket.create_server(
             ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=num_ranks)
@@ -152,8 +153,7 @@ class Hub:
                 _write("".join(f"\nStacks of rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)))
         for rank in self._lines:
             self._lines.send(rank, "ends", cause.status, cause.rank)
-        time.sleep(GRACE_SECONDS)
-        os._exit(cause.status)
+        end(cause.status, self._at_end)
 
     def _ask(self) -> dict[int, str]:
         """The stacks of every rank that answers in time; brings the places up to date."""
@@ -171,6 +171,14 @@ class Hub:
         for rank in waiting:
             self._places[rank] += " (and does not answer: it holds Python's lock, or its process is stopped)"
         return stacks
+
+
+def end(status: int, at_end: Callable[[], None]) -> None:
+    """End this process, whatever its other threads are stuck in, after the time that the launcher needs."""
+    with suppress(Exception):  # nothing may keep it
+        at_end()
+    time.sleep(GRACE_SECONDS)
+    os._exit(status)
 
 
 def death_of(rank: int) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mm.batch import StepPlan, told_samples
 from mm.errors import AgreedError, ReportedError, UserError
 from mm.parallel.activity import Journal, Work
-from mm.parallel.hub import GRACE_SECONDS, Hub, Lines, connect, death_of
+from mm.parallel.hub import Hub, Lines, connect, death_of, end
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
 
@@ -46,12 +46,13 @@ class Watchdog:
     What is raised inside and is no UserError is reported by the hub, and ReportedError raised in its place; on ranks
     that are not the cause of an end, nothing is raised and the process exits.  ``step_seconds`` is the limit of a step;
     None takes it from the steps so far, 0 means none.  Every rank of ``mesh`` must enter and leave.
+    ``at_end`` is called before the process is ended in the middle of whatever it does.
     """
 
-    def __init__(self, mesh: Mesh, step_seconds: float | None) -> None:
+    def __init__(self, mesh: Mesh, step_seconds: float | None, at_end: Callable[[], None] = lambda: None) -> None:
         self.plan: StepPlan | None = None
         """Of the step at hand, once it is known."""
-        self._mesh, self._step_seconds = mesh, step_seconds
+        self._mesh, self._step_seconds, self._at_end = mesh, step_seconds, at_end
         self._hub: Hub | None = None
         self._lines = Lines()
         self._journal: Journal | None = None
@@ -88,7 +89,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         mesh = self._mesh
-        self._hub = Hub(mesh.world_size) if mesh.rank == 0 else None
+        self._hub = Hub(mesh.world_size, self._at_end) if mesh.rank == 0 else None
         address = [None if self._hub is None else (self._hub.port, self._hub.token)]
         dist.broadcast_object_list(address, src=0, group=mesh.control_group)
         assert address[0] is not None, "rank 0 has a hub"
@@ -162,8 +163,7 @@ class Watchdog:
         sys.stderr.flush()
         self._cause_rank = cause_rank
         self._ordered.set()
-        time.sleep(GRACE_SECONDS)
-        os._exit(status)
+        end(status, self._at_end)
 
     def _own_place(self) -> str:
         return f"Where rank {self._mesh.rank} was (without rank 0 no other can be asked):\n  {self._place()}\n"

@@ -50,6 +50,8 @@ class Progress:
     """What ``load`` reports to the user."""
     best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
     """Of the validations until then."""
+    run_id: str | None = None
+    """Of the run that saves; None where an older version began it."""
 
 
 Values = Callable[[], Tensor]
@@ -74,8 +76,8 @@ def save(
 
     It appears complete or not at all, also when it replaces one of the same iteration; until then the older ones
     stay as they are.  ``run_facts`` is kept for people and must be JSON-ready.  With ``keep_last``, older
-    checkpoints beyond that many are deleted; failing to is only a warning.  ``base``: of adapters, as ``Manifest`` has
-    it.  Raises UserError on every rank when any cannot write.
+    checkpoints of the same run beyond that many are deleted; failing to is only a warning.  ``base``: of adapters, as
+    ``Manifest`` has it.  Raises UserError on every rank when any cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     for model in parts.models:
@@ -105,6 +107,7 @@ def save(
             pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
             base=base,
             best=dataclasses.asdict(progress.best),
+            run_id=progress.run_id,
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -112,10 +115,8 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if keep_last is not None and mesh.rank == 0:
-        try:
-            files.purge(directory, progress.iteration, keep_last)
-        except OSError as error:
-            warnings.warn(f"an old checkpoint in {directory} could not be deleted: {error}", stacklevel=2)
+        for problem in files.purge(directory, progress.iteration, keep_last, progress.run_id):
+            warnings.warn(problem, stacklevel=2)
     return final
 
 
@@ -219,7 +220,8 @@ def load(
         return Progress(0, 0, notes=(*notes, *more_notes))
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
-    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes), best)
+    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes), best,
+                    manifest.run_id)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:

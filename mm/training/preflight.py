@@ -28,6 +28,7 @@ from mm.data.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.scoring.questions import read_items
+from mm.training.saves import save_problems
 from mm.training.sources import open_start
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
@@ -56,6 +57,7 @@ def file_problems(run: Run, notes: list[str]) -> list[str]:
                     notes += base_notes(start.adapters, start.model)
                     if start.adapters.base_crc32 is not None:
                         check_base(start.adapters, start.model)
+                problems += save_problems(run, start)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)

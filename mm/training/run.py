@@ -34,20 +34,19 @@ from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training import checkpoint as state
+from mm.training.claim import Claim
 from mm.training.keeper import FeatureKeeper
 from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
 from mm.training.optimizer import LearningRate
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
+from mm.training.saves import BEST
 from mm.training.sources import qkv_order
 from mm.training.start import start
 from mm.training.step import step
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import validate
 from mm.weights.groups import group_facts
-
-BEST = "best"
-"""Below ``--save``: the checkpoint of the least validation loss."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,12 @@ class _Opened:
 class Trainer:
     """Everything that one rank holds during a run."""
 
-    def __init__(self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog) -> None:
+    def __init__(
+        self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None
+    ) -> None:
+        """``claim`` is this rank's hold on the directories that the run writes."""
         args, self.run, self.device = run.args, run, device
+        self._claim = claim or Claim()
         self.mesh, self.watchdog = mesh, watchdog
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
@@ -332,6 +335,7 @@ class Trainer:
 
     def _save(self, directory: str, *, weights_only: bool = False, keep_last: int | None = None) -> Path:
         args = self.run.args
+        together(self.mesh, self._claim.check)
         self.checkpoint = state.save(
             directory,
             self.progress,

@@ -28,6 +28,10 @@ class Sources:
     adapters: Source | None = None
     """``--load``, where it holds adapters."""
 
+    def trained(self, run: Run) -> Source | None:
+        """What ``--load`` gives of the weights that are trained: adapters, or without any the whole model."""
+        return None if run.args.load is None else self.adapters if run.model.lora.is_on else self.model
+
 
 def open_start(run: Run) -> Sources:
     """What ``--load`` and ``--load-base-model`` give; raises UserError with all that is wrong with them."""

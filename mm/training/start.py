@@ -13,6 +13,7 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
+from mm.training.saves import continued, new_run_id, tidy_up
 from mm.training.sources import Sources, open_start
 from mm.training.step import Parts
 from mm.weights.trained import saved_among
@@ -39,6 +40,8 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     Every rank calls it together; a mistake on one raises the same UserError on all.
     """
     args = run.args
+    for note in on_first(mesh, lambda: tidy_up(run)):
+        say(f"note: {note}")
     sources = together(mesh, lambda: open_start(run))
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
@@ -68,13 +71,15 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
     if started.checkpoint is not None and started.progress.data is None and not args.finetune:
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
             "goes on as if these were the same")
-    return replace(started, base=base)
+    goes_on = continued(run, sources) is not None
+    run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
+    return replace(started, base=base, progress=replace(started.progress, run_id=run_id))
 
 
 def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
     """Goes on from a training checkpoint, with its optimizer and random states where that is asked for."""
-    args, resumed = run.args, sources.adapters if run.model.lora.is_on else sources.model
-    if resumed is None or args.load is None:
+    args, resumed = run.args, sources.trained(run)
+    if args.load is None or resumed is None:
         return Start(parts, state.Progress(0, 0))
     if resumed.kind is Kind.TRAINING:
         progress = state.load(args.load, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,

@@ -13,6 +13,7 @@ import torch
 
 from mm.device.device import Device
 from mm.parallel.checked import Transfer, difference
+from mm.training.claim import LOCK_FILE
 from tests.launch import run_ranks
 from tests.parallel.faults import FAULTS
 from tests.tiny_inputs import write_inputs
@@ -40,6 +41,8 @@ def test_all_ranks_end(fault, jobs: Path) -> None:
     if fault.name.startswith("killed"):
         expected[fault.rank] = -9
     assert found["statuses"] == expected
+    is_held = (jobs / fault.name / LOCK_FILE).exists()
+    assert is_held == (fault.name == "killed with the hub")  # nobody else can give the directory back
 
 
 def test_a_killed_rank_is_named_first(jobs: Path) -> None:

@@ -3,10 +3,8 @@
 One launch of two processes runs every scenario that needs processes; the rest reads what it wrote.
 """
 
-import contextlib
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -27,7 +25,6 @@ from mm.errors import UserError
 from mm.weights.names import published_name
 from mm.weights.table import local_shape, model_weights
 from tests import tiny
-from tests.checkpoint.models import SmallModel
 from tests.launch import run_ranks
 
 LOSS_TOLERANCE = 1e-5
@@ -68,7 +65,7 @@ def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
     assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2
     assert measured["different"] == [] and measured["num_compared"] > 20
     assert measured["is_random_equal"] and measured["best"] == [2.5, 1, 3, "these"]
-    assert measured["progress"] == {"iteration": 2, "consumed_samples": 8, "data": None, "notes": []}
+    assert measured["progress"] == {"iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None}
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups"])
@@ -287,114 +284,3 @@ def test_a_damaged_or_foreign_manifest_is_refused(checkpoint: Path) -> None:
         path.write_text(changed)
         with pytest.raises(UserError, match=f"manifest.json {problem}"):
             TrainingDirectory.open(checkpoint)
-
-
-def manifest(iteration: int, pieces: list[files.Piece]) -> files.Manifest:
-    return files.Manifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces))
-
-
-def write_small(directory: Path, iteration: int, value: float) -> None:
-    """A whole save of two small files."""
-    temporary = files.begin(directory, iteration, 100)
-    pieces = []
-    for name in ("a", "b"):
-        tensor = torch.full((3,), value)
-        piece = files.Piece.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
-        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor.clone)])
-    files.commit(temporary, manifest(iteration, pieces))
-
-
-def small_value(directory: Path) -> tuple[str, float]:
-    stored = TrainingDirectory.open(directory)
-    values = {float(value) for name in ("a", "b") for value in stored.read_random(name)}
-    assert len(values) == 1
-    return stored.path.name, values.pop()
-
-
-CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink")
-
-
-def run_killed(action, after: int) -> bool:
-    """Run ``action`` in a process that kills itself right before its ``after``-th change to the disk.
-
-    Returns whether it was killed; it was not when it makes fewer changes.
-    """
-    child = os.fork()
-    if child == 0:
-        remaining = after
-
-        def dying(real):
-            def call(*arguments, **options):
-                nonlocal remaining
-                remaining -= 1
-                if remaining == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **options)
-            return call
-
-        with contextlib.suppress(BaseException):
-            for name in CHANGES_DISK:
-                setattr(os, name, dying(getattr(os, name)))
-            action()
-            os._exit(0)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
-@pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
-def test_a_save_killed_at_any_point_leaves_a_whole_checkpoint(iteration: int, tmp_path: Path) -> None:
-    outcomes, point = [], 0
-    was_killed = True
-    while was_killed:
-        point += 1
-        directory = tmp_path / str(point)
-        write_small(directory, 10, 1.0)
-        was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
-        outcomes.append(small_value(directory)[1])
-        write_small(directory, iteration, 3.0)  # whatever was left over does not disturb the next save
-        assert small_value(directory) == (files.iteration_name(iteration), 3.0)
-    assert point > 15
-    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
-
-
-def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path: Path) -> None:
-    write_small(tmp_path, 10, 1.0)
-    write_small(tmp_path, 20, 2.0)
-    (tmp_path / files.LATEST_FILE).unlink()
-    folder, (note,) = files.find_checkpoint(tmp_path)
-    assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
-    (tmp_path / files.LATEST_FILE).write_text("10\n")
-    assert files.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
-    (tmp_path / files.LATEST_FILE).write_text("ten")
-    with pytest.raises(UserError, match="expected the number of an iteration"):
-        files.find_checkpoint(tmp_path)
-
-
-def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
-        files.begin(tmp_path / "new", 1, 10**18)
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_modes_of_files_and_directories(tmp_path: Path) -> None:
-    write_small(tmp_path / "new", 10, 1.0)
-    folder = tmp_path / "new" / "iter_0000010"
-    allowed = 0o777 & ~current_umask()
-    assert folder.stat().st_mode & 0o777 == 0o750 & allowed
-    assert all(path.stat().st_mode & 0o777 == 0o640 & allowed for path in folder.iterdir())
-
-
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_remove_takes_checkpoints_only(tmp_path: Path) -> None:
-    write_small(tmp_path / "new", 10, 1.0)
-    (tmp_path / "new" / "notes.txt").write_text("mine")
-    assert files.complete_iterations(tmp_path / "new") == [10]
-    files.remove(tmp_path / "new")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]

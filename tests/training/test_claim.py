@@ -1,0 +1,161 @@
+"""One run at a time in each directory, whatever becomes of the one before it."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mm.errors import UserError
+from mm.training import claim
+from mm.training.claim import LOCK_FILE, Claim, Owner, claim_problems
+
+
+def take(directories: dict[str, str]) -> Claim:
+    return Claim.take(directories, print)
+
+
+def in_child(action: Callable[[], int]) -> int:
+    """Run ``action`` in a fork; returns its process id.  The fork ends with what it returns as its status."""
+    child = os.fork()
+    if child:
+        return child
+    status = 99
+    try:
+        status = action()
+    finally:
+        os._exit(status)
+
+
+def holder(directory: Path) -> int:
+    """A process that holds ``directory`` until it is killed; returns its id once it does."""
+
+    def hold() -> int:
+        take({"--save": str(directory)})
+        signal.pause()
+        return 0
+
+    child = in_child(hold)
+    while not (directory / LOCK_FILE).exists() or Owner.read((directory / LOCK_FILE).read_bytes()) is None:
+        time.sleep(0.01)
+    return child
+
+
+def test_a_second_run_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None:
+    with take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "logs")}):
+        for directories in ({"--save": str(tmp_path / "a" / ".." / "a/save")}, {"--save": str(tmp_path / "logs")}):
+            (given,) = directories.values()
+            with pytest.raises(UserError) as refused:
+                take({"--log-dir": str(tmp_path / "other"), **directories})
+            (problem,) = refused.value.problems
+            assert f"--save {given} is being written by another run, process {os.getpid()} on {socket.gethostname()} " \
+                   "since 20" in problem
+            assert claim_problems(directories) == [problem]
+            assert list((tmp_path / "other").iterdir()) == []  # what it had claimed before is given back
+    assert not list(tmp_path.rglob(f"{LOCK_FILE}*"))
+    assert claim_problems({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "none")}) == []
+    take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "a/save")}).release()  # one lock
+
+
+def test_a_killed_run_is_followed_at_once(tmp_path: Path) -> None:
+    child = holder(tmp_path)
+    assert claim_problems({"--save": str(tmp_path)})[0].count(f"process {child} on ") == 1
+    os.kill(child, signal.SIGSTOP)  # it may go on
+    assert claim_problems({"--save": str(tmp_path)})
+    os.kill(child, signal.SIGKILL)
+    while claim_problems({"--save": str(tmp_path)}):  # nobody has asked how it ended: it is still listed
+        time.sleep(0.01)
+    take({"--save": str(tmp_path)}).release()
+    os.waitpid(child, 0)
+
+
+def test_a_number_that_another_process_has_now_is_no_owner(tmp_path: Path) -> None:
+    owner = replace(Owner.here(), started="1")
+    (tmp_path / LOCK_FILE).write_bytes(owner.content())
+    take({"--save": str(tmp_path)}).release()
+
+
+def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path) -> None:
+    for number in range(5):
+        directory = tmp_path / str(number)
+        child = holder(directory)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        begins = time.monotonic() + 0.2
+
+        def follow(directory: Path = directory, begins: float = begins) -> int:
+            time.sleep(max(0.0, begins - time.monotonic()))
+            try:
+                take({"--save": str(directory)})
+            except UserError:
+                return 2
+            time.sleep(1.0)  # the others ask meanwhile
+            return 0
+
+        children = [in_child(follow) for _ in range(6)]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children]
+        assert sorted(statuses) == [0, 2, 2, 2, 2, 2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock of a run on another host."""
+    monkeypatch.setattr(claim, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.05)
+    owner = replace(Owner.here(), kernel="another", host="node-7", pid=17, since="2026-11-23 01:02:03")
+    (tmp_path / LOCK_FILE).write_bytes(owner.content())
+    return tmp_path / LOCK_FILE
+
+
+def test_another_hosts_run_is_gone_when_it_renews_nothing(elsewhere: Path, capsys) -> None:
+    directories = {"--save": str(elsewhere.parent)}
+    assert claim_problems(directories) == []  # a rehearsal does not wait
+    with take(directories):
+        held = Owner.read(elsewhere.read_bytes())
+        assert held is not None and held.pid == os.getpid()
+    said = capsys.readouterr().out
+    owner = "process 17 on node-7 since 2026-11-23 01:02:03"
+    assert said.startswith(f"note: --save {elsewhere.parent} is claimed by {owner}; this run takes it over if ")
+
+
+def test_another_hosts_run_that_renews_is_there(elsewhere: Path) -> None:
+    content = json.loads(elsewhere.read_bytes())
+
+    def renew() -> None:
+        time.sleep(0.3)
+        elsewhere.write_text(json.dumps(content | {"renewed": "later"}))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    with pytest.raises(UserError, match="is being written by another run, process 17 on node-7"):
+        take({"--save": str(elsewhere.parent)})
+    thread.join()
+
+
+def test_a_run_renews_its_lock_and_notices_when_it_is_lost(elsewhere: Path) -> None:
+    elsewhere.unlink()
+    mine = take({"--save": str(elsewhere.parent)})
+    content = elsewhere.read_bytes()
+    while elsewhere.read_bytes() == content:
+        time.sleep(0.01)
+    mine.check()
+    assert len(elsewhere.read_bytes()) == len(content)
+    other = replace(Owner.here(), host="node-8")
+    elsewhere.unlink()
+    elsewhere.write_bytes(other.content())
+    with pytest.raises(UserError, match=r"is not this run's any more.*this run writes no more"):
+        mine.check()
+    mine.release()
+    assert json.loads(elsewhere.read_bytes())["owner"] == asdict(other)  # it is not ours to remove
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"--save .*file.* cannot be written"):
+        take({"--save": str(tmp_path / "file")})
