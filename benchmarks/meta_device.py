@@ -60,7 +60,15 @@ def _own_object(objects: list, own: object, **_: object) -> None:
     objects[:] = [own] * len(objects)
 
 
-_fake_subgroups = dist.new_subgroups_by_enumeration
+_new_subgroups = dist.new_subgroups_by_enumeration
+
+
+def fake_subgroups(
+    ranks: list[list[int]], timeout: object, _: object, pg_options: object = None, group_desc: str | None = None
+) -> tuple:
+    """In place of torch's function of that name, whatever backend is asked for."""
+    return _new_subgroups(ranks, timeout, group_desc=group_desc)
+
 
 META_SHIMS: tuple[Shim, ...] = (
     Shim("torch.cuda:current_device", lambda: META, "used as the device of buffers and weights"),
@@ -69,8 +77,7 @@ META_SHIMS: tuple[Shim, ...] = (
         for shim in CPU_SHIMS
         if shim.target.startswith("megatron.") and shim.target.endswith(":torch")
     ),
-    Shim("torch.distributed:new_subgroups_by_enumeration",
-         lambda ranks, timeout, _, group_desc: _fake_subgroups(ranks, timeout, group_desc=group_desc),
+    Shim("torch.distributed:new_subgroups_by_enumeration", fake_subgroups,
          "a world of several ranks that is one process has nobody to speak gloo to"),
     Shim("torch.distributed:batch_isend_irecv", lambda operations: [_Done() for _ in operations],
          "torch's fake processes exchange no messages between meta tensors"),

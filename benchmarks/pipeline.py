@@ -18,7 +18,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +102,19 @@ def plan_of(case: Case, model: Any) -> Any:
     return StepPlan(tuple(in_pipeline_order(model, batch)), BatchTotals.of(batch, model.vision))
 
 
-def make_sleep(chunk: Any, num_chunks: int) -> None:
-    """Let ``chunk`` sleep in place of each of its forward and backward passes, and send zeros."""
+def stand_in(chunk: Any, work: Callable[[bool], object]) -> None:
+    """Let ``chunk`` call ``work`` in place of each of its forward (True) and backward passes, and send zeros."""
     import torch
 
-    class Sleep(torch.autograd.Function):
+    class Pass(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(SLEEP_FORWARD / num_chunks)
+            work(True)
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            time.sleep(SLEEP_BACKWARD / num_chunks)
+            work(False)
             return gradient
 
     vision, language = chunk.model.vision, chunk.model.language
@@ -120,18 +122,22 @@ def make_sleep(chunk: Any, num_chunks: int) -> None:
 
     def forward(inputs: Any, received: torch.Tensor | None) -> torch.Tensor:
         x = torch.zeros((), requires_grad=trains)
-        x = Sleep.apply(x if received is None else x + received.sum() * 0.0)
+        x = Pass.apply(x if received is None else x + received.sum() * 0.0)
+        rows = None
         match chunk.spec.sends:
-            case Message.PATCHES:
-                return x + torch.zeros(len(inputs.vision.plan.positions), vision.hidden_size)
-            case Message.VISUAL_TOKENS:
-                rows = len(inputs.vision.plan.positions) // vision.spatial_merge_size**2
-                return x + torch.zeros(rows, language.hidden_size)
+            case Message.PATCHES if inputs.vision is not None:
+                rows = len(inputs.vision.plan.positions), vision.hidden_size
+            case Message.VISUAL_TOKENS if inputs.vision is not None:
+                rows = len(inputs.vision.plan.positions) // vision.spatial_merge_size**2, language.hidden_size
             case Message.HIDDEN_STATES:
-                return x + torch.zeros(len(inputs.language.cos), language.hidden_size)
-        return x  # in place of the loss
+                rows = len(inputs.language.cos), language.hidden_size
+        return x if rows is None else x + torch.zeros(rows)  # x alone: in place of the loss, or where nothing crosses
 
     chunk.forward = forward
+
+
+def sleep(is_forward: bool, num_chunks: int) -> None:
+    time.sleep((SLEEP_FORWARD if is_forward else SLEEP_BACKWARD) / num_chunks)
 
 
 def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
@@ -157,7 +163,7 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
     stage = Stage(model, mesh, "fp32", device)
     initialize(stage, stage.weights, mesh, seed=0, std=0.02)
     for chunk in stage.chunks if case.sleeps else ():
-        make_sleep(chunk, len(stage.chunks))
+        stand_in(chunk, partial(sleep, num_chunks=len(stage.chunks)))
     args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",
                             "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
     parts, plan, seconds, works = Parts.build(stage, mesh, args), plan_of(case, model), [], []

@@ -83,8 +83,11 @@ class Arguments:
         "0 = never"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
-    no_overlap_p2p_communication: bool = Field(
-        False, description="ask for a message between stages when it is wanted, not while the stage still computes")
+    overlap_p2p_communication: bool = Field(False, description=(
+        "ask for the next message between stages while the stage still computes; the default on NPU and CPU"))
+    no_overlap_p2p_communication: bool = Field(False, description=(
+        "ask for a message between stages when it is wanted; the default on CUDA, where a message that waits takes "
+        "processors from the computation"))
 
     # Batches and steps
     micro_batch_size: Count = Field(description="samples per microbatch")
@@ -268,6 +271,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     """Rules between flags."""
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 are both given; keep one"
+    if args.overlap_p2p_communication and args.no_overlap_p2p_communication:
+        yield "--overlap-p2p-communication and --no-overlap-p2p-communication are both given; keep one"
     losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
               if getattr(args, f"calculate_per_{unit}_loss")]
     if len(losses) > 1:

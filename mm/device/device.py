@@ -59,6 +59,11 @@ MEMORY_BYTES = {
 name, in GiB.  An A100 or A800 has 80 GB or half of it."""
 
 
+MAX_MESSAGE_CTAS = 4
+"""Each moves some 20 GB/s over NVLink, as is generally reported: 20 MB, the hidden states of 2,756 tokens of 7B, take
+0.25 ms of the 25 ms and more that a stage computes.  Chosen, not measured."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator (or the CPU), as this process uses it."""
@@ -130,6 +135,25 @@ class Device:
         The kernels of CUDA and the CPU do; torch_npu's takes both and looks at neither.
         """
         return self.kind != "npu"
+
+    @property
+    def starts_messages_ahead(self) -> bool:
+        """Whether a stage asks for a message before it wants it, where the command line does not say.
+
+        From its beginning until the other side has come to it, a message of NCCL's occupies processors of the GPU: for
+        most of the time that a stage computes, and all it wins is 0.1 to 0.3 % of a step (docs/performance.md).
+        HCCL's waits in its own engines (SDMA), gloo's on the host.
+        """
+        return self.kind != "cuda"
+
+    @property
+    def max_message_ctas(self) -> int | None:
+        """Processors of the device that a group for pipeline messages may occupy; None: as the backend has it.
+
+        What a frozen prefix of stages sends waits for the next stage whether that asks ahead or not.  NCCL would take
+        up to 32 of the 132 processors of an H100 (its default of ``max_ctas``).
+        """
+        return MAX_MESSAGE_CTAS if self.kind == "cuda" else None
 
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
         """Begin to copy a small fp32 vector to the host; a call of the result waits for it and gives its numbers.

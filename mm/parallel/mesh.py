@@ -4,9 +4,14 @@ Ranks are laid out as in Megatron: tensor parallel fastest, then context paralle
 *replica* is the set of ranks of one data-parallel index; they share every batch.
 """
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -90,7 +95,7 @@ def start(
     elif not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
-    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features)
+    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.max_message_ctas)
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
@@ -112,18 +117,24 @@ def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -
 
 def build_mesh(
     model: ModelConfig, tp_size: int, timeout: timedelta, cp_size: int = 1, is_ring: bool = False,
-    keeps_features: bool = False,
+    keeps_features: bool = False, max_message_ctas: int | None = None,
 ) -> Mesh:
-    """Build the groups inside an initialised process group; tests call it once per layout."""
+    """Build the groups inside an initialised process group; tests call it once per layout.
+
+    ``max_message_ctas``: as ``Device`` has it, for NCCL alone.
+    """
     placement = model.placement()
     pp_size = placement.num_stages
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp_size,
-        pipeline_model_parallel_size=pp_size,
-        context_parallel_size=cp_size,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-    )
+    limits = {} if max_message_ctas is None else {"pp": {"max_ctas": max_message_ctas}}
+    with _file_of(limits) as limits_path:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp_size,
+            pipeline_model_parallel_size=pp_size,
+            context_parallel_size=cp_size,
+            nccl_communicator_config_path=limits_path,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dp_size = world_size // (tp_size * cp_size * pp_size)
 
@@ -148,7 +159,9 @@ def build_mesh(
     tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
-    gradient_group = _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP") if pp_size > 1 else groups.pp
+    options = parallel_state.get_nccl_options("pp", limits)
+    gradient_group = groups.pp if pp_size == 1 else (
+        _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP", options=options))
     assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
         rank=rank,
@@ -172,19 +185,32 @@ def build_mesh(
     )
 
 
+@contextmanager
+def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
+    """megatron reads the settings of its NCCL groups from a YAML file alone, and JSON is YAML; None without any."""
+    if not limits:
+        yield None
+        return
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        json.dump(limits, file)
+        file.flush()
+        yield file.name
+
+
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
     """This rank's group of each list of lists; None of a single rank."""
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 
 def _my_group(
-    ranks: list[list[int]], timeout: timedelta, backend: str | None = None, name: str | None = None
+    ranks: list[list[int]], timeout: timedelta, backend: str | None = None, name: str | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup | None:
     """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any.
 
-    ``name`` is for reports.
+    ``name`` is for reports; ``options`` are NCCL's.
     """
-    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend, group_desc=name)
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend, options, name)
     assert not isinstance(mine, int), "torch gives a number to the ranks outside of a group only"
     return mine
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mm.batch import StepPlan
 from mm.config.flags import Arguments
+from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel.activity import Work
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
@@ -42,8 +43,14 @@ class Parts:
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
-                                            args.check_p2p, not args.no_overlap_p2p_communication)
+                                            args.check_p2p, starts_ahead(args, stage.device))
         return cls(mesh, stage, models, optimizer, communicator)
+
+
+def starts_ahead(args: Arguments, device: Device) -> bool:
+    """Whether messages between stages begin before they are wanted: as the command line says, else as suits the device.
+    """
+    return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:

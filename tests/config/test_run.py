@@ -146,6 +146,7 @@ def test_sources_of_the_world_size(tmp_path):
     (["--fp16"], {}, "--bf16 and --fp16 are both given"),
     (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are all given; keep one"),
     (["--min-lr", "1"], {}, "--min-lr is 1, above --lr = 1e-05"),
+    (["--overlap-p2p-communication", "--no-overlap-p2p-communication"], {}, "are both given; keep one"),
     (["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "3"], {}, "are both given; keep one"),
     (["--lr-warmup-fraction", "1.5"], {}, "expected a number of at least 0 and less than 1"),
     (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),

@@ -42,6 +42,14 @@ def test_tensors_keep_their_meaning_under_the_shims() -> None:
     assert torch.arange(2).type() == "torch.LongTensor"
 
 
+@pytest.mark.parametrize(("kind", "starts_ahead", "max_ctas"), [
+    ("cpu", True, None), ("npu", True, None), ("cuda", False, 4)])
+def test_how_a_kind_of_device_exchanges_messages(kind: str, starts_ahead: bool, max_ctas: int | None) -> None:
+    """Where a message that waits would take processors from the computation, it is asked for late, and takes few."""
+    device = Device(kind, 0, "", kernels_of("cpu"))
+    assert (device.starts_messages_ahead, device.max_message_ctas) == (starts_ahead, max_ctas)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="torch sees no CUDA device"):

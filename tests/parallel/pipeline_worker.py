@@ -4,14 +4,16 @@ Launched by tests/parallel/test_pipeline.py: ``pipeline_worker DIRECTORY``.  Eac
 nothing is judged here.  How things are counted: tests/parallel/trace.py.
 """
 
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.messages import recording
 from mm.device.device import Device
 from tests.parallel.cases import Case
 from tests.parallel.trace import Trace, counting
@@ -47,31 +49,6 @@ CASES = (
 )
 
 
-def message(due: Any) -> list:
-    return [due.is_gradient, due.boundary, due.microbatch]
-
-
-@contextmanager
-def in_order(trace: Trace) -> Iterator[None]:
-    """Note which messages start together, in which group."""
-    from mm.parallel.transport import Batch
-
-    start = Batch.start
-
-    def noted(batch: Any) -> Any:
-        moved = [[due.is_sent, due.peer_stage, *message(due)] for due, tensor in batch.transfers
-                 if tensor is not None and tensor.numel()]
-        if moved:
-            trace.streams.append(["start", batch.group.group_name, moved])
-        return start(batch)
-
-    Batch.start = noted
-    try:
-        yield
-    finally:
-        Batch.start = start
-
-
 class Coming:
     """A listener that counts messages on their way when a pass of a chunk begins."""
 
@@ -81,8 +58,6 @@ class Coming:
 
         def counted(arriving: Any) -> Any:
             self._num_waited += bool(arriving.works)
-            if arriving.works:
-                trace.streams.append(["wait", message(arriving.due)])
             return wait_for(arriving)
 
         communicator._wait_for = counted
@@ -105,15 +80,16 @@ def run_case(case: Case) -> dict:
 
     engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
     forward_backward(engine.parts, engine.plan)
-    parts, trace = engine.parts, Trace([])
+    parts, trace, events = engine.parts, Trace([]), []
     trace.num_trained_chunks = sum(any(one.requires_grad for one in chunk.parameters()) for chunk in parts.stage.chunks)
     for model in parts.models:
         model.zero_grad_buffer()
     parts.stage.journal.listener = Coming(trace, parts.communicator)
-    with counting(trace, parts.stage), in_order(trace):
+    with counting(trace, parts.stage), recording(events):
         run_schedule(parts.models, engine.plan, parts.communicator, parts.mesh)
     found = {
         **{name: value for name, value in vars(trace).items() if name != "in_host_work"},
+        "messages": [[type(event).__name__, *dataclasses.astuple(event)] for event in events],
         "num_in_flight": len(parts.communicator._in_flight),
         "refuses_leftovers": _refuses_leftovers(engine) if parts.mesh.pp_rank == 0 else None,
     }

@@ -34,8 +34,6 @@ class Trace:
     num_language_layer_runs: int = 0
     num_coming: dict[str, int] = field(default_factory=dict)
     """By kind of work: the most messages that had begun to come, and were not waited for, when one began."""
-    streams: list[list] = field(default_factory=list)
-    """What a communicator does in order: ["start", group, messages] and ["wait", message]."""
     in_host_work: bool = False
 
 
