@@ -25,10 +25,11 @@ from benchmarks.measure import versions
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig, read_model
 from mm.data.bucket import bucket_stream, sorted_in_turn
+from mm.data.cost import SampleSizes
 from mm.data.lengths import Lengths
 from mm.data.order import Step, Stream, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
-from mm.data.sampler import balanced, packed, packed_evenly, sizes_of
+from mm.data.sampler import balanced, packed, packed_evenly
 from mm.data.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
@@ -52,21 +53,22 @@ class Samples:
     """One set of samples, and what each costs."""
 
     def __init__(self, model: ModelConfig, lengths: Lengths) -> None:
-        self.model, self.lengths, self.sizes = model, lengths, sizes_of(model, lengths)
+        self.model, self.lengths = model, lengths
+        self.sizes = SampleSizes(model, lengths).of(np.arange(len(lengths)))
 
     def samplers(self, dp_size: int, of_rank: int = SAMPLES_OF_RANK, num_stages: int = 1) -> dict[str, Planned]:
         """By name.  Microbatches are one sample, or packs where the name says so."""
-        costs, plain = self.sizes.costs, shuffled(len(self.lengths), SEED)
+        plain = shuffled(len(self.lengths), SEED)
         turn = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
-        bucket = bucket_stream(costs, SEED, True)
+        bucket = bucket_stream(self.sizes.costs, SEED, True)
         pack = {"sizes": self.sizes, "budget": BUDGET, "dp_size": dp_size, "unit": 1}
-        in_order = partial(sorted_in_turn, costs=costs, micro_batch_size=1, dp_size=dp_size)
+        in_order = partial(sorted_in_turn, sizes=self.sizes, micro_batch_size=1, dp_size=dp_size)
         deals = {
             "plain": (plain, turn),
             "Bucket, data_bucketing_img": (bucket, turn),
             "Bucket, data_reordering_img": (plain, in_order),
             "plain, packing": (plain, partial(packed, **pack)),
-            "Balanced": (plain, partial(balanced, costs=costs, micro_batch_size=1, dp_size=dp_size)),
+            "Balanced": (plain, partial(balanced, sizes=self.sizes, micro_batch_size=1, dp_size=dp_size)),
             "Balanced, packing": (plain, partial(packed_evenly, **pack, num_stages=num_stages)),
         }
         return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in deals.items()}

@@ -7,6 +7,7 @@ that halve what lies between them.  Pure functions of whole numbers: every rank 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +27,14 @@ _CLOSE = 512
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
+
+
+class HasSizes(Protocol):
+    """Knows what each sample of a dataset costs and takes up."""
+
+    def of(self, numbers: np.ndarray) -> "Sizes":
+        """Of some of them, in the given order."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the order: each computes it.
 
 import numpy as np
 
+from mm.data.balance import HasSizes
 from mm.data.order import Step, Stream, generator, in_turn
 
 NUM_BUCKETS = 16
@@ -21,8 +22,10 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
 
     What a bucket has left over after its last full run is mixed with what the others have.
     """
-    num_buckets = max(1, min(NUM_BUCKETS, len(costs) // RUN_SAMPLES))
-    buckets = np.array_split(np.argsort(costs, kind="stable"), num_buckets)
+    num_samples = len(costs)
+    num_buckets = max(1, min(NUM_BUCKETS, num_samples // RUN_SAMPLES))
+    by_cost = np.argsort(costs, kind="stable").astype(np.uint32 if num_samples < 2**32 else np.int64)
+    buckets = np.array_split(by_cost, num_buckets)
 
     def of_epoch(epoch: int) -> np.ndarray:
         random = generator(seed, epoch)
@@ -30,18 +33,26 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
         whole = [row[: len(row) // RUN_SAMPLES * RUN_SAMPLES] for row in rows]
         left = np.concatenate([row[len(full) :] for row, full in zip(rows, whole, strict=True)])
         left = random.permutation(left) if shuffle else left
-        runs = np.split(np.concatenate([*whole, left]), np.arange(RUN_SAMPLES, len(costs), RUN_SAMPLES))
-        order = random.permutation(len(runs)) if shuffle else range(len(runs))
-        return np.concatenate([runs[number] for number in order])
+        samples = np.concatenate([*whole, left])
+        if not shuffle:
+            return samples
+        num_whole = num_samples // RUN_SAMPLES
+        whole_samples, rest = samples[: num_whole * RUN_SAMPLES], samples[num_whole * RUN_SAMPLES :]
+        order = random.permutation(num_whole + bool(len(rest)))
+        runs = whole_samples.reshape(num_whole, RUN_SAMPLES)
+        if not len(rest):
+            return runs[order].reshape(-1)
+        place = int(np.flatnonzero(order == num_whole)[0])  # of the run that is not whole
+        return np.concatenate([runs[order[:place]].reshape(-1), rest, runs[order[place + 1 :]].reshape(-1)])
 
-    return Stream(len(costs), of_epoch)
+    return Stream(num_samples, of_epoch)
 
 
-def sorted_in_turn(samples: np.ndarray, costs: np.ndarray, micro_batch_size: int, dp_size: int) -> list[Step]:
+def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
     """``data_reordering_img``: the samples of a global batch are dealt by rising cost, so costly microbatches coincide.
 
     Every second turn goes backwards through the ranks, or the last of them would always have the costliest.
     """
-    ordered = samples[np.argsort(costs[samples], kind="stable")].reshape(-1, dp_size, micro_batch_size)
+    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")].reshape(-1, dp_size, micro_batch_size)
     ordered[1::2] = ordered[1::2, ::-1].copy()
     return in_turn(ordered.reshape(-1), micro_batch_size, dp_size)

@@ -3,9 +3,20 @@
 Where the numbers come from is not known here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
+
+
+class HasLengths(Protocol):
+    """Knows what each sample of a dataset holds, perhaps without holding all of it in memory."""
+
+    def __len__(self) -> int: ...
+
+    def of(self, numbers: np.ndarray) -> "Lengths":
+        """Of some samples, in the given order; in memory."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,3 +38,7 @@ class Lengths:
 
     def __len__(self) -> int:
         return len(self.num_tokens)
+
+    def of(self, numbers: np.ndarray) -> "Lengths":
+        """As ``HasLengths`` says."""
+        return Lengths(*(getattr(self, one.name)[numbers] for one in fields(self)))

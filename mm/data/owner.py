@@ -24,17 +24,36 @@ from torch import Tensor
 from mm.batch import BatchTotals, Microbatch, Normalisation, StepPlan
 from mm.config.model import ModelConfig, VisionConfig
 from mm.data.loader import ReadStep
+from mm.data.planner import MakeOrder, PlannedSteps, Seat, start_planner
 from mm.data.quarantine import BadSample, Quarantine
 from mm.data.sequence import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.flops import image_flops
-from mm.parallel.agreement import all_of, attempt
+from mm.parallel.agreement import all_of, attempt, together
 from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
 
 _NO_KEY = "0" * 32
 """Stands for "" among ``Microbatch.feature_keys``, on the way."""
+
+
+def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | None:
+    """The steps of this rank's replica on a rank that owns data, which gives ``make_order``; None elsewhere.
+
+    One process plans for all owners of a node.  Every rank must call it.  Raises AgreedError on all ranks when such a
+    process does not start.
+    """
+    own = None if make_order is None else Seat.here(mesh.rank)
+    seats = all_of((own,) if own else (), mesh.control_group)
+    neighbours = sorted((seat for seat in seats if own and seat.node == own.node), key=lambda seat: seat.rank)
+
+    def start() -> None:
+        if make_order is not None and neighbours[0] == own:
+            start_planner(make_order, neighbours[0], len(neighbours))
+
+    together(mesh, start)
+    return together(mesh, lambda: PlannedSteps(neighbours[0], mesh.dp_rank) if neighbours else None)
 
 
 class DataOwner(Iterator[StepPlan]):

@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.data.balance import Groups, Sizes, dealt, even_groups, even_packs, spread
+from mm.data.balance import Groups, HasSizes, Sizes, dealt, even_groups, even_packs, spread
 from mm.data.bucket import bucket_stream, sorted_in_turn
-from mm.data.cost import sample_costs
-from mm.data.lengths import Lengths
+from mm.data.cost import SampleSizes
+from mm.data.dataset import Dataset
+from mm.data.lengths import HasLengths
 from mm.data.order import Order, Step, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
 
@@ -25,14 +25,14 @@ for each stage.  Twice as many would save up to a tenth more, and leave half the
 """
 
 
-def order_of(run: Run, lengths: Lengths, dp_rank: int, consumed_samples: int) -> Order:
+def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> Order:
     """What replica ``dp_rank`` trains on; ``lengths`` are those of all samples."""
     data, args = run.data, run.args
     micro_batch_size, dp_size, unit = args.micro_batch_size, run.dp_size, run.microbatch_unit
     stream = shuffled(len(lengths), args.seed, data.is_shuffled)
     deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
     if data.needs_lengths:
-        sizes = sizes_of(run.model, lengths)
+        sizes = SampleSizes(run.model, lengths)
         budget = budget_of(run)
         if data.packs and data.is_balanced:
             deal = partial(packed_evenly, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit,
@@ -40,12 +40,17 @@ def order_of(run: Run, lengths: Lengths, dp_rank: int, consumed_samples: int) ->
         elif data.packs:
             deal = partial(packed, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit)
         elif data.is_balanced:
-            deal = partial(balanced, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
+            deal = partial(balanced, sizes=sizes, micro_batch_size=micro_batch_size, dp_size=dp_size)
         elif data.priority_mode == "data_reordering_img":
-            deal = partial(sorted_in_turn, costs=sizes.costs, micro_batch_size=micro_batch_size, dp_size=dp_size)
+            deal = partial(sorted_in_turn, sizes=sizes, micro_batch_size=micro_batch_size, dp_size=dp_size)
         else:
-            stream = bucket_stream(sizes.costs, args.seed, data.is_shuffled)
+            stream = bucket_stream(sizes.all_costs(), args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
+
+
+def order_of_dataset(run: Run, dataset: Dataset, dp_rank: int, consumed_samples: int) -> Order:
+    """As ``order_of``: a dataset pickles smaller than its lengths."""
+    return order_of(run, dataset.lengths, dp_rank, consumed_samples)
 
 
 def budget_of(run: Run) -> Budget:
@@ -53,13 +58,7 @@ def budget_of(run: Run) -> Budget:
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
-def sizes_of(model: ModelConfig, lengths: Lengths) -> Sizes:
-    """Of all samples of a dataset."""
-    counts = (lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64))
-    return Sizes(sample_costs(model, lengths), *counts)
-
-
-def packed(samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, unit: int) -> list[Step]:
+def packed(samples: np.ndarray, sizes: HasSizes, budget: Budget, dp_size: int, unit: int) -> list[Step]:
     """The fewest, fullest packs; ranks' tokens are about even, and each has a multiple of ``unit`` packs."""
     own = sizes.of(samples)
     packs = fullest_packs(own.num_tokens, own.num_patches, budget)
@@ -70,7 +69,7 @@ def packed(samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, unit
 
 
 def packed_evenly(
-    samples: np.ndarray, sizes: Sizes, budget: Budget, dp_size: int, unit: int, num_stages: int
+    samples: np.ndarray, sizes: HasSizes, budget: Budget, dp_size: int, unit: int, num_stages: int
 ) -> list[Step]:
     """Packs of even cost, in multiples of ``unit``; ranks cost the same.
 
@@ -88,9 +87,9 @@ def _dealt(costs: np.ndarray, dp_size: int, unit: int) -> Groups:
     return dealt(costs, dp_size, of_each, of_each) if unit > 1 else dealt(costs, dp_size, 1)
 
 
-def balanced(samples: np.ndarray, costs: np.ndarray, micro_batch_size: int, dp_size: int) -> list[Step]:
+def balanced(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
     """Microbatches of ``micro_batch_size`` samples and of even cost, the same number for each rank; ranks' are even."""
-    own, nothing = costs[samples], np.zeros_like(samples)
+    own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
     groups = even_groups(own, micro_batch_size)
     of_each = len(groups) // dp_size
     ranks = dealt(_sums(own, groups), dp_size, of_each, of_each)

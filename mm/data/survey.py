@@ -16,6 +16,7 @@ from tqdm import tqdm
 from mm.config.model import ModelConfig
 from mm.data.balance import Sizes
 from mm.data.bucket import bucket_stream, sorted_in_turn
+from mm.data.cost import SampleSizes
 from mm.data.dataset import Dataset, Part, notes_of
 from mm.data.encode import SampleEncoder
 from mm.data.order import Deal, Stream, in_turn, shuffled
@@ -24,7 +25,7 @@ from mm.data.picture import image_remarks
 from mm.data.quarantine import BadSample
 from mm.data.report import Histogram, Problem, Report, Table
 from mm.data.sample import Image
-from mm.data.sampler import balanced, packed_evenly, sizes_of
+from mm.data.sampler import balanced, packed_evenly
 from mm.data.workers import in_processes
 from mm.errors import UserError
 
@@ -50,7 +51,7 @@ def survey(
 
 def _part(name: Part, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
     lengths = dataset.lengths
-    sizes = sizes_of(model, lengths)
+    sizes = SampleSizes(model, lengths).of(np.arange(len(dataset)))
     tokens = sizes.num_tokens
     packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
     dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
@@ -105,14 +106,14 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
 
 def _samplers(sizes: Sizes, seq_length: int, dp_size: int) -> dict[str, tuple[Stream, Deal]]:
     """As ``order_of`` makes them for one sample a microbatch, and for packs."""
-    costs, plain = sizes.costs, shuffled(len(sizes.costs), seed=0)
+    plain = shuffled(len(sizes.costs), seed=0)
     turns = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
     return {
         "BaseRandomBatchSampler": (plain, turns),
-        "BucketBatchSampler, data_bucketing_img": (bucket_stream(costs, 0, True), turns),
+        "BucketBatchSampler, data_bucketing_img": (bucket_stream(sizes.costs, 0, True), turns),
         "BucketBatchSampler, data_reordering_img": (
-            plain, partial(sorted_in_turn, costs=costs, micro_batch_size=1, dp_size=dp_size)),
-        "BalancedBatchSampler": (plain, partial(balanced, costs=costs, micro_batch_size=1, dp_size=dp_size)),
+            plain, partial(sorted_in_turn, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
+        "BalancedBatchSampler": (plain, partial(balanced, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
         "BalancedBatchSampler with packing": (plain, partial(
             packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1)),
     }

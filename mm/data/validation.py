@@ -13,13 +13,14 @@ import numpy as np
 
 from mm.config.run import Run
 from mm.data.balance import Sizes
+from mm.data.cost import SampleSizes
 from mm.data.dataset import Dataset, validation_dataset
 from mm.data.gauge import Gauge
-from mm.data.lengths import Lengths
+from mm.data.lengths import HasLengths
 from mm.data.loader import ReadStep, StepLoader
 from mm.data.order import Step
 from mm.data.pack import fullest_packs
-from mm.data.sampler import budget_of, sizes_of
+from mm.data.sampler import budget_of
 from mm.parallel.context import deal
 
 
@@ -32,14 +33,14 @@ class ValidationOrder:
     """By step and replica.  A microbatch without samples stands where a replica has too few for the schedule."""
 
 
-def validation_order(run: Run, lengths: Lengths) -> ValidationOrder:
+def validation_order(run: Run, lengths: HasLengths) -> ValidationOrder:
     """Each sample once, or the same drawn ones each time where ``--eval-iters`` allows fewer than all.
 
     A step has about as many microbatches as one of the training, so that as much of it is in memory; the last has what
     is left.  Within a step they are dealt to the replicas by cost.
     """
     samples = _taken(run, len(lengths))
-    sizes = sizes_of(run.model, lengths)
+    sizes = SampleSizes(run.model, lengths).of(np.arange(len(lengths)))
     microbatches = _microbatches(run, samples, sizes)
     size, least = run.dp_size * run.held_microbatches, run.num_stages if run.num_chunks > 1 else 1
     steps = []

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing.context import ForkServerContext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_PRELOADED = ["mm.data.loader"]
+_PRELOADED = ["mm.data.loader", "mm.data.planner", "mm.data.sampler"]
 """All that processes need."""
 _WORTH_A_START = 16
 """Items; with fewer, the work is done before the processes are up."""
@@ -66,8 +67,6 @@ def in_processes(work: Callable[[Given], Made], items: Iterable[Given], num_proc
 
 
 def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
-    # Imported once in the fork server; processes then start in milliseconds.  No effect once a server runs.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     return iter(
         DataLoader(
             _Work(work),
@@ -76,8 +75,8 @@ def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: 
             num_workers=num_processes,  # torch keeps each to one CPU thread
             collate_fn=_unchanged,
             prefetch_factor=num_ahead,
-            multiprocessing_context="forkserver",
-            worker_init_fn=_end_with_parent,
+            multiprocessing_context=fork_server(),
+            worker_init_fn=_begin,
             generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
         )
     )
@@ -98,8 +97,20 @@ def _unchanged(made: Any) -> Any:
     return made
 
 
-def _end_with_parent(worker: int) -> None:
-    """In a worker: exit when the process that started it dies, however it does.
+def fork_server() -> ForkServerContext:
+    """Starts processes."""
+    context = multiprocessing.get_context("forkserver")
+    # Imported once in the fork server; processes then start in milliseconds.  No effect once a server runs.
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _begin(worker: int) -> None:
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """In a process of ``fork_server``: exit when the one that started it dies, however it does.
 
     torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.
     """

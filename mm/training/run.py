@@ -1,8 +1,9 @@
 """One rank's training run: builds its parts in order, then steps, logs, saves and exports."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from mm.config.run import Run, resolved
 from mm.config.validation import asks, is_due, validates
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
+from mm.data.encode import SampleEncoder
 from mm.data.features import FeatureCache
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
-from mm.data.owner import DataOwner
+from mm.data.order import Order
+from mm.data.owner import DataOwner, planned_steps
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
-from mm.data.sampler import order_of
+from mm.data.sampler import order_of_dataset
 from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
@@ -53,8 +56,10 @@ from mm.weights.groups import group_facts
 class _Opened:
     """What a rank that owns data reads from."""
 
-    loader: StepLoader
+    dataset: Dataset
+    encoder: SampleEncoder
     data: TrainedOn
+    make_order: Callable[[], Order]
     validation: ValidationReader | None
     quarantine: Quarantine | None
     validation_quarantine: Quarantine | None
@@ -169,13 +174,11 @@ class Trainer:
             quarantine = self._quarantine(dataset, dataset.skipped) if skips else None
             then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
             data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
-            order = order_of(run, dataset.lengths, mesh.dp_rank, consumed - data.began_at)
+            make_order = partial(order_of_dataset, run, dataset, mesh.dp_rank, consumed - data.began_at)
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
-            loader = StepLoader(dataset, gauge.encoder, order.steps(), args.num_workers, run.data.prefetch_factor,
-                                skips, self._feature_cache())
-            return _Opened(loader, data, reader, quarantine, of_validation)
+            return _Opened(dataset, gauge.encoder, data, make_order, reader, quarantine, of_validation)
 
         opened = together(mesh, open_data)
         self.progress = replace(self.progress, data=opened and opened.data)
@@ -186,10 +189,20 @@ class Trainer:
         if self.validation is not None:
             self._begin_validations(self.validation)
             num_steps += sum(due) * self.validation.num_plans
-        steps = opened and (in_between(opened.loader, due, reader.loader) if reader else opened.loader)
+        loader = self._loader(opened)
+        steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
         stage = self.parts.stage
         return DataOwner(steps, mesh, num_steps, stage.has_patch_embedding, run.model, self.device,
                          opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
+
+    def _loader(self, opened: _Opened | None) -> StepLoader | None:
+        """Of the training's samples, on a rank that owns data; every rank must call it.  Without workers all work, and
+        so the planning, is the calling thread's."""
+        args, mesh = self.run.args, self.mesh
+        planned = planned_steps(mesh, opened and opened.make_order) if args.num_workers else None
+        return together(mesh, lambda: opened and StepLoader(
+            opened.dataset, opened.encoder, planned or opened.make_order().steps(), args.num_workers,
+            self.run.data.prefetch_factor, args.bad_sample == "skip", self._feature_cache()))
 
     def _feature_cache(self) -> FeatureCache | None:
         """What the reader of the data finds of the ViT's work."""
