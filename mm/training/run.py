@@ -174,7 +174,8 @@ class Trainer:
             quarantine = self._quarantine(dataset, dataset.skipped) if skips else None
             then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
             data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
-            make_order = partial(order_of_dataset, run, dataset, mesh.dp_rank, consumed - data.began_at)
+            own_run = replace(run, notes=())  # notes do not pickle
+            make_order = partial(order_of_dataset, own_run, dataset, mesh.dp_rank, consumed - data.began_at)
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
