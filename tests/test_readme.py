@@ -75,8 +75,8 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
         assert program is not None, command
         told[program[1] or program[0]] = done.stdout
     assert list(told) == [
-        "mm-data mock", "tiny_checkpoint", "hf_to_mm", "resplit", "mm_to_hf", "verify", "diff", "show", "bash",
-        "mm.generate", "head", "mm.evaluate"]
+        "mm-data mock", "tiny_checkpoint", "mm-data check", "hf_to_mm", "resplit", "mm_to_hf", "verify", "diff", "show",
+        "bash", "mm.generate", "head", "mm.evaluate"]
     assert len(re.findall("validation loss at iteration", told["bash"])) == 2
     assert {path.name for path in (tmp_path / "runs/tiny/adapter").iterdir()} >= {
         "adapter_config.json", "adapter_model.safetensors"}

@@ -56,7 +56,8 @@ FLAGS: Mapping[str, FlagRow] = {
            "--no-rope-fusion --no-gradient-accumulation-fusion --attention-backend --transformer-impl --jit-compile "
            "--allow-tf32 --allow-internal-format"),
     **rows(Inert("checkpoints have one format here: safetensors and JSON"),
-           "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --async-save"),
+           "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format"),
+    "--async-save": Inert("a checkpoint is written while training waits, by all ranks at once; the files are the same"),
     "--use-mcore-models": Inert("megatron-core is the only engine"),
     **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),

@@ -1,6 +1,7 @@
-"""Our settings as megatron-core's, all of them, in the order in which a stage, its DDP and its optimizer are built.
+"""Our settings as megatron-core's configs, in the order in which a stage, its DDP and its optimizer are built.
 
-The one place that knows megatron's settings.  Model mathematics stays in ``mm.model``.
+``mm.parallel.mesh`` gives megatron the parallel sizes, and ``mm.parallel.schedule`` changes two fields for the time of
+one schedule.  Model mathematics stays in ``mm.model``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
