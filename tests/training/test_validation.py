@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "chunks": (4, "model_chunks", ("--global-batch-size", "8", "--virtual-pipeline-model-parallel-size", "2")),
     "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": (2, "model_1", ("--context-parallel-size", "2")),
+    "cp2-dp2": (4, "model_1", ("--context-parallel-size", "2")),
     "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2")),
 }
 MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON, flags
@@ -70,7 +71,7 @@ def write_cases(directory: Path) -> None:
     argv, cases = partial(short_flags, directory), {}
     for name, (num_ranks, model, flags) in LAYOUTS.items():
         sets = [f"val_{size}" for size in SIZES] + (["packed"] if name in ("dp2", "dp4") else [])
-        sets += ["val_1"] if name in ("dp4", "chunks") else []  # replicas without a sample
+        sets += ["val_1"] if name in ("dp4", "chunks", "cp2-dp2") else []  # replicas without a sample
         runs = [argv(name, model, data, number + 1, *STILL, *flags) for number, data in enumerate(sets)]
         if name == "dp2":
             runs.append(argv(name, model, "val_13", len(runs) + 1, *STILL, "--eval-iters", "2"))
@@ -153,7 +154,7 @@ def test_no_rank_has_problems_but_where_a_sample_is_bad(results: dict) -> None:
     assert {name: found for name, found in numbers.items() if any(found)} == {"dp2": [1, 1]}
 
 
-@pytest.mark.parametrize("name", ["dp4", "chunks"])
+@pytest.mark.parametrize("name", ["dp4", "chunks", "cp2-dp2"])
 def test_replicas_may_have_no_sample(results: dict, transformers_losses: list, name: str) -> None:
     last = validations(results[name])[-1]
     assert (last["num_samples"], last["num_target_tokens"]) == (1, transformers_losses[0][1])
