@@ -202,6 +202,7 @@ def measure(
 
     from mm.config.run import load_run
     from mm.parallel import mesh as parallel
+    from mm.parallel.meeting import Meeting
     from mm.parallel.watchdog import Watchdog
     from mm.training.run import Trainer
 
@@ -216,7 +217,8 @@ def measure(
     torch.set_num_threads(1)
     mesh = parallel.start(device, run.model, run.tp_size)
     is_first = mesh.rank == 0
-    with Watchdog(mesh, step_seconds=0) as watchdog:
+    with Watchdog(Meeting.of_launcher(10), step_seconds=0) as watchdog:
+        watchdog.place(mesh)
         trainer = Trainer(run, device, mesh, watchdog)
         times = _alternate(trainer, Peer(directory / "hf", LR) if is_first else None, rounds, num_stages)
         trainer.close()

@@ -8,12 +8,54 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+
+import psutil
 
 from mm.errors import AgreedError, ReportedError, UserError
 
 _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
+_LAUNCHED = "TORCHELASTIC_RUN_ID"
+"""The environment variable by which torchrun's ranks know it."""
+_BEAT_SECONDS = 1.0
+
+
+def end_with_launcher() -> None:
+    """From now on this process ends when torchrun dies, also when that is killed and can end nobody.
+
+    Data workers end with this process.  One that torchrun did not start stays whatever becomes of its parent: under
+    ``nohup`` it has to outlive the shell.
+    """
+    if _LAUNCHED in os.environ:
+        Thread(target=_end_with, args=(_launcher(),), name="launcher's end", daemon=True).start()
+
+
+def _launcher() -> psutil.Process | None:
+    """The nearest ancestor that torchrun did not start: a program that profiles or binds this one may be between.
+
+    None if it has ended.
+    """
+    found = psutil.Process().parent()
+    try:
+        while found is not None and found.environ().get(_LAUNCHED) == os.environ[_LAUNCHED]:
+            found = found.parent()
+    except psutil.AccessDenied:
+        return found  # another user's process: the system does not show what it was started with
+    except psutil.NoSuchProcess:
+        return None
+    return found
+
+
+def _end_with(launcher: psutil.Process | None) -> None:
+    with suppress(psutil.NoSuchProcess):
+        while launcher is not None and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_BEAT_SECONDS)
+    sys.stderr.write(f"error: torchrun has died, so its rank {os.environ['RANK']} ends\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_first_rank() -> bool:

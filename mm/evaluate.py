@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
-from mm.ending import is_first_rank, refused, status_of
+from mm.ending import end_with_launcher, is_first_rank, refused, status_of
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,40 +25,43 @@ PAGE = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    end_with_launcher()
     try:
         evaluating = load_evaluating(sys.argv[1:] if argv is None else argv)
-        from mm.generation.source import find
-        from mm.scoring.questions import read_items
-
-        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
-        found = find(evaluating.asking)
     except UserError as error:
         return refused(error)
-    if items is not None:
-        notes = (*evaluating.asking.notes, *items.notes, *found.notes)
-        sys.stderr.write("".join(f"note: {note}\n" for note in notes))
-    return status_of(lambda: evaluate(evaluating, items, found))
+    return status_of(lambda: evaluate(evaluating))
 
 
-def evaluate(evaluating: Evaluating, items: "Items | None", found: "Found") -> int:
-    """Ask and score on this process's device, as one rank of the launcher's world; returns the status, 0.
-
-    ``items`` are on rank 0.
-    """
-    from mm.device.device import Device
+def evaluate(evaluating: Evaluating) -> int:
+    """Ask and score on this process's device, as one rank of the launcher's world; returns the status, 0."""
+    from mm.generation.source import find
+    from mm.parallel.meeting import Meeting
+    from mm.parallel.watchdog import Watchdog
+    from mm.scoring.questions import read_items
 
     args = evaluating.asking.args
-    device = Device.pick(args.device)
-    # megatron looks at the device while it is imported, so everything built on it comes after the line above
-    from mm.generation.batches import FileOfPrompts
-    from mm.generation.session import Session
-    from mm.parallel import mesh as parallel
-    from mm.parallel.agreement import on_first
-    from mm.parallel.watchdog import Watchdog
-    from mm.scoring.results import ANSWERS, check_settings
+    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None) as watchdog:
+        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
+        found = find(evaluating.asking) if is_first_rank() else None  # one rank reports what all of them would
+        store = watchdog.meet()
+        found = found or find(evaluating.asking)
+        if items is not None:
+            notes = (*evaluating.asking.notes, *items.notes, *found.notes)
+            sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+        from mm.device.device import Device
 
-    mesh = parallel.start(device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes)
-    with Watchdog(mesh, None):
+        device = Device.pick(args.device)
+        # megatron looks at the device while it is imported, so everything built on it comes after the line above
+        from mm.generation.batches import FileOfPrompts
+        from mm.generation.session import Session
+        from mm.parallel import mesh as parallel
+        from mm.parallel.agreement import on_first
+        from mm.scoring.results import ANSWERS, check_settings
+
+        mesh = parallel.start(
+            device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
+        watchdog.place(mesh)
         session = Session.open(evaluating.asking, found, device, mesh)
         settings = _settings(evaluating, session, found)
         on_first(mesh, lambda: check_settings(Path(evaluating.output), settings))

@@ -9,15 +9,18 @@ from dataclasses import replace
 
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
-from mm.ending import is_first_rank, refused, status_of
+from mm.ending import end_with_launcher, is_first_rank, refused, status_of
 from mm.errors import UserError, refuse
 from mm.training.claim import Claim, claim_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    end_with_launcher()
     try:
-        run, claim = prepare(sys.argv[1:] if argv is None else argv)
+        run = load_run(sys.argv[1:] if argv is None else argv)
+        if run.args.dry_run or run.args.check:
+            run, _ = check_files(run)
     except UserError as error:
         return refused(error)
     if run.args.dry_run:
@@ -28,23 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.args.check:
         print("Nothing that can be checked beforehand stops this run.")
         return 0
-    return status_of(lambda: train(run, claim))
+    return status_of(lambda: train(run))
 
 
-def prepare(argv: Sequence[str]) -> tuple[Run, Claim]:
-    """Read and check everything that needs no device; raises UserError with all that is wrong.
+def check_files(run: Run) -> tuple[Run, Claim]:
+    """Check everything that needs no device, and print the notes; raises UserError with all that is wrong.
 
-    In a run only the first rank looks at the files, and makes the index of the samples, which the ranks that read them
-    open later.  A node that does not see it makes its own.  The first rank claims the directories that the run writes.
+    It makes the index of the samples, which the ranks that read them open later.  A node that does not see it makes its
+    own.  Claims the directories that the run writes, unless it only rehearses.
     """
-    run = load_run(argv)
-    is_rehearsal = run.args.dry_run or run.args.check
-    if not (is_rehearsal or is_first_rank()):
-        return run, Claim()
-    from mm.training import preflight  # imports transformers, which the other ranks may not need
+    from mm.training import preflight  # imports transformers, which the ranks that do not check may not need
     from mm.weights.trained import freeze_notes
 
     found: list[str] = []
+    is_rehearsal = run.args.dry_run or run.args.check
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
     refuse(preflight.file_problems(run, found) + preflight.sample_problems(run, found)
@@ -57,23 +57,30 @@ def prepare(argv: Sequence[str]) -> tuple[Run, Claim]:
     return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True))
 
 
-def train(run: Run, claim: Claim) -> int:
+def train(run: Run) -> int:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world; returns the status, 0.
 
-    Gives the directories of ``claim`` back however the run ends.
+    Only the first rank looks at the files; the others wait for it, and end with it if they are wrong.  It gives the
+    directories that it has claimed back however the run ends.
     """
-    with claim:
-        from mm.device.device import Device
+    from mm.parallel.meeting import Meeting
+    from mm.parallel.watchdog import Watchdog
 
-        device = Device.pick(run.args.device, run.args.deterministic_mode)
-        # megatron looks at the device while it is imported, so everything built on it comes after the line above
-        from mm.parallel import mesh as parallel
-        from mm.parallel.watchdog import Watchdog
-        from mm.training.run import Trainer
+    minutes = run.args.distributed_timeout_minutes
+    with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout) as watchdog:
+        _, claim = check_files(run) if is_first_rank() else (run, Claim())
+        watchdog.at_end = claim.release
+        with claim:
+            from mm.device.device import Device
 
-        mesh = parallel.start(device, run.model, run.tp_size, run.args.distributed_timeout_minutes, run.cp_size,
-                              run.is_ring, run.args.vision_feature_cache is not None)
-        with Watchdog(mesh, run.args.step_timeout, claim.release) as watchdog:
+            device = Device.pick(run.args.device, run.args.deterministic_mode)
+            # megatron looks at the device while it is imported, so everything built on it comes after the line above
+            from mm.parallel import mesh as parallel
+            from mm.training.run import Trainer
+
+            mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
+                                  run.args.vision_feature_cache is not None, watchdog.meet())
+            watchdog.place(mesh)
             trainer = Trainer(run, device, mesh, watchdog, claim)
             trainer.run_steps()
             trainer.export()

@@ -47,7 +47,8 @@ def main(path: str, command: str, arguments: list[str]) -> int:
             signal.signal(number, lambda number, _: os.killpg(process, number))
         status = answer(connection)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:  # which nobody handles
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 

@@ -32,7 +32,9 @@ numbers of, reports on data, and samples that are left out; 3,700 for data: an i
 forms and roots of media (1,600), videos in a process of their own with two rules of frames (950), packs and samplers by
 cost (750), and what joins them; 1,000 for what users see of their data and of long work: validation samples in reports,
 places of records, edits of media, interruptions, progress without a terminal, and pictures inside Parquet files; 800
-for whose checkpoints and logs a run may write (ids of runs, locks), and for the schedule that a resumed run has."""
+for whose checkpoints and logs a run may write (ids of runs, locks), and for the schedule that a resumed run has; 300
+for ranks that meet before their first group, whatever an earlier attempt has left, and a hub that outlives what comes
+in wrong."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0,

@@ -1,25 +1,28 @@
 """A side channel beside the process groups: one hub that hears every rank, and ends all when one cannot go on.
 
-It runs in a thread of rank 0.  Each rank keeps a connection open: one that is cut without a word is a rank that died.
-What a rank says of itself, and when it complains, is in ``watchdog.py``.
+It runs in a thread of rank 0.  Each rank calls it before the first process group is made, and keeps the connection
+open: one that is cut without a word is a rank that died.  What a rank says of itself, and when it complains, is in
+``watchdog.py``.
 
-A message is a line of JSON, a list that begins with a word.  To the hub: ``is at PLACE`` now and then, ``leaves`` at
-the end, ``fails TEXT STATUS``, ``loses TEXT`` (an error that another rank's end may have caused), ``stalls TEXT``, and
-``tells PLACE STACKS`` after the hub's ``asks``.  From the hub besides: ``ends STATUS RANK``, RANK being the cause.
+To the hub: ``joins TOKEN RANK``, answered with ``welcome``; ``ready``, answered with ``begins`` once all ranks are;
+``is at PLACE`` now and then, ``leaves`` at the end, ``fails TEXT STATUS``, ``loses TEXT`` (an error that another rank's
+end may have caused), ``stalls TEXT``, and ``tells PLACE STACKS`` after the hub's ``asks``.  From the hub besides:
+``ends STATUS RANK``, RANK being the cause, and ``unwatched`` when it can watch no longer.
 """
 
-import json
 import os
+import resource
 import secrets
-import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock, Thread
-from typing import Any
+from threading import Thread
+
+from mm.parallel.lines import Lines
 
 GRACE_SECONDS = 1.0
 """Between the order to end and a rank's exit: a launcher that waits for ranks must see the cause's exit first."""
@@ -27,50 +30,8 @@ _DOUBT_SECONDS = 1.0
 """How long a broken connection waits for the end of a rank that explains it."""
 _ANSWER_SECONDS = 5.0
 """How long the hub waits for what ranks tell; one that holds Python's lock, or is stopped, tells nothing."""
-
-
-class Lines:
-    """Connections to other ranks.  Any thread may send; one receives."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._sockets: dict[int, socket.socket] = {}
-        self._halves: dict[int, bytes] = {}
-        self._sending = Lock()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._sockets))
-
-    def __len__(self) -> int:
-        return len(self._sockets)
-
-    def add(self, rank: int, connection: socket.socket) -> None:
-        self._sockets[rank], self._halves[rank] = connection, b""
-        self._selector.register(connection, selectors.EVENT_READ, rank)
-
-    def drop(self, rank: int) -> None:
-        self._selector.unregister(self._sockets[rank])
-        self._sockets.pop(rank).close()
-
-    def send(self, rank: int, *words: Any) -> None:
-        """A connection that is cut is noticed by ``receive``."""
-        with self._sending, suppress(OSError, KeyError):
-            self._sockets[rank].sendall(json.dumps(words).encode() + b"\n")
-
-    def receive(self, seconds: float) -> list[tuple[int, list[Any] | None]]:
-        """What has come from which rank, after a wait of at most ``seconds``; None for a connection that was cut."""
-        found: list[tuple[int, list[Any] | None]] = []
-        for key, _ in self._selector.select(seconds):
-            try:
-                data = self._sockets[key.data].recv(1 << 16)
-            except OSError:
-                data = b""
-            *whole, self._halves[key.data] = (self._halves[key.data] + data).split(b"\n")
-            found += [(key.data, json.loads(line)) for line in whole]
-            if not data:
-                self.drop(key.data)
-                found.append((key.data, None))
-        return found
+_OTHER_FILES = 512
+"""Open files of rank 0 beside its connections to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +49,24 @@ class Cause:
 class Hub:
     """Serves ``num_ranks`` ranks, this one among them, until all have left or one is the cause of an end."""
 
-    def __init__(self, num_ranks: int, at_end: Callable[[], None]) -> None:
-        """``at_end`` is called before the hub ends this process."""
-        self._num_ranks, self._at_end = num_ranks, at_end
+    def __init__(self, num_ranks: int, start_seconds: float, at_end: Callable[[], None] = lambda: None) -> None:
+        """``start_seconds``: how long other ranks may take to be ready after this one is.
+
+        ``at_end`` is called before the hub ends this process.
+        """
+        self._num_ranks, self._start_seconds, self._at_end = num_ranks, start_seconds, at_end
         is_dual = socket.has_dualstack_ipv6()
-        self._server = socket.create_server(
+        door = socket.create_server(
             ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=num_ranks)
-        self.port: int = self._server.getsockname()[1]
+        self.port: int = door.getsockname()[1]
         self.token = secrets.token_hex(16)
         """Without it nobody can join: the port is open to the network."""
-        self._lines, self._places = Lines(), dict.fromkeys(range(num_ranks), "it has not said")
+        self.problems = allow_open_files(num_ranks)
+        self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "it has not said")
+        self._ready: set[int] = set()
+        self._left: set[int] = set()
+        self._start_ends = float("inf")
+        self._has_complained = False
         self._thread = Thread(target=self._serve, name="hub", daemon=True)
         self._thread.start()
 
@@ -106,40 +75,86 @@ class Hub:
         self._thread.join(seconds)
 
     def _serve(self) -> None:
-        while len(self._lines) < self._num_ranks:
-            connection, _ = self._server.accept()
-            with suppress(OSError, ValueError):
-                connection.settimeout(_ANSWER_SECONDS)
-                token, rank = connection.makefile("rb", buffering=0).readline(64).split()
-                if secrets.compare_digest(token, self.token.encode()):
-                    connection.settimeout(None)
-                    self._lines.add(int(rank), connection)
-        self._server.close()
-        cause = self._wait_for_a_cause()
-        if cause is not None:
-            self._end(cause)
+        try:
+            cause = self._wait_for_a_cause()
+            if cause is not None:
+                self._end(cause)
+        except Exception:
+            _write("warning: the hub of rank 0 has failed, so no rank is watched any more.  If one dies or stalls, the "
+                   f"others wait until their messages time out.\n{traceback.format_exc()}")
+            for rank in self._lines.ranks:
+                self._lines.send(rank, "unwatched")
+        finally:
+            self._lines.close()
 
     def _wait_for_a_cause(self) -> Cause | None:
         """None when all ranks have left."""
         suspect, until = None, 0.0
-        while self._lines:
+        while len(self._left) < self._num_ranks:
             for rank, words in self._lines.receive(1.0 if suspect is None else max(0.0, until - time.monotonic())):
                 match words:
-                    case ["is at", place]:
+                    case None if rank >= 0:
+                        return Cause(rank, death_of(rank))
+                    case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
+                        self._lines.rename(rank, joining)
+                        self._lines.send(joining, "welcome")
+                    case _ if rank < 0:
+                        self._lines.drop(rank)  # a stranger
+                    case ["ready"]:
+                        self._note_ready(rank)
+                    case ["is at", str(place)]:
                         self._places[rank] = place
                     case ["leaves"]:
+                        self._left.add(rank)
                         self._lines.drop(rank)
-                    case ["loses", text] if suspect is None:
-                        suspect, until = Cause(rank, text, is_riddle=True), time.monotonic() + _DOUBT_SECONDS
-                    case ["fails", text, status]:
+                    case ["loses", str(text)]:
+                        if suspect is None:
+                            suspect, until = Cause(rank, text, is_riddle=True), time.monotonic() + _DOUBT_SECONDS
+                    case ["fails", str(text), int(status)]:
                         return Cause(rank, text, status)
-                    case ["stalls", text]:
+                    case ["stalls", str(text)]:
                         return Cause(rank, text, is_riddle=True)
-                    case None:
-                        return Cause(rank, death_of(rank))
+                    case _:
+                        _write(f"warning: the hub does not understand what rank {rank} says, and goes on: "
+                               f"{str(words)[:200]}\n")
             if suspect is not None and time.monotonic() > until:
                 return suspect
+            self._complain()
+            if time.monotonic() > self._start_ends:
+                return self._absence()
         return None
+
+    def _may_join(self, token: str, rank: int) -> bool:
+        is_free = 0 <= rank < self._num_ranks and rank not in self._left and rank not in self._lines.ranks
+        return is_free and secrets.compare_digest(token.encode(), self.token.encode())
+
+    def _note_ready(self, rank: int) -> None:
+        self._ready.add(rank)
+        if rank == 0:
+            self._start_ends = time.monotonic() + self._start_seconds
+        if len(self._ready) == self._num_ranks:
+            self._start_ends = float("inf")
+            for one in self._lines.ranks:
+                self._lines.send(one, "begins")
+
+    def _absence(self) -> Cause:
+        """Why a run does not start."""
+        missing = [rank for rank in range(self._num_ranks) if rank not in self._ready]
+        reason = "" if self._lines.refusal is None else f" ({_no_way_in(self._lines.refusal)})"
+        return Cause(missing[0], f"{ranks_told(missing)} of {self._num_ranks} did not come within "
+                                 f"{self._start_seconds / 60:g} minutes after rank 0{reason}; see the output of their "
+                                 f"launchers, and --distributed-timeout-minutes")
+
+    def _complain(self) -> None:
+        """Once, when a rank that has come cannot be let in; it is tried again and again."""
+        if self._lines.refusal is not None and not self._has_complained:
+            self._has_complained = True
+            absent = self._num_ranks - len(self._lines.ranks) - len(self._left)
+            _write(f"warning: {_no_way_in(self._lines.refusal)}; {absent} of {self._num_ranks} ranks are not watched "
+                   f"and wait to be let in\n")
+        elif self._lines.refusal is None and self._has_complained:
+            self._has_complained = False
+            _write("note: ranks can join the hub of rank 0 again\n")
 
     def _end(self, cause: Cause) -> None:
         if cause.text:
@@ -151,19 +166,19 @@ class Hub:
             _write(f"Where the ranks were:\n{places}")
             if cause.is_riddle:
                 _write("".join(f"\nStacks of rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)))
-        for rank in self._lines:
+        for rank in self._lines.ranks:
             self._lines.send(rank, "ends", cause.status, cause.rank)
         end(cause.status, self._at_end)
 
     def _ask(self) -> dict[int, str]:
         """The stacks of every rank that answers in time; brings the places up to date."""
-        waiting, stacks, until = set(self._lines), {}, time.monotonic() + _ANSWER_SECONDS
-        for rank in self._lines:
+        waiting, stacks, until = set(self._lines.ranks), {}, time.monotonic() + _ANSWER_SECONDS
+        for rank in waiting:
             self._lines.send(rank, "asks")
         while waiting and (left := until - time.monotonic()) > 0:
             for rank, words in self._lines.receive(left):
                 match words:
-                    case ["tells", place, text]:
+                    case ["tells", str(place), str(text)] if rank >= 0:
                         self._places[rank], stacks[rank] = place, text
                         waiting.discard(rank)
                     case None:
@@ -181,22 +196,45 @@ def end(status: int, at_end: Callable[[], None]) -> None:
     os._exit(status)
 
 
+def allow_open_files(num_ranks: int) -> tuple[str, ...]:
+    """Raise this process's limit of open files to what rank 0 of so many needs; what is wrong if it may not.
+
+    Rank 0 has a connection to each rank for the hub, and one more where it gathers what all have.
+    """
+    needed = 2 * num_ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return ()
+    if hard < needed and hard != resource.RLIM_INFINITY:
+        return (f"rank 0 of {num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}: two connections "
+                f"to each rank and {_OTHER_FILES} others; raise the limit of the process that starts the launcher",)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ()
+
+
+def ranks_told(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, such as ``ranks 1, 4 to 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    told = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
+
+
 def death_of(rank: int) -> str:
     """What a cut connection means."""
     return (f"rank {rank} died without a word: it was killed (is there memory left?) or crashed; the launcher and the "
             f"system's log know the signal")
 
 
+def _no_way_in(error: OSError) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"the hub of rank 0 can let no rank in: {error.strerror} (ulimit -n is {soft})"
+
+
 def _write(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def connect(host: str, port: int, token: str, rank: int) -> Lines:
-    """A connection to the hub, which counts as rank 0's."""
-    connection = socket.create_connection((host, port), timeout=60.0)
-    connection.settimeout(None)
-    connection.sendall(f"{token} {rank}\n".encode())
-    lines = Lines()
-    lines.add(0, connection)
-    return lines

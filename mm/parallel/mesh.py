@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.distributed_c10d import Store
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
@@ -23,6 +24,14 @@ from mm.parallel.context import Context
 
 CONTROL_TIMEOUT = timedelta(days=1)
 """Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
+
+# Gloo connects two ranks when they first talk.  Without this every rank of a group is connected with every other: in a
+# group of N that takes N^2 (154 + 8 N) bytes of addresses out of one store, and N open files on each rank.  What the
+# groups of Mesh do connects a rank with log N others, and the first of a group with all where it gathers
+# (benchmarks/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set before
+# the first group is made; a user's own value stands.
+os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
 
 
 @dataclass(frozen=True)
@@ -82,19 +91,21 @@ class Mesh:
 
 def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
-    is_ring: bool = False, keeps_features: bool = False,
+    is_ring: bool = False, keeps_features: bool = False, store: Store | None = None,
 ) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group.
 
     Without a launcher this process is alone; it opens no port, so that others like it may run beside.
-    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.
+    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.  ``store``: where the ranks leave
+    their addresses, as ``Watchdog.meet`` gives it; without one, the launcher's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
-        dist.init_process_group(device.backend, timeout=timeout)
+        rank, world_size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
-        dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+        dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, timeout=timeout)
     return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.max_message_ctas)
 
 

@@ -1,12 +1,12 @@
 """Ends all ranks when one dies, fails or takes too long, after a report of the cause and of where each rank was.
 
-A thread on each rank talks with the hub (``hub.py``), beside whatever the main thread is stuck in.  How a step works is
-not known here: the journal and the communicator say what they are at.
+A thread on each rank talks with the hub (``hub.py``), beside whatever the main thread is stuck in.  It starts before
+the first process group is made, so this module imports neither megatron nor a device.  It does not know how a step
+works: the journal and the communicator say what they are at.
 """
 
 import faulthandler
 import math
-import os
 import re
 import statistics
 import sys
@@ -17,15 +17,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, told_samples
-from mm.errors import AgreedError, ReportedError, UserError
+from mm.errors import AgreedError, ReportedError, UserError, refuse
 from mm.parallel.activity import Journal, Work
-from mm.parallel.hub import Hub, Lines, connect, death_of, end
-from mm.parallel.mesh import Mesh
-from mm.parallel.pipeline import PipelineCommunicator
+from mm.parallel.hub import Hub, death_of, end
+from mm.parallel.lines import Lines
+from mm.parallel.meeting import Meeting
+
+if TYPE_CHECKING:
+    from mm.parallel.mesh import Mesh
+    from mm.parallel.pipeline import PipelineCommunicator
 
 USUAL_SECONDS, USUAL_FACTOR = 300.0, 10.0
 """A step may take this long, or this many times the median of the latest steps, if --step-timeout says nothing."""
@@ -45,27 +51,48 @@ class Watchdog:
 
     What is raised inside and is no UserError is reported by the hub, and ReportedError raised in its place; on ranks
     that are not the cause of an end, nothing is raised and the process exits.  ``step_seconds`` is the limit of a step;
-    None takes it from the steps so far, 0 means none.  Every rank of ``mesh`` must enter and leave.
-    ``at_end`` is called before the process is ended in the middle of whatever it does.
+    None takes it from the steps so far, 0 means none.  Every rank of ``meeting`` must enter and leave.
     """
 
-    def __init__(self, mesh: Mesh, step_seconds: float | None, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, meeting: Meeting, step_seconds: float | None) -> None:
         self.plan: StepPlan | None = None
         """Of the step at hand, once it is known."""
-        self._mesh, self._step_seconds, self._at_end = mesh, step_seconds, at_end
+        self.at_end: Callable[[], None] = lambda: None
+        """Called before this process is ended in the middle of whatever it does."""
+        self._mesh: Mesh | None = None
+        self._meeting, self._step_seconds = meeting, step_seconds
         self._hub: Hub | None = None
+        self._store: Store | None = None
         self._lines = Lines()
         self._journal: Journal | None = None
         self._communicator: PipelineCommunicator | None = None
         self._iteration, self._is_in_step, self._part = 0, False, ""
         self._taken: deque[float] = deque(maxlen=100)
         self._limit = self._deadline = math.inf
-        self._is_leaving = False
+        self._is_leaving = self._is_unwatched = False
+        self._begun = threading.Event()
         self._ordered = threading.Event()
         self._cause_rank: int | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def follow(self, journal: Journal, communicator: PipelineCommunicator) -> None:
+    def meet(self) -> Store | None:
+        """Wait until every rank has come here; returns a store for process groups that only these ranks know.
+
+        None in a process that no launcher started.  A rank that has something to find out before the others may go on
+        calls this afterwards.  Raises UserError where rank 0 may not open as many files as it needs.
+        """
+        if self._hub is not None:
+            refuse(self._hub.problems)
+        self._lines.send(0, "ready")
+        self._begun.wait()
+        return self._store
+
+    def place(self, mesh: "Mesh") -> None:
+        """This rank has its place on the axes."""
+        self._mesh = mesh
+        self._lines.send(0, "is at", self._place())  # a rank that dies within the first second has said it
+
+    def follow(self, journal: Journal, communicator: "PipelineCommunicator") -> None:
         """Where the report finds what this rank is doing."""
         self._journal, self._communicator = journal, communicator
 
@@ -88,13 +115,8 @@ class Watchdog:
             self._taken.append(time.monotonic() - started)
 
     def __enter__(self) -> "Watchdog":
-        mesh = self._mesh
-        self._hub = Hub(mesh.world_size, self._at_end) if mesh.rank == 0 else None
-        address = [None if self._hub is None else (self._hub.port, self._hub.token)]
-        dist.broadcast_object_list(address, src=0, group=mesh.control_group)
-        assert address[0] is not None, "rank 0 has a hub"
-        host = "localhost" if mesh.rank == 0 else os.environ["MASTER_ADDR"]
-        self._lines = connect(host, *address[0], mesh.rank)
+        joined = self._meeting.join(lambda: self.at_end())
+        self._hub, self._lines, self._store = joined.hub, joined.lines, joined.store
         self._thread.start()
         return self
 
@@ -102,21 +124,22 @@ class Watchdog:
         try:
             self._leave(error)
         finally:  # a process group that outlives the interpreter's end aborts it
-            self._journal = self._communicator = self.plan = None
+            self._journal = self._communicator = self.plan = self._mesh = self._store = None
 
     def _leave(self, error: BaseException | None) -> None:
-        is_over = error is None or isinstance(error, AgreedError) or not isinstance(error, Exception)
+        is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._meeting.num_ranks == 1)
+        is_over = error is None or is_agreed or not isinstance(error, Exception)
         if is_over:  # on all ranks, or by an order from outside
             self._is_leaving = True
             self._lines.send(0, "leaves")
-            limit = None if error is None else _HUB_SECONDS if isinstance(error, AgreedError) else 0.0
+            limit = None if error is None else _HUB_SECONDS if is_agreed else 0.0
             self._thread.join(limit)
             if self._hub is not None:
                 self._hub.join(limit)
         elif isinstance(error, UserError):
             self._fail("fails", "", 2)
         else:
-            name = f"rank {self._mesh.rank} failed with {type(error).__name__}: {error}"
+            name = f"rank {self._meeting.rank} failed with {type(error).__name__}: {error}"
             stack = "".join(traceback.format_exception(error))
             if isinstance(error, ConnectionError | dist.DistError) or (
                 isinstance(error, RuntimeError) and _LOST.search(str(error))
@@ -130,29 +153,34 @@ class Watchdog:
     def _fail(self, *words: str | int) -> bool:
         """Tell the hub, and return when all ranks were told to end because of this one; False if no answer comes."""
         self._lines.send(0, *words)
-        if self._ordered.wait(_HUB_SECONDS) and self._cause_rank != self._mesh.rank:
+        if not self._is_unwatched and self._ordered.wait(_HUB_SECONDS) and self._cause_rank != self._meeting.rank:
             threading.Event().wait()  # another rank is the cause: the watching thread ends this process
         return self._ordered.is_set()
 
     def _watch(self) -> None:
-        has_complained, said = False, ""
-        while True:
+        has_complained, said, rank = False, "", self._meeting.rank
+        while not (self._is_unwatched and self._is_leaving):
             if (place := self._place()) != said:
                 self._lines.send(0, "is at", said := place)
             for _, words in self._lines.receive(_BEAT_SECONDS):
                 match words:
+                    case ["begins"]:
+                        self._begun.set()
+                    case ["unwatched"]:
+                        self._is_unwatched = True
+                        self._begun.set()
                     case ["asks"]:
                         self._lines.send(0, "tells", self._place(), _stacks())
-                    case ["ends", status, rank]:
-                        self._end(status, rank)
+                    case ["ends", int(status), int(cause_rank)]:
+                        self._end(status, cause_rank)
                     case None if self._is_leaving:
                         return
-                    case None:
-                        self._end(1, 0, f"error: {death_of(0)}\n{self._own_place()}" if self._mesh.rank == 1 else "")
+                    case None if not self._is_unwatched:
+                        self._end(1, 0, f"error: {death_of(0)}\n{self._own_place()}" if rank == 1 else "")
             late = time.monotonic() - self._deadline
             if late > 0 and not has_complained:
                 self._lines.send(0, "stalls", f"iteration {self._iteration} has taken more than {self._limit:.0f} s on "
-                                              f"rank {self._mesh.rank}; --step-timeout sets this limit")
+                                              f"rank {rank}; --step-timeout sets this limit")
                 has_complained = True
             if late > _HUB_SECONDS:
                 self._end(1, 0, f"error: iteration {self._iteration} has taken more than {self._limit:.0f} s, and rank "
@@ -163,14 +191,16 @@ class Watchdog:
         sys.stderr.flush()
         self._cause_rank = cause_rank
         self._ordered.set()
-        end(status, self._at_end)
+        end(status, self.at_end)
 
     def _own_place(self) -> str:
-        return f"Where rank {self._mesh.rank} was (without rank 0 no other can be asked):\n  {self._place()}\n"
+        return f"Where rank {self._meeting.rank} was (without rank 0 no other can be asked):\n  {self._place()}\n"
 
     def _place(self) -> str:
         """What this rank is doing."""
         mesh, journal, plan = self._mesh, self._journal, self.plan
+        if mesh is None:
+            return "it makes its process groups" if self._begun.is_set() else "it prepares, or waits for other ranks"
         context = f"context-parallel rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
         where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, {context}data-parallel rank {mesh.dp_rank}"
         if not self._is_in_step or journal is None or self._communicator is None:

@@ -7,7 +7,7 @@ from mm.parallel.activity import Work
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on one of two ranks in the second step."""
+    """What happens on one of two ranks in the second step, or before the first process group is made."""
 
     name: str
     kind: str
@@ -22,5 +22,7 @@ FAULTS = (
     Fault("killed with the hub", "killed", rank=0, work=Work.FORWARD),
     Fault("raises", "raises", work=Work.LANGUAGE_FORWARD),
     Fault("user's mistake", "user's mistake"),
+    Fault("refused before the start", "refused", rank=0, flags=("--freeze-modules", "no_such_word")),
+    Fault("killed before the start", "killed before", rank=0),
     Fault("wrong shape", "wrong shape", work=Work.DATA, flags=("--check-p2p",)),
 )

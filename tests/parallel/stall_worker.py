@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
+from mm.parallel.meeting import Meeting
 from mm.parallel.watchdog import Watchdog
 from mm.training.step import step
 from tests.launch import fork_rank, free_port
@@ -62,7 +63,8 @@ def train(name: str, num_steps: int, directory: Path) -> int:
     dist.init_process_group("gloo")
     started, losses, lengths = time.monotonic(), [], []
     run = Run(LAYOUTS[name])
-    with Watchdog(run.mesh, STEP_SECONDS) as watchdog:
+    with Watchdog(Meeting.of_launcher(10), STEP_SECONDS) as watchdog:
+        watchdog.place(run.mesh)
         watchdog.follow(run.stage.journal, run.parts.communicator)
         for iteration in range(num_steps):
             plan = plan_of(iteration, run)

@@ -36,7 +36,7 @@ def said(jobs: Path, fault: str) -> str:
 def test_all_ranks_end(fault, jobs: Path) -> None:
     """By themselves: nobody kills them but the fault, and after a minute the guard."""
     found = json.loads((jobs / fault.name / "found.json").read_text())
-    status = 2 if fault.name == "user's mistake" else 1
+    status = 2 if fault.name in ("user's mistake", "refused before the start") else 1
     expected = [status, status]
     if fault.name.startswith("killed"):
         expected[fault.rank] = -9
@@ -69,6 +69,17 @@ def test_an_error_comes_with_its_place(jobs: Path) -> None:
 
 def test_a_mistake_of_the_user_keeps_its_words(jobs: Path) -> None:
     assert said(jobs, "user's mistake") == "[rank 1] error: sample 17 cannot be used\n"
+
+
+def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
+    told = said(jobs, "refused before the start")
+    assert told.startswith("error: --freeze-modules has 'no_such_word'") and told.count("\n") == 1
+
+
+def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
+    report = said(jobs, "killed before the start")
+    assert report.startswith("error: rank 0 died without a word: ")
+    assert "\n  it " in report and "Traceback" not in report
 
 
 def test_a_stalled_step_says_what_every_rank_is_at(jobs: Path) -> None:

@@ -25,6 +25,7 @@ from mm import train  # noqa: E402
 from mm.batch import StepPlan  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel.activity import Activity  # noqa: E402
+from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
 
 GUARD_SECONDS = 60.0
@@ -93,6 +94,9 @@ def run_with(fault: Fault, inputs: Path) -> int:
     os.dup2(output, 2)
     FaultyTrainer.fault = fault
     run.Trainer = FaultyTrainer
+    if fault.kind == "killed before":
+        train.check_files = partial(die_once_expected, inputs / fault.name)
+        Watchdog.meet = lambda _: wait(inputs / fault.name)
     return train.main([
         "--device", "cpu", "--mm-model", str(inputs / "model_2.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "3", "--lr",
@@ -100,12 +104,26 @@ def run_with(fault: Fault, inputs: Path) -> int:
     ])  # fmt: skip
 
 
+def wait(directory: Path) -> None:
+    """In place of the meeting: rank 1 has joined, and waits for rank 0."""
+    (directory / "waits").touch()
+    time.sleep(10 * GUARD_SECONDS)
+
+
+def die_once_expected(directory: Path, _: object) -> None:
+    """In place of rank 0's look at the files."""
+    while not (directory / "waits").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Job:
     """The ranks of one fault."""
 
     def __init__(self, fault: Fault, inputs: Path) -> None:
         self.fault, self.directory = fault, inputs / fault.name
-        self.until, port = time.monotonic() + GUARD_SECONDS, free_port()
+        self.started, port = time.monotonic(), free_port()
+        self.until = self.started + GUARD_SECONDS
         self.statuses: list[int | None] = [None, None]
         """By rank, negative for a signal, as subprocess has them."""
         self.processes = [fork_rank(rank, 2, port, partial(run_with, fault, inputs)) for rank in range(2)]
@@ -121,7 +139,8 @@ class Job:
 
     def write(self) -> None:
         """How it ended, and the seconds from the fault to the end of the last rank."""
-        seconds = time.monotonic() - float((self.directory / "began").read_text(encoding="utf-8"))
+        began = self.directory / "began"
+        seconds = time.monotonic() - (float(began.read_text(encoding="utf-8")) if began.exists() else self.started)
         found = {"statuses": self.statuses, "seconds": seconds}
         (self.directory / "found.json").write_text(json.dumps(found), encoding="utf-8")
         print(self.fault.name, found, flush=True)

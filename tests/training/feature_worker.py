@@ -20,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
 from mm.model.fingerprint import vision_fingerprint  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.preflight import sample_problems  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
@@ -60,7 +61,8 @@ def train(directory: Path, name: str, *flags: str) -> Result:
     sample_problems(run, [])  # makes the index of the samples, which is no part of what is counted
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring,
                           keeps_features=run.args.vision_feature_cache is not None)
-    with Watchdog(mesh, None) as watchdog:
+    with Watchdog(Meeting.of_launcher(10), None) as watchdog:
+        watchdog.place(mesh)
         trainer = Trainer(run, DEVICE, mesh, watchdog)
         result = Result(trainer.fingerprint)
         for _ in range(NUM_EPOCHS):

@@ -17,6 +17,7 @@ import torch.distributed as dist  # noqa: E402
 
 from mm.config.run import load_run  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
 from tests.files import json_lines  # noqa: E402
@@ -38,7 +39,8 @@ def train(directory: Path, name: str) -> Result:
     argv = json.loads((directory / f"{name}.argv.json").read_text())
     run = load_run(argv, dist.get_world_size(), {})
     mesh = parallel.start(DEVICE, run.model, run.tp_size)
-    with Watchdog(mesh, None) as watchdog:
+    with Watchdog(Meeting.of_launcher(10), None) as watchdog:
+        watchdog.place(mesh)
         trainer = Trainer(run, DEVICE, mesh, watchdog)
         data = trainer.data(NUM_STEPS)
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]

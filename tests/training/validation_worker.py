@@ -21,18 +21,20 @@ import torch.distributed as dist  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 
-def train(parts: list[list[str]]) -> dict:
+def train(parts: list[list[str]], meeting: Meeting) -> dict:
     """The command lines of one case after one another, each of which goes on where the last has ended."""
     runs = [load_run(argv, dist.get_world_size(), {}) for argv in parts]
     run = runs[0]
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring)
     problems: tuple[str, ...] = ()
-    with Watchdog(mesh, None) as watchdog:
+    with Watchdog(meeting, None) as watchdog:
+        watchdog.place(mesh)
         trainer = Trainer(run, DEVICE, mesh, watchdog)
         for trainer.run in runs:
             try:
@@ -56,9 +58,11 @@ def main(directory: Path) -> None:
     results = {}
     for name, case in cases.items():
         if rank < case["num_ranks"]:
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank,
+            own_store = dist.PrefixStore(name, store)
+            meeting = Meeting(rank, case["num_ranks"], "localhost", own_store)
+            dist.init_process_group("gloo", store=own_store, rank=rank,
                                     world_size=case["num_ranks"], timeout=timedelta(minutes=5))
-            results[name] = train(case["runs"])
+            results[name] = train(case["runs"], meeting)
             dist.destroy_process_group()
     if rank == 0:
         (directory / "results.json").write_text(json.dumps(results))

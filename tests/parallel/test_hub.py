@@ -1,0 +1,174 @@
+"""The hub and the meeting of ranks, over real sockets: what comes in wrong, too late, or not at all."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from mm.parallel import hub as hubs
+from mm.parallel.hub import Hub, allow_open_files, ranks_told
+from mm.parallel.lines import Lines, call
+from tests.files import ROOT
+
+
+def join(hub: Hub, rank: int) -> Lines:
+    return call("localhost", hub.port, 0, "joins", hub.token, rank)
+
+
+def next_words(lines: Lines) -> list | None:
+    """The next message, which must come."""
+    for _ in range(60):
+        for _, words in lines.receive(1.0):
+            return words
+    raise AssertionError("nothing came")
+
+
+def leave(hub: Hub, *ranks: Lines) -> None:
+    for lines in ranks:
+        lines.send(0, "leaves")
+    hub.join()
+    for lines in ranks:
+        lines.close()
+
+
+def raw(hub: Hub, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("localhost", hub.port))
+    connection.sendall(data)
+    return connection
+
+
+def test_all_begin_once_all_are_ready() -> None:
+    hub = Hub(2, 60.0)
+    first, second = join(hub, 0), join(hub, 1)
+    second.send(0, "ready")
+    assert not second.receive(0.3)
+    first.send(0, "ready")
+    assert next_words(first) == next_words(second) == ["begins"]
+    leave(hub, first, second)
+
+
+@pytest.mark.parametrize("line", [
+    b"no JSON at all", b"\xff\xfe\x00", b"[" * 5000, b"{}", b"7", b"[]", b'["fails"]', b'["fails", "text", "status"]',
+    b'["is at"]', b'["never heard of it", 1]', b'["joins", "token", 0]'], ids=repr)
+def test_a_line_that_is_no_message_is_told_and_the_hub_goes_on(line: bytes, capfd: pytest.CaptureFixture) -> None:
+    hub = Hub(2, 60.0)
+    first = join(hub, 0)
+    with raw(hub, json.dumps(["joins", hub.token, 1]).encode() + b"\n") as second:
+        assert second.recv(64) == b'["welcome"]\n'
+        second.sendall(line + b"\n" + b'["ready"]\n')
+        first.send(0, "ready")
+        assert next_words(first) == ["begins"]
+        second.sendall(b'["leaves"]\n')
+        leave(hub, first)
+    assert "the hub does not understand what rank 1 says, and goes on: " in capfd.readouterr().err
+
+
+def test_strangers_come_and_go(capfd: pytest.CaptureFixture) -> None:
+    """Who has no token, a rank that is there already or that no run has is not let in, whatever it says."""
+    hub = Hub(1, 60.0)
+    first = join(hub, 0)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'["joins", "another token", 0]\n', b"x" * 5000,
+                  *(json.dumps(["joins", hub.token, rank]).encode() + b"\n" for rank in (0, 1, -1))):
+        with raw(hub, words) as stranger, suppress(ConnectionError):
+            assert stranger.recv(64) == b"", words
+    raw(hub, b"").close()
+    first.send(0, "ready")
+    assert next_words(first) == ["begins"]
+    leave(hub, first)
+    assert not capfd.readouterr().err
+
+
+EXHAUST = """
+import os, resource, socket, sys
+from mm.parallel.hub import Hub
+hub = Hub(3, 60.0)
+family, *_, address = socket.getaddrinfo("localhost", hub.port, type=socket.SOCK_STREAM)[0]
+ranks = [socket.socket(family) for _ in range(3)]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+first_free = os.dup(0)
+os.close(first_free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))  # no more can be opened
+for rank, one in enumerate(ranks):
+    one.connect(address)
+    one.sendall(b'["joins", "%s", %d]\\n' % (hub.token.encode(), rank))
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+for one in ranks:
+    assert one.recv(64) == b'["welcome"]\\n'
+    one.sendall(b'["ready"]\\n')
+for one in ranks:
+    assert one.recv(64) == b'["begins"]\\n'
+    one.sendall(b'["leaves"]\\n')
+hub.join()
+print("all were watched")
+"""
+
+
+def test_without_a_free_file_the_hub_says_so_and_lets_ranks_in_later() -> None:
+    with subprocess.Popen([sys.executable, "-c", EXHAUST], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout and process.stderr
+        told = process.stderr.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        rest, output = process.stderr.read(), process.stdout.read()
+    assert told.startswith("warning: the hub of rank 0 can let no rank in: Too many open files (ulimit -n is ")
+    assert told.endswith("; 3 of 3 ranks are not watched and wait to be let in\n")
+    assert rest == "note: ranks can join the hub of rank 0 again\n"
+    assert output == "all were watched\n"
+
+
+def test_a_hub_that_fails_says_so_to_all(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of it")
+
+    monkeypatch.setattr(Hub, "_note_ready", fail)
+    hub = Hub(2, 60.0)
+    ranks = join(hub, 0), join(hub, 1)
+    ranks[1].send(0, "ready")
+    for one in ranks:
+        assert next_words(one) == ["unwatched"] and next_words(one) is None
+    hub.join()
+    told = capfd.readouterr().err
+    assert told.startswith("warning: the hub of rank 0 has failed, so no rank is watched any more.")
+    assert "ZeroDivisionError: nobody thought of it" in told
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[hubs.Cause] = []
+    monkeypatch.setattr(Hub, "_end", lambda _, cause: ends.append(cause))
+    hub = Hub(6, 0.0)
+    first, fourth = join(hub, 0), join(hub, 3)
+    fourth.send(0, "ready")
+    first.send(0, "ready")
+    hub.join()
+    first.close()
+    fourth.close()
+    assert [cause.rank for cause in ends] == [1]
+    assert ends[0].text.startswith("ranks 1 to 2, 4 to 5 of 6 did not come within 0 minutes after rank 0; see ")
+
+
+def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
+    """In a process of its own, whose limits it lowers for good."""
+    program = ("import resource; from mm.parallel.hub import allow_open_files as allow\n"
+               "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2000))\n"
+               "print(allow(256), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+               "print(allow(700), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+               "print(*allow(4096))")
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        "() 1024", "() 1912",
+        "rank 0 of 4096 may open 2000 files (ulimit -Hn), but needs about 8704: two connections to each rank and 512 "
+        "others; raise the limit of the process that starts the launcher"]
+    assert allow_open_files(1) == ()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
+
+
+@pytest.mark.parametrize(("ranks", "told"), [
+    ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
+def test_ranks_are_told_in_spans(ranks: list[int], told: str) -> None:
+    assert ranks_told(ranks) == told

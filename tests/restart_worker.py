@@ -1,0 +1,54 @@
+"""A rank of a run whose first attempts are cut short: ``restart_worker INPUTS FLAGS...``, under torchrun.
+
+In attempt 0 the last rank is killed in the third iteration, in attempt 1 the first rank in the fifth.  From attempt 1
+on the first rank comes late to the meeting.  Started by tests/test_restart.py.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from mm import train
+from mm.device.device import Device
+
+Device.pick("cpu")
+
+from mm.parallel.activity import Activity, Work  # noqa: E402
+from mm.training import run  # noqa: E402
+
+LATE_SECONDS = 3.0
+KILLED = {0: (1, 3), 1: (0, 5)}
+"""By attempt: the rank that is killed, and in which iteration."""
+
+
+class KilledTrainer(run.Trainer):
+    """Kills its process as ``KILLED`` says."""
+
+    def run_steps(self) -> None:
+        rank, self.last = KILLED.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (None, 0))
+        if self.mesh.rank == rank:
+            self.parts.stage.journal.listener = self
+        super().run_steps()
+
+    def begin(self, activity: Activity) -> None:
+        if activity.work is Work.BACKWARD and self.progress.iteration == self.last - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, activity: Activity) -> None:
+        pass
+
+
+def main(inputs: Path, name: str, flags: list[str]) -> int:
+    saved = inputs / name / "save"
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) and os.environ["RANK"] == "0":
+        time.sleep(LATE_SECONDS)
+    if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
+        run.Trainer = KilledTrainer
+    has_saved = (saved / "latest_checkpointed_iteration.txt").is_file()
+    return train.main([*flags, "--load", str(saved if has_saved else inputs / "hf")])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

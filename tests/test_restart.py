@@ -1,0 +1,81 @@
+"""torchrun starts a run again after a rank has died, and the run ends as if nothing had happened.
+
+When torchrun itself dies, its ranks end.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.files import ROOT
+from tests.launch import warm_python
+from tests.tiny_inputs import flags_of, metrics, write_inputs
+
+
+def launch(inputs: Path, name: str, max_restarts: int) -> str:
+    """The worker on two stages under torchrun, which starts its ranks in forks of the warm process."""
+    flags = flags_of(inputs, name, 2, "--num-workers", "0", "--save-interval", "2", "--deterministic-mode")
+    command = [warm_python(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--local_addr", "localhost",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--max_restarts", str(max_restarts), "-m",
+               "tests.restart_worker", str(inputs), name, *flags]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path)
+    launch(inputs, "whole", 0)
+    said = launch(inputs, "restarted", 2)
+    found = re.findall(r"loaded a (.+) checkpoint from \S+, iteration (\d)", said)
+    assert found == [("Hugging Face", "0"), ("training", "2"), ("training", "4")]
+    whole, restarted = metrics(inputs, "whole"), metrics(inputs, "restarted")
+    assert [row["iteration"] for row in restarted] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm", "lr", "consumed_samples", "num_tokens"):
+        assert [row[key] for row in restarted] == [row[key] for row in whole], key
+    for name in ("weights_tp00_pp00", "weights_tp00_pp01", "optimizer_tp00_pp00_dp00", "optimizer_tp00_pp01_dp00"):
+        states = [(inputs / run / "save" / "iter_0000006" / f"{name}.safetensors").read_bytes()
+                  for run in ("whole", "restarted")]
+        assert states[0] == states[1], name
+
+
+def test_ranks_and_data_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    """All processes are real ones, with a shell between torchrun and its ranks."""
+    inputs = write_inputs(tmp_path)
+    flags = flags_of(inputs, "killed", 2, "--num-workers", "1", "--train-iters", "1000000")
+    program = tmp_path / "rank.sh"
+    program.write_text(f'#!/bin/sh\n{sys.executable} -m mm.train "$@"\nexit $?\n')
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--local_addr", "localhost",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--no_python", program, *flags]  # fmt: skip
+    with (tmp_path / "said").open("w") as said:
+        launcher = psutil.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+        rows = inputs / "killed" / "logs" / "metrics.jsonl"
+        while launcher.poll() is None and not (rows.is_file() and rows.read_text().count("\n") > 1):
+            time.sleep(0.1)
+        others = launcher.children(recursive=True)
+        launcher.kill()
+        launcher.wait()
+    names = [" ".join(one.cmdline()) for one in others if one.is_running()]
+    _, left = psutil.wait_procs(others, timeout=60)
+    for one in left:
+        one.kill()
+    assert sum("-m mm.train" in name for name in names) == sum("rank.sh" in name for name in names) == 2, names
+    assert any("forkserver" in name for name in names), names
+    assert not left, [one.pid for one in left]
+    assert "error: torchrun has died, so its rank " in (tmp_path / "said").read_text()
+
+
+def test_a_rank_that_torchrun_did_not_start_outlives_its_parent() -> None:
+    program = ("import os, time\nfrom mm import ending\nending._BEAT_SECONDS = 0.01\nending.end_with_launcher()\n"
+               "parent = os.getppid()\nwhile os.getppid() == parent: time.sleep(0.01)\ntime.sleep(0.5)\n"
+               "print('still there')")
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"} | {"RANK": "0"}
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" & sleep 1', sys.executable, program], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, check=True)  # it reads until the last that writes has ended
+    assert done.stdout == "still there\n"
