@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
 from mm.device.device import Device
 from mm.device.kernels import Kernels, kernels_of
+from mm.device.pointwise import SUMMED_ROWS
 from mm.device.shims import CPU_SHIMS, Shim, apply_shims
 from mm.device.side import SideQueue
 
@@ -173,7 +174,10 @@ class Recorder(TorchDispatchMode):
         self._stage_phase = "update"
 
     def fuse(self, leaf: Callable[..., Any]) -> Callable[..., Any]:
-        """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as that."""
+        """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as that.
+
+        A result without rows is a sum over them, of which the kernel makes partial sums; a second one adds these.
+        """
 
         @wraps(leaf)
         def one_kernel(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +187,13 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._counts = True
             self._watch(_tensors(out))
-            self._count(leaf.__name__, sum(map(_size, _tensors((args, kwargs, out)))), 0.0)
+            inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+            sums = [tensor for tensor in outputs if tensor.ndim < 2 <= inputs[0].ndim]
+            partial_sums = sum(_size(tensor) for tensor in sums) * -(-len(inputs[0]) // SUMMED_ROWS)
+            written = sum(_size(tensor) for tensor in outputs) - sum(map(_size, sums)) + partial_sums
+            self._count(leaf.__name__, sum(map(_size, inputs)) + written, 0.0)
+            for one in sums:
+                self._count("sum", partial_sums / len(sums) + _size(one), 0.0)
             return out
 
         return one_kernel

@@ -14,6 +14,14 @@ from mm.device.pointwise import Heads, Leaf
 
 
 @dataclass(frozen=True)
+class AddNorm:
+    """The leaves of a sum of rows together with its norm: ``pointwise.add_norm_fusable`` and its gradient."""
+
+    forward: Leaf
+    gradient: Leaf
+
+
+@dataclass(frozen=True)
 class Kernels:
     """One operator of each sort."""
 
@@ -21,6 +29,8 @@ class Kernels:
     partial_attention: PartialAttention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
+    add_norm: AddNorm | None
+    """None: a sum and its norm are operators of their own."""
     swiglu: Callable[[Tensor], Tensor]
     """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n]."""
     rope: Callable[[Tensor, Tensor, Tensor], Heads]
@@ -76,12 +86,13 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> 
     """
     if kind == "npu":
         rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
-        return Kernels(npu_attention, partial_attention.NPU, npu_rms_norm, npu_swiglu, rope, npu_accumulate)
+        return Kernels(npu_attention, partial_attention.NPU, npu_rms_norm, None, npu_swiglu, rope, npu_accumulate)
     if kind == "cuda":
         return Kernels(
             cuda_attention,
             partial_attention.CUDA,
             rms_norm,
+            AddNorm(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
             pointwise.swiglu_of(fuse(pointwise.swiglu), fuse(pointwise.swiglu_gradient_fusable)),
             pointwise.rope_of(
                 pointwise.split_heads(fuse(pointwise.rope_fusable)), fuse(pointwise.rope_gradient_fusable)
@@ -92,6 +103,7 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> 
         cpu_attention,
         partial_attention.PLAIN,
         rms_norm,
+        None,
         pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
         pointwise.rope_of(pointwise.rope, pointwise.rope_gradient),
         cpu_accumulate,

@@ -1,7 +1,8 @@
-"""SwiGLU and rope: what one pass over memory can compute, forward and backward.
+"""SwiGLU, rope and the norm of a sum: what one pass over memory can compute, forward and backward.
 
 A *leaf* here is a function from tensors to tensors without autograd inside.  Each pair of leaves, a function and its
-gradient, becomes differentiable in ``swiglu_of`` and ``rope_of``, which keep no more for the backward pass than needed.
+gradient, becomes differentiable in ``swiglu_of`` and ``rope_of``, and that of the norm in ``mm.model.norm``; they keep
+no more for the backward pass than needed.
 There are two sets of leaves with the same mathematics: those for eager execution write in place, because each of their
 operations is a pass over memory; those to be fused are free of writes, so that a compiler makes one kernel of each.
 
@@ -74,6 +75,36 @@ def rope_fusable(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_gradient_fusable(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``rope_gradient`` without writes."""
     return rotate_and_join(q, k, v, cos, -sin, _rotate)
+
+
+def add_norm_fusable(
+    x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, epsilon: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """x + (added + bias), None where nothing is added; its root-mean-square norm; and, in fp32, the factor of each row.
+
+    ``weight`` and ``bias`` are [1, width], for a compiler takes the first axis for rows.
+    """
+    total = None
+    if added is not None:
+        x = total = x + (added if bias is None else added + bias)
+    wide = x.float()
+    factors = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return total, (wide * factors * weight.float()).to(x.dtype), factors
+
+
+def add_norm_gradient_fusable(
+    total_gradient: Tensor | None, gradient: Tensor, total: Tensor, factors: Tensor, weight: Tensor, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of each summand of ``total`` from those of both results; with ``sums`` that of the weight, in fp32.
+
+    ``total_gradient`` is None where only the norm was used.
+    """
+    wide, normalised = gradient.float(), total.float() * factors
+    scaled = wide * weight.float()
+    found = factors * (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True))
+    if total_gradient is not None:
+        found = found + total_gradient.float()
+    return found.to(total.dtype), (wide * normalised).sum(0) if sums else None
 
 
 # What the leaves of rope share, those of an accelerator's own operators too
@@ -185,15 +216,35 @@ def compiled(leaf: Leaf) -> Leaf:
     fall back to eager execution.
     """
     joins = leaf in (rope_fusable, rope_gradient_fusable)  # of different widths, which Inductor may write one by one
-    run = torch.compile(leaf, dynamic=False, fullgraph=True, options={"force_pointwise_cat": joins})
+    options: dict[str, Any] = {"force_pointwise_cat": joins}
+    if leaf is add_norm_gradient_fusable:
+        options |= _sums_beside_rows()
+    run = torch.compile(leaf, dynamic=False, fullgraph=True, options=options)
 
-    def call(*tensors: Tensor) -> Any:
+    def call(*arguments: Any) -> Any:
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        arguments = tuple(one.detach().contiguous() if isinstance(one, Tensor) else one for one in arguments)
         if len(tensors[0]) < 2:
-            return leaf(*(tensor.detach() for tensor in tensors))
-        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
-        for tensor in tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return run(*tensors)
+            return leaf(*arguments)
+        for one in arguments:
+            if isinstance(one, Tensor):
+                torch._dynamo.maybe_mark_dynamic(one, 0)
+        return run(*arguments)
 
     call.__qualname__ = f"compiled.{leaf.__qualname__}"
     return call
+
+
+SUMMED_ROWS = 64
+"""Rows of which a compiled leaf makes one partial sum of columns; a second kernel adds these."""
+
+
+def _sums_beside_rows() -> dict[str, Any]:
+    """Options by which Inductor sums columns in the kernel that works on rows, for any number of them.
+
+    Its own rule does so for many rows only, and guards them; and it makes four times as many partial sums.
+    """
+    from torch._inductor import config
+
+    wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
+    return {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}

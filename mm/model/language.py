@@ -16,8 +16,9 @@ from mm.device.device import Device
 from mm.model.cut_rows import CutRows, gather_rows
 from mm.model.dropout import RowKeys
 from mm.model.exchange import Exchange, Ulysses
-from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack
 from mm.model.loss import LossInputs
+from mm.model.norm import Residual
 from mm.model.ring import Ring
 from mm.model.rope import mrope_cos_sin
 from mm.model.rows import Order, replace_rows
@@ -172,24 +173,25 @@ class LanguageModel(nn.Module):
             self.embedding = WordEmbedding(config, context)
         self.decoder = LayerStack(spec.language_layers, config, context, bias=False)
         if spec.has_head:
-            self.decoder.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon, context)
+            self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
             self.shares_embedding = config.tied and spec.has_embedding
             self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        residual = Residual(x)
         for layer in self.decoder.layers:
-            x = self.decoder.run(layer, x, inputs)
-        return x
+            residual = self.decoder.run(layer, residual, inputs)
+        return residual.total()
 
     def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
         """The rows [num_targets, hidden] that have a target -> the sum of their weighted losses."""
-        return self.output_layer(self.decoder.final_layernorm(x), inputs, self._shared_weight())
+        return self.output_layer(self.decoder.final_layernorm(Residual(x))[1], inputs, self._shared_weight())
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank; not for training."""
         shared = self._shared_weight()
         weight: Any = self.output_layer.weight if shared is None else shared
-        return F.linear(self.decoder.final_layernorm(x), weight)
+        return F.linear(self.decoder.final_layernorm(Residual(x))[1], weight)
 
     def _shared_weight(self) -> Tensor | None:
         """The word embedding's, where it is the output layer's too and on this stage."""

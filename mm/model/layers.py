@@ -22,6 +22,7 @@ from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
 from mm.model.exchange import Ulysses
 from mm.model.linear import ColumnLinear, RowLinear
+from mm.model.norm import Residual, RMSNorm
 from mm.model.ring import Ring
 from mm.weights.memory import memory_ffn
 
@@ -68,6 +69,9 @@ class LayerContext:
             tp_group=self.tp_group,
         )
 
+    def norm(self, hidden_size: int, epsilon: float) -> RMSNorm:
+        return RMSNorm(self.empty(hidden_size), epsilon, self.device.kernels)
+
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter of the shape that this rank holds; its values come from ``mm.model.load``."""
         return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=self.device.torch_device))
@@ -77,36 +81,29 @@ def never_initialize(_: Tensor) -> None:
     raise AssertionError("weights are loaded or drawn by mm.model.load, never initialised by a layer")
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with statistics in fp32."""
+@dataclass(frozen=True)
+class Remade:
+    """The input of a linear layer that its weight's gradient makes again instead of keeping it."""
 
-    def __init__(self, hidden_size: int, epsilon: float, context: LayerContext) -> None:
-        super().__init__()
-        self.weight = context.empty(hidden_size)
-        self.epsilon = epsilon
-        self.kernel = context.device.kernels.rms_norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.epsilon)
+    made: Tensor
+    again: Callable[[], Tensor]
 
 
-LinearInput = Tensor | Callable[[], Tensor]
-"""The input of a linear layer: a tensor, which it keeps for its weight's gradient, or the function that makes the
-tensor, which it calls again in the backward pass instead."""
+LinearInput = Tensor | Remade
 
 
 def apply_linear(
     linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
-) -> Tensor:
-    """``linear`` of ``x``, keeping ``x`` or forgetting it as ``LinearInput`` says."""
+) -> Any:
+    """What ``linear`` makes of ``x``, which is kept for its weight's gradient or made again."""
     if isinstance(x, Tensor):
         return linear(x, cut, keys)
-    made = x()
+    made, again = x.made, x.again
     address = made.data_ptr(), made.shape
 
-    def forget(kept: Tensor) -> LinearInput:
+    def forget(kept: Tensor) -> Tensor | Callable[[], Tensor]:
         """Adapters keep the few hidden numbers of each row besides."""
-        return x if (kept.data_ptr(), kept.shape) == address else kept
+        return again if (kept.data_ptr(), kept.shape) == address else kept
 
     with torch.autograd.graph.saved_tensors_hooks(forget, lambda kept: kept if isinstance(kept, Tensor) else kept()):
         return linear(made, cut, keys)
@@ -147,7 +144,8 @@ class SelfAttention(nn.Module):
         self.linear_qkv = context.column(tower.hidden_size, qkv_size, bias=True)
         self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
-    def forward(self, x: LinearInput, inputs: AttentionInputs) -> Tensor:
+    def forward(self, x: LinearInput, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        """What is added to the residual stream, as ``RowLinear`` gives it."""
         qkv = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
@@ -167,9 +165,14 @@ class GatedMLP(nn.Module):
         self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
-    def forward(self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS) -> Tensor:
-        x = apply_linear(self.linear_fc1, x, cut, keys.piece)
-        hidden = partial(self.swiglu, x) if self.recomputes else self.swiglu(x)
+    def forward(
+        self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is added to the residual stream, as ``RowLinear`` gives it."""
+        gate_up = apply_linear(self.linear_fc1, x, cut, keys.piece)
+        hidden = self.swiglu(gate_up)
+        if self.recomputes:
+            hidden = Remade(hidden, partial(self.swiglu, gate_up))
         return apply_linear(self.linear_fc2, hidden, cut, keys.whole)
 
 
@@ -178,28 +181,34 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
+        self.input_layernorm = context.norm(tower.hidden_size, tower.layernorm_epsilon)
         self.self_attention = SelfAttention(tower, context, bias)
-        self.pre_mlp_layernorm = RMSNorm(tower.hidden_size, tower.layernorm_epsilon, context)
+        self.pre_mlp_layernorm = context.norm(tower.hidden_size, tower.layernorm_epsilon)
         self.mlp = GatedMLP(tower, context, bias)
         self.recomputes_norms = tower.recompute.recomputes("layernorm")
         self.recomputes_mlp = tower.recompute.recomputes("mlp")
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        x = x + self.self_attention(self._normed(self.input_layernorm, x), inputs)
+    def forward(self, x: Residual, inputs: AttentionInputs) -> Residual:
+        """Each sublayer's output is added by the norm that follows: that of the next layer adds the MLP's."""
+        rows, normed = self._normed(self.input_layernorm, x)
+        x = Residual(rows, *self.self_attention(normed, inputs))
         cut = None if inputs.cut is None else inputs.cut.unordered
         if self.recomputes_mlp:
-            return x + recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, x, cut, inputs.keys)
-        return x + self.mlp(self._normed(self.pre_mlp_layernorm, x), cut, inputs.keys)
+            rows = x.total()
+            return Residual(rows, *recomputing(
+                (self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys))
+        rows, normed = self._normed(self.pre_mlp_layernorm, x)
+        return Residual(rows, *self.mlp(normed, cut, inputs.keys))
 
-    def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> Tensor:
-        return self.mlp(self.pre_mlp_layernorm(x), cut, keys)
+    def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
+        return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], cut, keys)
 
-    def _normed(self, norm: RMSNorm, x: Tensor) -> LinearInput:
-        return partial(norm, x) if self.recomputes_norms else norm(x)
+    def _normed(self, norm: RMSNorm, x: Residual) -> tuple[Tensor, LinearInput]:
+        total, normed = norm(x)
+        return total, Remade(normed, partial(norm.again, total)) if self.recomputes_norms else normed
 
 
-def recomputing(modules: Iterable[nn.Module], function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
     """``function(x, *others)``, which keeps ``x`` alone and is called again in the backward pass.
 
     ``modules`` are what it computes with.  Where neither they nor ``x`` need a gradient it would keep nothing anyway.
@@ -225,9 +234,11 @@ class LayerStack(nn.Module):
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(tower, context, bias) for layer in layers})
         self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
 
-    def run(self, layer: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:
         """Apply the layer with this global number."""
         module = self.layers[layer]
         if inputs.caches is not None:
             inputs = replace(inputs, across=inputs.caches[layer])
-        return recomputing((module,), module, x, inputs) if layer in self.recomputed else module(x, inputs)
+        if layer not in self.recomputed:
+            return module(x, inputs)
+        return Residual(recomputing((module,), lambda rows: module(Residual(rows), inputs).total(), x.total()))

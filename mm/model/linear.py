@@ -147,16 +147,24 @@ class RowLinear(RowParallelLinear):
         self.adapters: tuple[Any, ...] = ()
         """``mm.model.lora.Adapter``, which stands above."""
 
-    def forward(self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None) -> Tensor:
-        """[rows, input / TP] -> [rows, output], or a piece of ``cut``.  ``keys``: of rows, for adapters' dropout."""
-        y = self._product(x, cut)
+    def forward(
+        self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[rows, input / TP] -> [rows, output], or a piece of ``cut``, and a bias that is still to be added to it.
+
+        ``keys``: of rows, for adapters' dropout.
+        """
+        y, bias = self._product(x, cut)
+        if self.adapters and bias is not None:
+            y, bias = y + bias, None
         for adapter in self.adapters:
             y = adapter.add_to_sum(y, x, cut, keys)
-        return y
+        return y, bias
 
-    def _product(self, x: Tensor, cut: CutRows | None) -> Tensor:
+    def _product(self, x: Tensor, cut: CutRows | None) -> tuple[Tensor, Tensor | None]:
+        """A bias is part of the product where it needs no sum over ranks."""
         if self.tp_group.size() == 1:
-            return linear(x, self.weight, self.bias, self.accumulate)
+            return linear(x, self.weight, self.bias, self.accumulate), None
         x = linear(x, self.weight, None, self.accumulate)
-        x = reduce_from_tensor_model_parallel_region(x, self.tp_group) if cut is None else reduce_rows(x, cut)
-        return x if self.bias is None else x + self.bias
+        return reduce_from_tensor_model_parallel_region(x, self.tp_group) if cut is None else reduce_rows(x, cut), (
+            self.bias)

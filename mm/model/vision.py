@@ -18,8 +18,9 @@ from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
-from mm.model.layers import AttentionInputs, LayerContext, LayerStack, RMSNorm
+from mm.model.layers import AttentionInputs, LayerContext, LayerStack
 from mm.model.linear import linear
+from mm.model.norm import Residual
 from mm.model.positions import VisionPlan, plan_vision
 from mm.model.rope import vision_cos_sin
 from mm.model.rows import Order
@@ -144,15 +145,16 @@ class VisionEncoder(nn.Module):
             x = self.patch_embed["proj"](x.index_select(0, plan.patch_order.index[cut.pieces.here]), inputs.patch_keys)
         elif self.has_patch_embedding:
             x = plan.patch_order(self.patch_embed["proj"](x, inputs.patch_keys))
+        residual = Residual(x)
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
-                x = self.blocks.run(layer, x, inputs.window)
+                residual = self.blocks.run(layer, residual, inputs.window)
             elif plan.image_order is None or cut is not None:  # a piece cannot be put in order; attention does it
-                x = self.blocks.run(layer, x, inputs.full)
+                residual = self.blocks.run(layer, residual, inputs.full)
             else:
-                x = self.blocks.run(layer, plan.image_order(x), inputs.full)
-                x = plan.image_order.reversed()(x)
-        return x
+                residual = self.blocks.run(layer, Residual(plan.image_order(residual.total())), inputs.full)
+                residual = Residual(plan.image_order.reversed()(residual.total()))
+        return residual.total()
 
 
 def features_of(x: Tensor, inputs: VisionInputs) -> Tensor:
@@ -175,7 +177,7 @@ class Projector(nn.Module):
         super().__init__()
         self.merged_size = config.input_size * merge_factor
         ffn = memory_ffn(config.ffn_hidden_size, context.tp_size)
-        self.layernorm = RMSNorm(config.input_size, config.layernorm_epsilon, context)
+        self.layernorm = context.norm(config.input_size, config.layernorm_epsilon)
         self.encoder = nn.ModuleDict({
             "linear_fc1": context.column(self.merged_size, ffn, bias=True),
             "linear_fc2": context.row(ffn, config.hidden_size, bias=True),
@@ -183,7 +185,9 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
-        x, cut, keys = self.layernorm(x).view(-1, self.merged_size), inputs.token_cut, inputs.token_keys
+        _, normed = self.layernorm(Residual(x))
+        x, cut, keys = normed.view(-1, self.merged_size), inputs.token_cut, inputs.token_keys
         x = F.gelu(self.encoder["linear_fc1"](x, None if cut is None else cut.unordered, keys.piece))
-        x = self.encoder["linear_fc2"](x, cut, keys.whole)
+        x, bias = self.encoder["linear_fc2"](x, cut, keys.whole)
+        x = x if bias is None else x + bias
         return inputs.plan.token_restore(x) if cut is None else x

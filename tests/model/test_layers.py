@@ -8,7 +8,6 @@ import torch
 
 from mm.device.accumulate import cpu_accumulate
 from mm.device.device import Device
-from mm.model.layers import apply_linear
 from tests.launch import run_ranks
 
 NUM_LAYERS = 4 + 4
@@ -43,6 +42,8 @@ class OurLinear(torch.nn.Linear):
 
 def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:
     Device.pick("cpu")
+    from mm.model.layers import Remade, apply_linear
+
     calls = []
 
     def make() -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:
 
     linear = OurLinear(3, 5)
     hidden = torch.randn(4, 3, requires_grad=True)
-    apply_linear(linear, make).sum().backward()
+    apply_linear(linear, Remade(make(), make)).sum().backward()
     assert calls == [True, False]
     found = [hidden.grad, linear.weight.grad, linear.bias.grad]
     hidden.grad, linear.weight.grad, linear.bias.grad = None, None, None
@@ -59,5 +60,5 @@ def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:
     for mine, theirs in zip(found, [hidden.grad, linear.weight.grad, linear.bias.grad], strict=True):
         assert torch.equal(mine, theirs)
     calls.clear()
-    apply_linear(linear.requires_grad_(False), make).sum().backward()
+    apply_linear(linear.requires_grad_(False), Remade(make(), make)).sum().backward()
     assert calls == [True]
