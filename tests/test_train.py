@@ -178,6 +178,22 @@ def test_new_data_begin_at_their_first_sample(inputs: Path) -> None:
         assert [row[key] for row in found] == [row[key] for row in whole[:2]] != [row[key] for row in whole[3:5]], key
 
 
+def test_another_seed_and_another_schedule_are_refused_or_chosen(inputs: Path) -> None:
+    """Runs after the tests above: from iteration 3 of 6 with 4 samples each."""
+    load = ("--load", str(inputs / "halves" / "save"), *skipping_bad_samples(inputs), "--global-batch-size", "2")
+    with pytest.raises(AssertionError) as failure:
+        run(inputs, "smaller", 1, *load, "--seed", "5", "--lr", "2e-3")
+    said = str(failure.value)
+    for what in ("--lr was 0.001 and is 0.002 now", "(6 steps x --global-batch-size 4) and ends after 12 now (6 x 2)",
+                 "the samples were shuffled by --seed 3, and are shuffled by --seed 5 now"):
+        assert said.count(what) == 1
+    said = run(inputs, "smaller", 1, *load, "--use-checkpoint-opt_param-scheduler", "--exit-interval", "5")
+    assert "note: --use-checkpoint-opt_param-scheduler goes on with the checkpoint's settings: the decay" in said
+    rows, whole = metrics(inputs, "smaller"), metrics(inputs, "whole")
+    assert [row["consumed_samples"] for row in rows] == [14, 16]
+    assert rows[0]["lr"] == whole[3]["lr"] > rows[1]["lr"] > whole[4]["lr"]  # after 12, 12, 14 and 16 samples
+
+
 def test_a_measured_run_leaves_its_timeline(inputs: Path) -> None:
     """Runs after the test above, in which the measured run's losses are those of the others."""
     logs = inputs / "stages" / "logs"

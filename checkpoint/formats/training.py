@@ -109,6 +109,8 @@ class Manifest:
     """What the run remembers of its validations; None in checkpoints of before there were any."""
     run_id: str | None = None
     """The same in all checkpoints that one run saved into one directory; None where an older version saved it."""
+    schedule: Mapping[str, Any] | None = None
+    """Of learning rates and weight decay; None where an older version saved it."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -275,9 +277,14 @@ def run_ids(directory: Path) -> dict[int, str | None]:
 def run_id_of(folder: Path) -> str | None:
     """The same of one checkpoint."""
     try:
-        return read_head(folder, "pieces").get("run_id")
+        return stated(folder).get("run_id")
     except UserError:
         return UNREADABLE
+
+
+def stated(folder: Path) -> Mapping[str, Any]:
+    """What the manifest of a checkpoint states beside its pieces, as JSON; raises UserError when it cannot be read."""
+    return read_head(folder, "pieces")
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:

@@ -192,7 +192,12 @@ class Arguments:
     finetune: bool = Field(False, description="load weights only and start at step 0")
     allow_new_data: bool = Field(False, description=(
         "go on with other data than those of the checkpoint, from their first sample; the same go on where they were"))
-    no_load_optim: bool = Field(False, description="do not load optimizer state")
+    no_load_optim: bool = Field(False, description=(
+        "do not load optimizer state; the learning rate's schedule begins anew"))
+    use_checkpoint_opt_param_scheduler: bool = Field(False, description=(
+        "go on with the checkpoint's learning rates, weight decay and schedule where the settings have others"))
+    override_opt_param_scheduler: bool = Field(False, description=(
+        "go on with the settings' learning rates, weight decay and schedule where the checkpoint has others"))
     no_load_rng: bool = Field(False, description="do not load random states")
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
@@ -284,6 +289,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
     yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
     yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are both given; keep one"
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:

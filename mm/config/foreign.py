@@ -74,6 +74,8 @@ FLAGS: Mapping[str, FlagRow] = {
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
            "--overlap-p2p-communication-warmup-flush --no-align-grad-reduce"),
+    "--override-opt_param-scheduler": SameAs("--override-opt-param-scheduler"),
+    "--use-checkpoint-opt_param-scheduler": SameAs("--use-checkpoint-opt-param-scheduler"),
     **dict.fromkeys(("--use-deter-comp", "--npu-deterministic"), SameAs("--deterministic-mode")),
     **rows(Inert("the model has no experts"), "--moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion"),
     **rows(Inert("--recompute-granularity selective recomputes norms and activation functions"),

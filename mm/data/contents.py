@@ -5,7 +5,7 @@ Numbers of records and checksums only; files are not looked at here.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mm.errors import UserError
@@ -35,31 +35,42 @@ class TrainedOn:
 
     datasets: tuple[Contents, ...]
     began_at: int = 0
-    """Samples that the run had trained on before, of other data."""
+    """Samples that the run had trained on before, of other data or in another order."""
+    order: str | None = None
+    """In which the samples come; None where an older version did not say."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrainedOn":
         """The inverse of ``to_json``."""
-        return cls(tuple(Contents(**one) for one in content["datasets"]), content["began_at"])
+        return cls(tuple(Contents(**one) for one in content["datasets"]), content["began_at"], content.get("order"))
 
     def to_json(self) -> dict[str, Any]:
         """As a manifest keeps it."""
         return asdict(self)
 
-    def followed_by(self, now: Sequence[Contents], consumed_samples: int, may_differ: bool) -> "TrainedOn":
-        """What the run trains on when it goes on with the datasets ``now``: other ones begin at their first sample.
+    def followed_by(
+        self, now: Sequence[Contents], order: str, consumed_samples: int, may_differ: bool
+    ) -> "TrainedOn":
+        """What the run trains on when it goes on with the datasets ``now`` in this ``order``.
 
-        Raises UserError for other ones unless they ``may_differ``.
+        Other ones, and another order, begin at their first sample.  Raises UserError for these unless they
+        ``may_differ``.
         """
-        changes = list(changed(self.datasets, now))
+        changes = self.changes(now, order)
         if not changes:
-            return self
+            return replace(self, order=order)
         if not may_differ:
             raise UserError(
                 f"the data are not those of the checkpoint: {'; '.join(changes)}.  So the order of the samples is "
-                f"another one, and which were trained on cannot be told: give the same data; or add --allow-new-data, "
-                f"which goes on with these from their first sample; or --finetune, which starts at step 0.")
-        return TrainedOn(tuple(now), consumed_samples)
+                f"another one, and which were trained on cannot be told: give the same data and --seed; or add "
+                f"--allow-new-data, which goes on with these from their first sample; or --finetune, which starts at "
+                f"step 0.")
+        return TrainedOn(tuple(now), consumed_samples, order)
+
+    def changes(self, now: Sequence[Contents], order: str) -> list[str]:
+        """How the datasets ``now`` in this ``order`` differ, one sentence each."""
+        other = [] if self.order in (None, order) else [f"the samples were {self.order}, and are {order} now"]
+        return [*changed(self.datasets, now), *other]
 
 
 def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from mm.config.data import DataConfig
 from mm.config.run import Run
 from mm.data.balance import Groups, HasSizes, Sizes, dealt, even_groups, even_packs, spread
 from mm.data.bucket import bucket_stream, sorted_in_turn
@@ -23,6 +24,17 @@ PACKS_OF_STAGE = 4
 A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: a fifth at most with four
 for each stage.  Twice as many would save up to a tenth more, and leave half the tokens in each.
 """
+
+
+def told_order(run: Run) -> str:
+    """In which order the samples come, for people and for checkpoints: all of it that settings decide."""
+    how = f"shuffled by --seed {run.args.seed}" if run.data.is_shuffled else "in the order of the files"
+    return f"in buckets of like cost, {how}" if _has_buckets(run.data) else how
+
+
+def _has_buckets(data: DataConfig) -> bool:
+    is_dealt = data.packs or data.is_balanced or data.priority_mode == "data_reordering_img"
+    return data.needs_lengths and not is_dealt
 
 
 def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> Order:
@@ -44,6 +56,7 @@ def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int)
         elif data.priority_mode == "data_reordering_img":
             deal = partial(sorted_in_turn, sizes=sizes, micro_batch_size=micro_batch_size, dp_size=dp_size)
         else:
+            assert _has_buckets(data), "there is no other sampler that needs lengths"
             stream = bucket_stream(sizes.all_costs(), args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
 

@@ -31,6 +31,7 @@ from mm.model.load import fill, set_weight
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
+from mm.training.schedule import Schedule
 from mm.training.step import Parts
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
@@ -52,6 +53,8 @@ class Progress:
     """Of the validations until then."""
     run_id: str | None = None
     """Of the run that saves; None where an older version began it."""
+    schedule: Schedule | None = None
+    """Of the learning rate; ``load`` leaves it to ``mm.training.schedule``, which asks the settings too."""
 
 
 Values = Callable[[], Tensor]
@@ -108,6 +111,7 @@ def save(
             base=base,
             best=dataclasses.asdict(progress.best),
             run_id=progress.run_id,
+            schedule=progress.schedule and progress.schedule.to_json(),
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:

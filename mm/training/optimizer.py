@@ -1,8 +1,6 @@
-"""The learning-rate schedule, and megatron's Adam over one stage with torch's fused kernel."""
+"""Megatron's Adam over one stage, with torch's fused kernel."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -11,34 +9,6 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch import nn
 
 from mm.weights.groups import Group
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """The schedule as a pure function of how many samples were consumed before the step (Megatron's rule)."""
-
-    max_lr: float
-    min_lr: float
-    warmup_init: float
-    warmup_samples: float
-    decay_samples: float
-    decay_style: str
-    """"constant", "linear", "cosine" or "inverse-square-root"."""
-
-    def at(self, consumed_samples: int) -> float:
-        """The rate of the step that begins after ``consumed_samples``."""
-        if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
-            return self.warmup_init + (self.max_lr - self.warmup_init) * consumed_samples / self.warmup_samples
-        if self.decay_style == "constant":
-            return self.max_lr
-        if consumed_samples > self.decay_samples:
-            return self.min_lr
-        if self.decay_style == "inverse-square-root":
-            warmup, now = max(self.warmup_samples, 1), max(consumed_samples, 1)
-            return max(self.min_lr, self.max_lr * math.sqrt(warmup / now))
-        ratio = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        coefficient = 1.0 - ratio if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
 
 def build_optimizer(

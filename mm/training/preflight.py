@@ -20,15 +20,17 @@ from mm.config.command_line import flag_name
 from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
-from mm.data.contents import TrainedOn, changed
+from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset, Part, datasets, notes_of
 from mm.data.encode import SampleEncoder, image_processor
 from mm.data.gauge import Gauge
 from mm.data.quarantine import too_many_bad
 from mm.data.sample import Image
+from mm.data.sampler import told_order
 from mm.errors import UserError, collected
 from mm.scoring.questions import read_items
 from mm.training.saves import save_problems
+from mm.training.schedule import scheduled
 from mm.training.sources import open_start
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
@@ -58,6 +60,7 @@ def file_problems(run: Run, notes: list[str]) -> list[str]:
                     if start.adapters.base_crc32 is not None:
                         check_base(start.adapters, start.model)
                 problems += save_problems(run, start)
+                scheduled(run, start)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)
@@ -151,9 +154,9 @@ def _data_notes(run: Run, dataset: Dataset) -> list[str]:
     if data is None:
         return []
     then, now = TrainedOn.from_json(data), dataset.contents()
-    then.followed_by(now, 0, args.allow_new_data)
-    return [f"--allow-new-data: {change}; training goes on with the first sample" for change in changed(
-        then.datasets, now)]
+    then.followed_by(now, told_order(run), 0, args.allow_new_data)
+    return [f"--allow-new-data: {change}; training goes on with the first sample"
+            for change in then.changes(now, told_order(run))]
 
 
 def _picture_notes(run: Run, dataset: Dataset) -> list[str]:

@@ -22,7 +22,7 @@ from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner, planned_steps
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
-from mm.data.sampler import order_of_dataset
+from mm.data.sampler import order_of_dataset, told_order
 from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device, peak_flops
 from mm.device.facts import device_facts, sdpa_backend
@@ -40,12 +40,11 @@ from mm.training import checkpoint as state
 from mm.training.claim import Claim
 from mm.training.keeper import FeatureKeeper
 from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
-from mm.training.optimizer import LearningRate
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
 from mm.training.saves import BEST
 from mm.training.sources import qkv_order
-from mm.training.start import start
+from mm.training.start import settle, start
 from mm.training.step import step
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import validate
@@ -72,31 +71,24 @@ class Trainer:
         self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None
     ) -> None:
         """``claim`` is this rank's hold on the directories that the run writes."""
-        args, self.run, self.device = run.args, run, device
-        self._claim = claim or Claim()
-        self.mesh, self.watchdog = mesh, watchdog
+        self.device, self.mesh, self.watchdog, self._claim = device, mesh, watchdog, claim or Claim()
         self.reports = self.mesh.rank == self.mesh.world_size - 1
         """Whether this rank writes logs: the last one, as in Megatron."""
         self.validation: ValidationPlan | None = None
         """Known with the data; None without validation."""
+        self.run, sources, self.schedule = settle(run, mesh, self._say)
+        run, args = self.run, self.run.args
         stage = Stage(run.model, self.mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
-        started = start(run, stage, self.mesh, self._say)
+        started = start(run, sources, self.schedule, stage, self.mesh, self._say)
         self.parts, self.progress, self.base = started.parts, started.progress, started.base
         self.checkpoint = started.checkpoint
         """The training checkpoint that holds the weights as they are now."""
         watchdog.follow(self.parts.stage.journal, self.parts.communicator)
-        self.learning_rate = LearningRate(
-            max_lr=args.lr,
-            min_lr=args.min_lr,
-            warmup_init=args.lr_warmup_init,
-            warmup_samples=run.lr_warmup_iters * run.global_batch_size,
-            decay_samples=run.lr_decay_iters * run.global_batch_size,
-            decay_style=args.lr_decay_style,
-        )
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.metrics = None
         if self.reports:
-            facts = {**resolved(run), "ran_on": self._ran_on(), "optimizer_groups": group_facts(args, run.model)}
+            facts = {**resolved(run), "schedule": self.schedule.to_json(), "ran_on": self._ran_on(),
+                     "optimizer_groups": group_facts(args, run.model)}
             self.metrics = MetricsWriter(args, facts, self.progress.iteration)
 
     def run_steps(self) -> None:
@@ -172,8 +164,10 @@ class Trainer:
             known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
             dataset = Dataset(known, skips, gauge, args.seed)
             quarantine = self._quarantine(dataset, dataset.skipped) if skips else None
-            then, now, consumed = self.progress.data, dataset.contents(), self.progress.consumed_samples
-            data = TrainedOn(now) if then is None else then.followed_by(now, consumed, args.allow_new_data)
+            then, now, order = self.progress.data, dataset.contents(), told_order(run)
+            consumed = self.progress.consumed_samples
+            data = TrainedOn(now, order=order) if then is None else (
+                then.followed_by(now, order, consumed, args.allow_new_data))
             own_run = replace(run, notes=())  # notes do not pickle
             make_order = partial(order_of_dataset, own_run, dataset, mesh.dp_rank, consumed - data.began_at)
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
@@ -292,7 +286,7 @@ class Trainer:
         if self.run.model.lora.dropout:
             plan = replace(plan, dropout_seed=seed_of(self.run.args.seed, iteration))
         try:
-            result = step(self.parts, plan, self.learning_rate.at(self.progress.consumed_samples))
+            result = step(self.parts, plan, self.schedule.at(self.progress.consumed_samples))
         except AgreedError as error:
             raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
         consumed = self.progress.consumed_samples + self.run.global_batch_size

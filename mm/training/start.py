@@ -14,6 +14,7 @@ from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.saves import continued, new_run_id, tidy_up
+from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, open_start
 from mm.training.step import Parts
 from mm.weights.trained import saved_among
@@ -34,15 +35,33 @@ class Start:
     """Of adapters: path and checksum of the model that they stand beside; None where that is random."""
 
 
-def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Start:
-    """Fill ``stage`` and build what is around it, and go on from a training checkpoint; ``say`` reports to the user.
+def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sources, Schedule]:
+    """Open what the run starts from, and settle with which schedule of the learning rate; ``say`` reports to the user.
+
+    Every rank calls it together; a mistake on one raises the same UserError on all.
+    """
+    for note in on_first(mesh, lambda: tidy_up(run)):
+        say(f"note: {note}")
+
+    def find() -> tuple[Run, Sources, Schedule, tuple[str, ...]]:
+        sources = open_start(run)
+        settled, schedule, notes = scheduled(run, sources)
+        return settled, sources, schedule, notes
+
+    settled, sources, schedule, notes = together(mesh, find)
+    for note in notes:
+        say(f"note: {note}")
+    return settled, sources, schedule
+
+
+def start(
+    run: Run, sources: Sources, schedule: Schedule, stage: Stage, mesh: Mesh, say: Callable[[str], None]
+) -> Start:
+    """Fill ``stage`` and build what is around it, and go on from a training checkpoint, after ``settle``.
 
     Every rank calls it together; a mistake on one raises the same UserError on all.
     """
     args = run.args
-    for note in on_first(mesh, lambda: tidy_up(run)):
-        say(f"note: {note}")
-    sources = together(mesh, lambda: open_start(run))
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base, whole = None, sources.model
@@ -73,7 +92,7 @@ def start(run: Run, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Sta
             "goes on as if these were the same")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
-    return replace(started, base=base, progress=replace(started.progress, run_id=run_id))
+    return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=schedule))
 
 
 def _progress(run: Run, parts: Parts, sources: Sources) -> Start:

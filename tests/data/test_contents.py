@@ -12,6 +12,8 @@ from mm.errors import UserError
 
 A, B, C = (Contents(f"{name}.json", f"sha of {name}", 10, f"samples of {name}") for name in "abc")
 
+ORDER = "shuffled by --seed 3"
+
 CHANGES = {
     "nothing": ((A, B), (A, B), []),
     "another name": ((A, B), (replace(A, dataset="moved/a.json"), B), []),
@@ -40,12 +42,21 @@ def test_other_data_are_refused_or_begin_anew():
     before = TrainedOn((A, B), began_at=40)
     assert TrainedOn.from_json(json.loads(json.dumps(before.to_json()))) == before
     for allowed in (False, True):
-        assert before.followed_by((A, B), 100, allowed) == before
+        assert before.followed_by((A, B), ORDER, 100, allowed) == replace(before, order=ORDER)  # did not say
     with pytest.raises(UserError, match=r"not those of the checkpoint: b.json .* missing; c.json .* is new.  So the "
                                         r"order .* --allow-new-data, .*; or --finetune"):
-        before.followed_by((A, C), 100, False)
-    after = before.followed_by((A, C), 100, True)
-    assert after == TrainedOn((A, C), began_at=100) and after.followed_by((A, C), 160, True) == after
+        before.followed_by((A, C), ORDER, 100, False)
+    after = before.followed_by((A, C), ORDER, 100, True)
+    assert after == TrainedOn((A, C), 100, ORDER) and after.followed_by((A, C), ORDER, 160, True) == after
+
+
+def test_another_order_is_refused_or_begins_anew():
+    before = TrainedOn((A, B), 40, ORDER)
+    other = "shuffled by --seed 5"
+    with pytest.raises(UserError, match=r"the samples were shuffled by --seed 3, and are shuffled by --seed 5 now.  So "
+                                        r".* give the same data and --seed; or add --allow-new-data"):
+        before.followed_by((A, B), other, 100, False)
+    assert before.followed_by((A, B), other, 100, True) == TrainedOn((A, B), 100, other)
 
 
 def test_contents_of_a_dataset(write_dataset, model_config, tmp_path):

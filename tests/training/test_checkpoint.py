@@ -65,7 +65,8 @@ def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
     assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2
     assert measured["different"] == [] and measured["num_compared"] > 20
     assert measured["is_random_equal"] and measured["best"] == [2.5, 1, 3, "these"]
-    assert measured["progress"] == {"iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None}
+    assert measured["progress"] == {
+        "iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None, "schedule": None}
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups"])

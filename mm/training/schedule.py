@@ -1,0 +1,175 @@
+"""The learning rate over a run, and what becomes of it when the run goes on with other settings.
+
+Megatron's rules: a setting of the schedule that differs from the checkpoint's is an error, unless one of two flags says
+which counts.  Pure functions; neither megatron nor a device is needed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from checkpoint.formats.source import Kind
+from checkpoint.formats.training import stated
+from mm.config.model import Rates
+from mm.config.run import Run
+from mm.errors import UserError
+from mm.training.sources import Sources
+
+_PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
+_MODULES = ("lr_scale_modules", "lr_mult", "weight_decay_exclude_modules")
+OVERRIDE, USE_CHECKPOINT = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The schedule as a pure function of how many samples were consumed before the step (Megatron's rule)."""
+
+    max_lr: float
+    min_lr: float
+    warmup_init: float
+    warmup_samples: float
+    decay_samples: float
+    decay_style: str
+    """"constant", "linear", "cosine" or "inverse-square-root"."""
+
+    def at(self, consumed_samples: int) -> float:
+        """The rate of the step that begins after ``consumed_samples``."""
+        if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
+            return self.warmup_init + (self.max_lr - self.warmup_init) * consumed_samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if consumed_samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            warmup, now = max(self.warmup_samples, 1), max(consumed_samples, 1)
+            return max(self.min_lr, self.max_lr * math.sqrt(warmup / now))
+        ratio = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        coefficient = 1.0 - ratio if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a run does to learning rates and weight decay; its checkpoints keep it."""
+
+    learning_rate: LearningRate
+    weight_decay: float
+    parts: Mapping[str, Mapping[str, float | None]]
+    """Part of the model -> its own "lr" and "weight_decay", or None for those above."""
+    modules: Mapping[str, Any]
+    """The flags that change rates of single weights, by the names of their fields."""
+    global_batch_size: int
+    """For messages: the schedule itself counts samples."""
+    began_at: int = 0
+    """Samples that were consumed before it began."""
+
+    @classmethod
+    def of(cls, run: Run, began_at: int = 0) -> "Schedule":
+        """What the settings say."""
+        args, model = run.args, run.model
+        learning_rate = LearningRate(
+            max_lr=args.lr,
+            min_lr=args.min_lr,
+            warmup_init=args.lr_warmup_init,
+            warmup_samples=run.lr_warmup_iters * run.global_batch_size,
+            decay_samples=run.lr_decay_iters * run.global_batch_size,
+            decay_style=args.lr_decay_style,
+        )
+        parts = {part: asdict(getattr(model, part).rates) for part in _PARTS}
+        modules = {name: getattr(args, name) for name in _MODULES}
+        return cls(learning_rate, args.weight_decay, parts, modules, run.global_batch_size, began_at)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Schedule":
+        """The inverse of ``to_json``."""
+        modules = {name: tuple(value) if isinstance(value, list) else value
+                   for name, value in content["modules"].items()}
+        return cls(**{**content, "learning_rate": LearningRate(**content["learning_rate"]), "modules": modules})
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest keeps it."""
+        return asdict(self)
+
+    def at(self, consumed_samples: int) -> float:
+        """The rate of the step that begins after ``consumed_samples``."""
+        return self.learning_rate.at(consumed_samples - self.began_at)
+
+    def put_into(self, run: Run) -> Run:
+        """``run`` with the rates of this schedule; how long it lasts only the schedule itself says."""
+        rate = self.learning_rate
+        args = replace(run.args, lr=rate.max_lr, min_lr=rate.min_lr, lr_warmup_init=rate.warmup_init,
+                       lr_decay_style=rate.decay_style, weight_decay=self.weight_decay, **self.modules)
+        parts = {part: replace(getattr(run.model, part), rates=Rates(**self.parts[part])) for part in _PARTS}
+        return replace(run, args=args, model=replace(run.model, **parts))
+
+
+def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...]]:
+    """The run with the rates that count, their schedule, and notes for the user.
+
+    Raises UserError naming each setting that is not the checkpoint's, unless the user says which counts.
+    """
+    args, trained, now = run.args, sources.trained(run), Schedule.of(run)
+    if trained is None or trained.iteration is None or args.finetune:
+        return run, now, ()
+    if args.no_load_optim:
+        consumed = trained.consumed_samples
+        began_at = trained.iteration * run.global_batch_size if consumed is None else consumed
+        return run, replace(now, began_at=began_at), (
+            f"--no-load-optim: the learning rate's schedule begins anew after iteration {trained.iteration}, as in "
+            f"Megatron",)
+    content = stated(trained.path).get("schedule") if trained.kind is Kind.TRAINING else None
+    if content is None:
+        return run, now, (f"{trained.path}, which an older version saved, does not say its learning rate's schedule; "
+                          f"the command line's counts",)
+    then = Schedule.from_json(content)
+    changes = list(changed(then, now)) if trained.iteration < args.train_iters else []  # else nothing is trained
+    if args.override_opt_param_scheduler:
+        return run, replace(now, began_at=then.began_at), tuple(f"{OVERRIDE}: {change}" for change in changes)
+    if changes and not args.use_checkpoint_opt_param_scheduler:
+        raise UserError(
+            f"the learning rate's schedule is not that of the checkpoint {trained.path}: {'; '.join(changes)}.  Give "
+            f"the same settings; or add {USE_CHECKPOINT}, which goes on with those of the checkpoint; or {OVERRIDE}, "
+            f"which takes those of the command line from here on; or --finetune, which starts at step 0.")
+    notes = tuple(f"{USE_CHECKPOINT} goes on with the checkpoint's settings: {change}" for change in changes)
+    return then.put_into(run), then, notes
+
+
+def changed(then: Schedule, now: Schedule) -> Iterator[str]:
+    """What is otherwise now and has an effect, by the names of the flags and with both values."""
+    one, other, batches = then.learning_rate, now.learning_rate, (then.global_batch_size, now.global_batch_size)
+    decays = other.decay_style != "constant" or one.decay_style != "constant"
+    simple = [("--lr", one.max_lr, other.max_lr), ("--lr-decay-style", one.decay_style, other.decay_style),
+              ("--weight-decay", then.weight_decay, now.weight_decay)]
+    simple += [("--min-lr", one.min_lr, other.min_lr)] if decays else []
+    simple += [("--lr-warmup-init", one.warmup_init, other.warmup_init)] if other.warmup_samples else []
+    for name, before, after in simple:
+        if before != after:
+            yield f"{name} was {_shown(before)} and is {_shown(after)} now"
+    flags = "--lr-warmup-iters or --lr-warmup-fraction"
+    yield from _longer(f"the warm-up ({flags})", one.warmup_samples, other.warmup_samples, *batches)
+    if decays:
+        flags = "--lr-decay-iters, or without it --train-iters"
+        yield from _longer(f"the decay ({flags})", one.decay_samples, other.decay_samples, *batches)
+    for part, name in _PARTS.items():
+        for key, word in (("lr", "learning rate"), ("weight_decay", "weight decay")):
+            before, after = then.parts[part][key], now.parts[part][key]
+            if before != after:
+                yield f"the {word} of {name} was {_shown(before)} and is {_shown(after)} now"
+    for name in _MODULES:
+        if then.modules[name] != now.modules[name]:
+            flag = "--" + name.replace("_", "-")
+            yield f"{flag} was {_shown(then.modules[name])} and is {_shown(now.modules[name])} now"
+
+
+def _longer(what: str, before: float, after: float, batch_before: int, batch_after: int) -> Iterator[str]:
+    if not math.isclose(before, after, rel_tol=1e-9):  # a fraction of iterations, times samples, rounds
+        yield (f"{what} ended after {before:g} samples ({before / batch_before:g} steps x --global-batch-size "
+               f"{batch_before}) and ends after {after:g} now ({after / batch_after:g} x {batch_after})")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "that of the others"
+    return " ".join(value) or "absent" if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else (
+        str(value))
