@@ -58,7 +58,8 @@ def measure(directory: Path, side: int, num_epochs: int) -> list[dict]:
         *(word for flag, name in paths.items() for word in (flag, str(directory / name))),
     ]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True)
-    return [json.loads(line) for line in (directory / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (directory / "logs" / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == "step"]
 
 
 def main() -> None:

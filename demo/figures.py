@@ -30,7 +30,7 @@ class Answer:
 
 
 def draw_loss(records: list[dict], resumed_after: int, layouts: tuple[str, str], path: Path) -> None:
-    """The training loss over the iterations; ``records`` are the lines of metrics.jsonl.
+    """The training loss over the iterations; ``records`` are the steps of metrics.jsonl.
 
     A line marks ``resumed_after``, the iteration after which the second of ``layouts`` took over.
     """

@@ -233,9 +233,9 @@ def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: t
 
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:
-    """The lines of metrics.jsonl; DemoError unless both parts together hold every iteration exactly once."""
+    """The steps of metrics.jsonl; DemoError unless both parts together hold every iteration exactly once."""
     lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [row for row in map(json.loads, lines) if row["kind"] == "step"]
     iterations = [record["iteration"] for record in records]
     if iterations != list(range(1, plan.train_iters + 1)):
         raise DemoError(f"metrics.jsonl holds iterations {iterations}; expected 1 to {plan.train_iters}, once each")

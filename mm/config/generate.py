@@ -18,6 +18,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, DeviceName, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
+from mm.config.launcher import launched_ranks, launcher_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, Read, fields_of
 from mm.errors import UserError, collected, refuse
 
@@ -224,11 +225,9 @@ def read_asking(
     if not found:
         raise UserError(problems)
     (args,) = found
-    launched = environment.get("WORLD_SIZE", "1")
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
-    asking = Asking(args, inference and inference.value, data and data.value,
-                    int(launched) if launched.isdecimal() else 1, notes)
-    return asking, [*problems, *_problems(args)]
+    asking = Asking(args, inference and inference.value, data and data.value, launched_ranks(environment) or 1, notes)
+    return asking, [*problems, *launcher_problems(environment), *_problems(args)]
 
 
 def _problems(args: ModelArguments) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.flags import TRAIN, Arguments, flag_problems
+from mm.config.launcher import launched_ranks, launcher_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
 from mm.config.notes import NoEffect
@@ -148,8 +149,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     if not (args and model and data):
         raise UserError(problems)
     problems += _world_problems(args, environment)
-    launched = environment.get("WORLD_SIZE", "")
-    world_size = world_size or (int(launched) if _is_count(launched) else args.world_size or 1)
+    world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *_frozen_notes(args, model.value),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
@@ -181,10 +181,6 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
     return None
 
 
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and int(text) >= 1
-
-
 def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator[str]:
     """How the launcher's environment contradicts itself or the flags: a run would wait in vain for missing ranks."""
     launched = environment.get("WORLD_SIZE")
@@ -197,9 +193,8 @@ def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator
         if not given and args.world_size not in (None, 1):
             yield (f"--world-size is {args.world_size}, but no launcher started these ranks (WORLD_SIZE is not set); "
                    f"start them with torchrun, or add --dry-run")
-    if launched is not None and not _is_count(launched):
-        yield f"The environment variable WORLD_SIZE is {launched!r}; expected the number of ranks"
-    elif launched is not None and args.world_size not in (None, int(launched)):
+    yield from launcher_problems(environment)
+    if launched_ranks(environment) is not None and args.world_size not in (None, launched_ranks(environment)):
         yield (f"--world-size is {args.world_size}, but the launcher started {launched} ranks (WORLD_SIZE); leave the "
                f"flag out, or unset the variable for a dry run")
 

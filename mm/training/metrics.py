@@ -5,6 +5,7 @@ The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with 
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -175,15 +176,14 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "run.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
         path = directory / "metrics.jsonl"
-        kept = _rows_before(path, first_iteration)
-        self._file: TextIO = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
+        _keep_before(path, first_iteration)
+        self._file: TextIO = path.open("a", encoding="utf-8")
         self._trackers = open_trackers(args, resolved)
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line when it is due."""
         self._since_line.append(step)
-        self._store({**asdict(step), "num_skipped": _num_skipped(self._since_line)},
+        self._store("step", {**asdict(step), "num_skipped": _num_skipped(self._since_line)},
                     "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu")
         args = self._args
         if step.iteration % args.log_interval == 0:
@@ -192,17 +192,17 @@ class MetricsWriter:
 
     def write_validation(self, found: ValidationMetrics) -> None:
         """Store and print one validation: a row of its own, after that of its step."""
-        self._store(asdict(found), "validation_loss")
+        self._store("validation", asdict(found), "validation_loss")
         print(validation_line(found), flush=True)
 
     def write_score(self, found: ScoreMetrics, benchmark: str) -> None:
         """The same of the answers to the questions of ``benchmark``."""
-        self._store(asdict(found), "validation_score_percent")
+        self._store("score", asdict(found), "validation_score_percent")
         print(score_line(found, benchmark), flush=True)
 
-    def _store(self, row: Mapping[str, Any], *shown: str) -> None:
+    def _store(self, kind: str, row: Mapping[str, Any], *shown: str) -> None:
         """``shown``: what trackers are given, where it is known."""
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({"kind": kind, **row}) + "\n")
         self._file.flush()
         values = {name: row[name] for name in shown if row[name] is not None}
         for tracker in self._trackers if values else ():
@@ -214,16 +214,26 @@ class MetricsWriter:
             tracker.close()
 
 
-def _rows_before(path: Path, iteration: int) -> list[str]:
-    """Rows of an earlier run of the same training up to ``iteration``; a fresh start moves the file aside."""
+def _keep_before(path: Path, iteration: int) -> None:
+    """Leave the rows of an earlier run of the same training up to ``iteration``; a fresh start moves the file aside.
+
+    At every moment the file is there whole, with the rows that are dropped or without them.
+    """
     if not path.exists():
-        return []
+        return
     if iteration == 0:
         written = datetime.fromtimestamp(path.stat().st_mtime)
         path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
-        return []
+        return
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
-        return [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
+        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
+    if kept != rows:
+        part = path.with_name(f".{path.name}.part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)

@@ -372,16 +372,18 @@ class Trainer:
             return
         passing = f"{next(iter(targets.values()))}.checkpoint"
         is_saved = self.checkpoint is not None
-        source = self.checkpoint or self._save(passing, weights_only=True)
 
-        def write() -> None:
+        def write(source: Path) -> None:
             for flag, path in targets.items():
                 self._export(source, path, flag == "--export-merged-hf")
-            if not is_saved:
-                remove(passing)
 
-        self._say(f"exporting {source} to {' and '.join(targets.values())}")
-        on_first(self.mesh, write)
+        try:
+            source = self.checkpoint or self._save(passing, weights_only=True)
+            self._say(f"exporting {source} to {' and '.join(targets.values())}")
+            on_first(self.mesh, lambda: write(source))
+        finally:
+            if not is_saved and self.mesh.rank == 0 and Path(passing).is_dir():
+                remove(passing)
 
     def _export(self, source: Path, target: str, is_merged: bool) -> None:
         run = self.run

@@ -125,13 +125,15 @@ def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
     found_inf = (~sums.isfinite().all()).float()
     for one in inner:
         max_norm, adam = one.config.clip_grad, one.optimizer
-        adam.found_inf = found_inf
+        switches = {"found_inf": found_inf}
         if max_norm > 0.0:  # the kernel divides by it
-            adam.grad_scale = ((sums[1].sqrt() + _NORM_EPSILON) / max_norm).clamp(min=1.0)
-        adam.step()
-        del adam.found_inf
-        if max_norm > 0.0:
-            del adam.grad_scale
+            switches["grad_scale"] = ((sums[1].sqrt() + _NORM_EPSILON) / max_norm).clamp(min=1.0)
+        vars(adam).update(switches)
+        try:
+            adam.step()
+        finally:
+            for name in switches:
+                delattr(adam, name)
 
 
 def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:

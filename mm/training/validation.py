@@ -90,6 +90,8 @@ def evaluating(parts: Parts) -> Iterator[None]:
         if model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)
         model.eval()
-    yield
-    for model in parts.models:
-        model.train()
+    try:
+        yield
+    finally:
+        for model in parts.models:
+            model.train()

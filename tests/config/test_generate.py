@@ -37,6 +37,18 @@ def asking(tmp_path: Path, *argv: str):
     return load_asking(["--load", str(tmp_path), *argv], environment={})
 
 
+@pytest.mark.parametrize(("text", "number"), [("2", 2), ("0", None), ("x", None), ("", None)])
+def test_a_broken_number_of_ranks_is_refused(tmp_path: Path, text: str, number: int | None):
+    def load():
+        return load_asking(["--load", str(tmp_path), "--prompt", "Hello"], environment={"WORLD_SIZE": text})
+
+    if number is not None:
+        assert load().world_size == number
+        return
+    with pytest.raises(UserError, match=rf"The environment variable WORLD_SIZE is '{text}'; expected the number of ra"):
+        load()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_inference_json_loads(size: str):
     inference = read_inference(EXAMPLES / f"inference_qwen2_5_vl_{size}.json").value

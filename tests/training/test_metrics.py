@@ -7,9 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from mm.config.flags import parse
-from mm.training.metrics import MetricsWriter, StepMetrics, log_line
+from mm.training.metrics import (
+    MetricsWriter,
+    ScoreMetrics,
+    StepMetrics,
+    ValidationMetrics,
+    _keep_before,
+    log_line,
+)
 from mm.training.timeline import TIMED, seconds_key
 from tests.files import json_lines
+from tests.killed import run_killed
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
@@ -85,5 +93,34 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
     MetricsWriter(args, {}, 0).close()
     aside = [path for path in tmp_path.glob("metrics_*.jsonl")]
+    assert {row["kind"] for row in rows} == {"step"}
     assert (tmp_path / "metrics.jsonl").read_text() == "" and len(aside[0].read_text().splitlines()) == 7
     assert list((tmp_path / "board").iterdir())
+
+
+def test_a_resumed_run_that_is_killed_at_once_has_lost_no_row(tmp_path: Path) -> None:
+    """Whatever change to the disk is the last: the file is there, with all rows that are kept."""
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps({"kind": "step", "iteration": iteration}) + "\n" for iteration in range(1, 6)) + '{"it'
+    point, was_killed = 0, True
+    while was_killed:
+        point += 1
+        path.write_text(rows)
+        was_killed = run_killed(lambda: _keep_before(path, 3), after=point)
+        found = path.read_text()
+        assert found in (rows, "".join(rows.splitlines(keepends=True)[:3]))
+    assert point > 2 and found != rows
+    _keep_before(path, 3)
+    assert [row["iteration"] for row in json_lines(path)] == [1, 2, 3]
+
+
+def test_rows_say_what_they_are_of(tmp_path: Path) -> None:
+    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
+                  "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
+    writer = MetricsWriter(args, {}, 0)
+    writer.write(STEP)
+    writer.write_validation(ValidationMetrics(5, 960, 1.0, 3, 4, 0.1, 1.0, 5))
+    writer.write_score(ScoreMetrics(5, 960, 50.0, 2, 0, 0.1), "DocVQA")
+    writer.close()
+    rows = json_lines(tmp_path / "metrics.jsonl")
+    assert [(row["kind"], row["iteration"]) for row in rows] == [("step", 5), ("validation", 5), ("score", 5)]

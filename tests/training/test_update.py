@@ -203,6 +203,31 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
     assert float(engine.parts.optimizer.get_loss_scale()) == 512.0
 
 
+def test_an_error_in_adam_leaves_no_switch_behind(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(Device, "fp32")
+    (adam,) = {one.optimizer for one in engine.parts.optimizer.chained_optimizers}
+    seen: list[set[str]] = []
+
+    def fails(*_: object) -> None:
+        seen.append({"found_inf", "grad_scale"} & vars(adam).keys())
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(adam, "step", fails)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert seen == [{"found_inf", "grad_scale"}] and seen[0].isdisjoint(vars(adam))
+
+
+def test_an_error_in_a_validation_leaves_the_model_in_training(build) -> None:
+    from mm.training.validation import evaluating
+
+    parts = build(Device, "fp32").parts
+    with pytest.raises(KeyError), evaluating(parts):
+        assert not any(model.training for model in parts.models)
+        raise KeyError("a sample")
+    assert all(model.training for model in parts.models)
+
+
 def test_only_torchs_fused_adam_is_trusted_with_the_clip() -> None:
     """apex's and TransformerEngine's take both words and look at neither."""
     from mm.training.update import clips_in_adam

@@ -1,9 +1,7 @@
 """Training checkpoints as files: whole or not at all wherever a process is killed, each run's own, tidied up."""
 
-import contextlib
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from checkpoint.formats import training as files
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel
+from tests.killed import run_killed
 
 
 def manifest(iteration: int, pieces: list[files.Piece], run_id: str | None) -> files.Manifest:
@@ -35,38 +34,6 @@ def small_value(directory: Path) -> tuple[str, float]:
     values = {float(value) for name in ("a", "b") for value in stored.read_random(name)}
     assert len(values) == 1
     return stored.path.name, values.pop()
-
-
-CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink")
-
-
-def run_killed(action, after: int) -> bool:
-    """Run ``action`` in a process that kills itself right before its ``after``-th change to the disk.
-
-    Returns whether it was killed; it was not when it makes fewer changes.
-    """
-    child = os.fork()
-    if child == 0:
-        remaining = after
-
-        def dying(real):
-            def call(*arguments, **options):
-                nonlocal remaining
-                remaining -= 1
-                if remaining == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **options)
-            return call
-
-        with contextlib.suppress(BaseException):
-            for name in CHANGES_DISK:
-                setattr(os, name, dying(getattr(os, name)))
-            action()
-            os._exit(0)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 @pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
