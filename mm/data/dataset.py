@@ -76,7 +76,9 @@ class _Records:
             media = self.reader.read(number, row).media
         return BadSample(
             file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
-            self.name(number), next((path for path in (str(item.path) for item in media) if path in reason), None),
+            self.name(number),
+            min((path for item in media for path in map(str, item.contents) if path in reason), key=reason.find,
+                default=None),
             _cut(reason))
 
     def name(self, number: int) -> str | int | None:

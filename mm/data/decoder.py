@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from mm.data.animation import animation_frames, animation_header, is_animation
 from mm.data.video_file import Pixels, VideoHeader, Wanted, read_header
 from mm.data.video_frames import BACKENDS, missing_backend
 from mm.errors import UserError, refuse
@@ -182,7 +183,8 @@ def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
 
 def _send_header(request: dict[str, Any], replies: IO[bytes]) -> None:
     with _Alarm(request["limit_seconds"]):
-        header = vars(read_header(request["path"], request["is_upright"]))
+        path = request["path"]
+        header = vars(animation_header(path) if is_animation(path) else read_header(path, request["is_upright"]))
     arrays = {name: header.pop(name) for name in _ARRAYS}
     fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
     lengths = {name: len(array) for name, array in arrays.items()}
@@ -193,7 +195,8 @@ def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
     """As many as are wanted, and nothing behind the last one, which would answer the next request."""
     wanted = request["wanted"]
     wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
-    frames = BACKENDS[request["backend"]](request["path"], wanted)
+    path = request["path"]
+    frames = animation_frames(path, wanted) if is_animation(path) else BACKENDS[request["backend"]](path, wanted)
     _tell(replies, {})
     alarm = _Alarm(request["limit_seconds"])
     for _ in wanted.times:

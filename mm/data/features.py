@@ -147,8 +147,10 @@ def used_bytes(directory: str) -> int:
     return total
 
 
-def _content(path: str | Inline) -> str:
-    """Of the bytes of a media file, which a record may hold itself."""
+def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
+    """Of the bytes of a media file, which a record may hold itself, or of the pictures that are a video's frames."""
+    if isinstance(path, tuple):
+        return hashlib.sha256(",".join(map(_content, path)).encode()).hexdigest()
     if isinstance(path, Inline):
         return hashlib.sha256(path.content).hexdigest()
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mm.config.data import Attributes
-from mm.data.parts import Parts, parts_of, shown
+from mm.data.parts import Parts, listed_frames, parts_of, shown
 from mm.data.sample import KINDS, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
@@ -180,8 +180,12 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
         raise UserError(f"ends without a turn of {tags.word('assistant')!r}; there is nothing to learn from it.")
 
 
-def _column(record: dict[str, Any], named: str | None, kind: str) -> list[str]:
-    """The paths in the record's own column of images or videos."""
+Given = str | tuple[str, ...]
+"""The path of a file, or those of the frames of a video."""
+
+
+def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]:
+    """What the record's own column of images or videos names; a list in the one of videos is the frames of one."""
     known = [name for name in dict.fromkeys((named, f"{kind}s", kind)) if name is not None]
     given = [name for name in known if record.get(name) not in (None, [], "")]
     if len(given) > 1:
@@ -190,7 +194,9 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[str]:
         return []
     paths = record[given[0]]
     paths = [paths] if isinstance(paths, str) else paths
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+    if kind == "video" and isinstance(paths, list):
+        paths = [listed_frames(path, f"{given[0]!r} has a video") if isinstance(path, list) else path for path in paths]
+    if not isinstance(paths, list) or not all(isinstance(path, str | tuple) and path for path in paths):
         raise UserError(f"{given[0]!r} is {shown(paths)}; expected a list of paths, one path, or null.")
     return paths
 
@@ -201,7 +207,7 @@ def num_media(record: Mapping[str, Any]) -> dict[str, int]:
     return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
 
 
-def _check_counts(said: list[Said], coming: Mapping[str, list[str]]) -> None:
+def _check_counts(said: list[Said], coming: Mapping[str, list[Given]]) -> None:
     media = [part for _, parts in said for part in parts if not isinstance(part, str)]
     for kind, cls in KINDS.items():
         num_places = sum(isinstance(part, cls) and not part.path for part in media)
@@ -210,13 +216,15 @@ def _check_counts(said: list[Said], coming: Mapping[str, list[str]]) -> None:
                             f"remove or add some.")
 
 
-def _filled(parts: Parts, coming: Mapping[str, Iterator[str]], media: Finder) -> Parts:
+def _filled(parts: Parts, coming: Mapping[str, Iterator[Given]], media: Finder) -> Parts:
     """``parts`` with where their media are; those without a path take the ``coming`` one."""
     filled: list[str | Media] = []
     for part in parts:
         if not isinstance(part, str):
             path = part.path or next(coming[part.kind])
-            assert isinstance(path, str), "a file is found once"
-            part = replace(part, path=media.find(path, part.kind))
+            assert not isinstance(path, Inline), "a file is found once"
+            found = (media.find(path, part.kind) if isinstance(path, str) else
+                     tuple(media.find(str(one), "image") for one in path))
+            part = replace(part, path=found)
         filled.append(part)
     return tuple(filled)

@@ -88,9 +88,9 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     """
     encoder = gauge.encoder
     for part in sample.media:
-        if part not in known and isinstance(part.path, str):
+        if part not in known and part.files == part.contents:  # pictures in records would fill the memory
             known[part] = encoder.planned(part).grid
-    grids = tuple(known[part] if isinstance(part.path, str) else encoder.planned(part).grid for part in sample.media)
+    grids = tuple(known[part] if part in known else encoder.planned(part).grid for part in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
     num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
@@ -116,8 +116,9 @@ def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: i
     limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
     if num_visual > limit and not chat.drops_turns:
         raise UserError(
-            f"its {len(grids)} images and videos take {num_visual} tokens, more than --seq-length {limit} holds; show "
-            f"fewer or smaller ones (image_max_pixels), or raise --seq-length.")
+            f"its {len(grids)} images and videos alone take {num_visual} tokens, more than --seq-length {limit} holds, "
+            f"and a picture is never cut (docs/data.md, \"Samples that are too long\"); show fewer or smaller ones "
+            f"(image_max_pixels, video_max_pixels), or raise --seq-length above {num_visual}.")
     if num_targets == 0:
         raise UserError(
             f"no token of its answers is left to learn after the cut at --seq-length {limit}; shorten the sample, or "
@@ -133,7 +134,7 @@ def media_stamps(sample: Sample) -> dict[str, int]:
     depend on them.  Raises UserError when a file is gone.
     """
     try:
-        found = [os.stat(part.path) if isinstance(part.path, str) else None for part in sample.media]
+        found = [os.stat(one) if isinstance(one, str) else None for part in sample.media for one in part.contents]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
     # A picture that stands in its record has that file's content, which names the index.

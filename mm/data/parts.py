@@ -18,6 +18,9 @@ _PLACEHOLDERS = re.compile(f"({'|'.join(_MARKED)})")
 _TYPES = ("text", "image", "video", "image_url", "video_url")
 _WHOLE = ("nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 """Settings that are whole numbers; ``fps`` and the seconds may have a fraction."""
+_CHOOSING = ("nframes", "min_frames", "max_frames", "video_start", "video_end")
+"""Settings that choose frames of a file."""
+_OF_LISTS = ("sample_fps", "raw_fps")
 _MOST = 1e15
 """Of any setting.  No pixels or seconds are more, and whole numbers of a JSON file may be too large to reckon with."""
 _MAY_BE_ZERO = ("min_pixels", "video_start")
@@ -81,11 +84,10 @@ def _part(part: Any, where: str) -> str | Media:
         value = value.get("url") if isinstance(value, dict) else value
         if value is None:
             raise UserError(f"{where} has no 'url' in its {kind!r}; expected the path of a file, or file:///PATH.")
-    if kind == "video" and isinstance(value, list):
-        raise UserError(f"{where} is a video given as a list of pictures, which this version does not read; give a "
-                        f"video file, or the pictures as images.")
-    if value is not None and not (isinstance(value, str) and value):
-        raise UserError(f"{where} has {kind!r} = {shown(value)}; expected the path of a file.")
+    frames = listed_frames(value, f"{where} has {kind!r}") if kind == "video" and isinstance(value, list) else None
+    if frames is None and value is not None and not (isinstance(value, str) and value):
+        raise UserError(f"{where} has {kind!r} = {shown(value)}; expected the path of a file"
+                        f"{', or a list of the paths of its frames' if kind == 'video' else ''}.")
     cls = KINDS[kind.removesuffix("_url")]
     known = [field.name for field in fields(cls) if field.name != "path"]
     settings = {key: one for key, one in part.items() if key not in ("type", kind) and one is not None}
@@ -94,17 +96,34 @@ def _part(part: Any, where: str) -> str | Media:
             hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
             raise UserError(f"{where} has {key!r}, which no {cls.kind} has as a setting{hint}; known: "
                             f"{', '.join(known)}.")
-    return cls(value or "", **_checked(settings, where))
+    path: Any = frames or value or ""
+    return cls(path, **_checked(settings, where, frames is not None))
 
 
-def _checked(settings: dict[str, Any], where: str) -> dict[str, Any]:
+def listed_frames(value: list[Any], what: str) -> tuple[str, ...]:
+    """The frames of a video that is given as a list of pictures; ``what`` begins a message.  Raises UserError."""
+    if not value or not all(isinstance(path, str) and path for path in value):
+        raise UserError(f"{what} = {shown(value)}; expected the paths of its frames, each a picture.")
+    return tuple(value)
+
+
+def _checked(settings: dict[str, Any], where: str, is_listed: bool) -> dict[str, Any]:
     """Settings of a picture or video that have a sense; whole numbers as such."""
+    for key in settings:
+        if is_listed and key in _CHOOSING:
+            raise UserError(f"{where} has {key!r}, but its video is a list of frames, and every one is taken; "
+                            f"list fewer, or give sample_fps, the listed frames of a second.")
+        if not is_listed and key in _OF_LISTS:
+            raise UserError(f"{where} has {key!r}, but its video is no list of frames; give fps, the frames to "
+                            f"take of a second.")
     for key, value in settings.items():
         is_whole = key in _WHOLE
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
         if not is_number or (value == 0 and key not in _MAY_BE_ZERO) or (is_whole and value != int(value)):
             what = f"a {'whole ' * is_whole}number {'of at least' if key in _MAY_BE_ZERO else 'above'} 0"
             raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}, and {_MOST:g} at most.")
+    if {"fps", "sample_fps"} <= settings.keys():
+        raise UserError(f"{where} has both 'fps' and 'sample_fps', which mean the same for a list of frames; keep one.")
     if {"fps", "nframes"} <= settings.keys():
         raise UserError(f"{where} has both 'fps' and 'nframes'; keep one of them.")
     for low, high in _IN_ORDER:

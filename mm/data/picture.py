@@ -7,6 +7,7 @@ brought to, and what becomes of its pixels, is not known here.
 import io
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,18 +28,45 @@ FORMATS = (
 )  # fmt: skip
 """What Pillow itself decodes.  For EPS it would start a PostScript interpreter; WMF it reads on Windows only; of other
 formats it knows the name."""
+_AS_JPEG = "convert it to a JPEG or PNG file"
+_AGAIN = "fetch or copy it again, or remove it"
 _OTHERS = (
-    (b"ftypheic", "HEIC, which Pillow reads with a plugin only"),
-    (b"ftypheix", "HEIC, which Pillow reads with a plugin only"),
-    (b"ftypmif1", "HEIF, which Pillow reads with a plugin only"),
-    (b"<svg", "a drawing (SVG)"),
-    (b"%!PS", "PostScript"),
-    (b"%PDF", "a PDF document"),
-    (b"<html", "a web page"),
-    (b"<!doctype html", "a web page"),
-    (b"git-lfs", "a pointer of Git LFS; fetch the file itself with 'git lfs pull'"),
+    (b"ftyphei", "HEIC, which Pillow reads with a plugin only", _AS_JPEG),
+    (b"ftypmif1", "HEIF, which Pillow reads with a plugin only", _AS_JPEG),
+    (b"ftypavi", "AVIF, damaged or cut short", _AGAIN),
+    (b"jxl \r\n\x87\n", "JPEG XL, which Pillow does not read", _AS_JPEG),
+    (b"ftyp", "a video (MP4 or MOV)", "show it as a video"),
+    (b"\x1aE\xdf\xa3", "a video (Matroska or WebM)", "show it as a video"),
+    (b"<svg", "a drawing (SVG)", _AS_JPEG),
+    (b"%!PS", "PostScript", _AS_JPEG),
+    (b"%PDF", "a PDF document", "convert its pages to JPEG or PNG files"),
+    (b"<html", "a web page", "the download failed: fetch the file itself"),
+    (b"<!doctype html", "a web page", "the download failed: fetch the file itself"),
+    (b"git-lfs", "a pointer of Git LFS", "fetch the file itself with 'git lfs pull'"),
 )
-"""What files that are no pictures begin with, in small letters but for PostScript and PDF, and what they are."""
+"""What a file that is no picture holds in its first bytes (in small letters, but where only capitals can be), what it
+then is, and what mends it."""
+_BEGINNINGS = (
+    (b"\xff\xd8\xff", "JPEG, damaged or cut short", _AGAIN),
+    (b"\x89PNG", "PNG, damaged or cut short", _AGAIN),
+    (b"GIF8", "GIF, damaged or cut short", _AGAIN),
+    (b"RIFF", "WebP, damaged or cut short", _AGAIN),
+    (b"II*\0", "TIFF, damaged or cut short", _AGAIN),
+    (b"MM\0*", "TIFF, damaged or cut short", _AGAIN),
+    (b"BM", "BMP, damaged or cut short", _AGAIN),
+    (b"\0\0\x01\0", "ICO, damaged or cut short", _AGAIN),
+    (b"\xff\x0a", "JPEG XL, which Pillow does not read", _AS_JPEG),
+    (b"\x1f\x8b", "packed by gzip", "unpack it"),
+    (b"PK\x03\x04", "a ZIP archive", "unpack it"),
+    (b"\x93NUMPY", "an array of NumPy", _AS_JPEG),
+    (b"{", "JSON, such as a server's error", "the download failed: fetch the file itself"),
+    (b"<?xml", "XML, such as a server's error", "the download failed: fetch the file itself"),
+    (b"data:image", "base64 text", "write the bytes that it stands for to the file"),
+    (b"iVBORw0KGgo", "base64 text", "write the bytes that it stands for to the file"),
+    (b"/9j/", "base64 text", "write the bytes that it stands for to the file"),
+    (bytes(16), "zeros, as a lost write leaves them", _AGAIN),
+)
+"""The same of what begins with these bytes."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -55,6 +83,13 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
     with _open(path) as image:
         is_turned = is_upright and _turn(image) in _TURNED
         return (image.height, image.width) if is_turned else (image.width, image.height)
+
+
+def format_of(path: str) -> str | None:
+    """How Pillow calls the kind of picture that a file is, as "PNG", or None for what is none."""
+    with suppress(UserError), _open(path) as image:
+        return image.format
+    return None
 
 
 def image_remarks(path: str | Inline) -> list[str]:
@@ -89,7 +124,7 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
         if shallow.mode == "RGB" and "transparency" not in shallow.info:
             decoded = shallow  # as it is: a copy of a large picture takes milliseconds
         else:
-            decoded = _to_rgb(shallow) if on_white else shallow.convert("RGB")
+            decoded = to_rgb(shallow) if on_white else shallow.convert("RGB")
         return decoded if turn is None else decoded.transpose(turn)
 
 
@@ -142,7 +177,9 @@ def _open(path: str | Inline) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        if error.errno is None:  # Pillow's own, of what the file holds
+            raise _damaged(path, error) from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except UserError:
         raise
     except Exception as error:  # Pillow raises errors of many types on odd headers
@@ -167,10 +204,18 @@ def _check_file(path: str, found: os.stat_result) -> None:
 def _beginning(path: str | Inline) -> str:
     with open(path, "rb") if isinstance(path, str) else io.BytesIO(path.content) as stream:
         start = stream.read(200)
-    known = next((what for mark, what in _OTHERS if mark in start or mark in start.lower()), None)
-    if known is not None:
-        return f"it is {known}; give a JPEG or PNG file"
-    return f"it begins with {start[:16]!r}; give a JPEG or PNG file" if start else "it is empty"
+    if not start:
+        return f"it is empty; {_AGAIN}"
+    known = known_content(start)
+    return f"it begins with {start[:16]!r}; give a JPEG or PNG file" if known is None else "it is {}; {}".format(*known)
+
+
+def known_content(start: bytes) -> tuple[str, str] | None:
+    """What a file is that begins with ``start`` and cannot be shown as it is, and what mends it; None if unknown."""
+    for mark, what, cure in _OTHERS:
+        if mark in start or mark in start.lower():
+            return what, cure
+    return next(((what, cure) for mark, what, cure in _BEGINNINGS if start.lstrip().startswith(mark)), None)
 
 
 def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:
@@ -188,7 +233,7 @@ def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:
     raise UserError(f"{path}: its pixels go from {low} to {high}; expected {expected}: convert the image to 8 bits.")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """As transformers' ``convert_to_rgb`` for Pillow images."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")

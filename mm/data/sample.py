@@ -5,7 +5,7 @@ Which formats there are, and what becomes of a sample, is not known here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,24 @@ class Inline:
         return self.name
 
 
+class _Shown:
+    """What pictures and videos have in common."""
+
+    path: Any
+
+    @property
+    def contents(self) -> tuple[str | Inline, ...]:
+        """Each file that it is made of: a video that is given as a list of pictures has several."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those that are on this machine."""
+        return tuple(one for one in self.contents if isinstance(one, str))
+
+
 @dataclass(frozen=True)
-class Image:
+class Image(_Shown):
     """A picture.  Bounds of its own, in pixels, take the place of those of the data JSON."""
 
     kind: ClassVar[str] = "image"
@@ -34,14 +50,19 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Video:
+class Video(_Shown):
     """A video.  Settings of its own take the place of those of the data JSON; they are named as qwen-vl-utils does."""
 
     kind: ClassVar[str] = "video"
     placeholder: ClassVar[str] = "<video>"
-    path: str
+    path: str | tuple[str | Inline, ...]
+    """A file, or its frames as pictures, of which every one is taken."""
     fps: float | None = None
-    """Frames to take of a second; not together with ``nframes``."""
+    """Frames to take of a second; not together with ``nframes``.  Of listed frames, the same as ``sample_fps``."""
+    sample_fps: float | None = None
+    """Of listed frames: how many are a second of the video."""
+    raw_fps: float | None = None
+    """Of listed frames: how many a second had before these were chosen.  Qwen2.5-VL makes nothing of it."""
     nframes: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None

@@ -209,7 +209,7 @@ class _Look:
                 sample = dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
                 seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
-                files = {item.path for item in sample.media if isinstance(item.path, str)}
+                files = {path for item in sample.media for path in item.files}
                 seen.media.extend((path, sample.source) for path in sorted(files))
                 name = dataset.name(index)
                 seen.ids.extend([] if name is None else [(str(name), sample.source)])

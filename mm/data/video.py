@@ -3,8 +3,9 @@
 Equal to the last bit to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and all frames in memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -25,10 +26,13 @@ from mm.data.frames import (
     wanted_frames,
 )
 from mm.data.image import ImageProcessor, Step, llama_factory_steps, smart_resize
-from mm.data.sample import Video
+from mm.data.picture import image_size, load_image
+from mm.data.sample import Inline, Video
 from mm.data.video_file import Pixels, Wanted
 from mm.errors import UserError
 
+_Chosen = tuple[np.ndarray, Fraction, Wanted]
+"""Numbers of frames, the seconds that they stand for, and what a decoder needs to know of them."""
 MAX_VIDEO_PIXELS = 1 << 28
 """Of all resized frames of a video: they fill 768 MiB.  Decoded frames are in memory one at a time."""
 
@@ -37,7 +41,8 @@ MAX_VIDEO_PIXELS = 1 << 28
 class VideoPlan:
     """What will be made of one video; nothing but its first frame is decoded yet."""
 
-    path: str
+    path: str | tuple[str | Inline, ...]
+    """As ``Video`` has it."""
     grid: Grid
     """Pairs of frames, and patches of a frame."""
     seconds: float
@@ -78,23 +83,21 @@ class VideoProcessor:
 
     def plan(self, video: Video) -> VideoPlan:
         """Choose frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for strips."""
-        header = self.decoder.header(video.path, self.is_upright)
+        name, is_listed = str(video.contents[0]), isinstance(video.path, tuple)
+        first, choose = self._listed(video) if is_listed else self._filed(video, name)
         try:
-            clock = Clock.of(header, video.video_start, video.video_end)
-            if _is_llama_factory(self.data):
-                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
-            else:
-                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
+            numbers, length, wanted = choose()
             pairing = self.constants.temporal_patch_size
             num_frames = -(-len(numbers) // pairing) * pairing
-            steps = self._steps(video, header.width, header.height)
-            width, height = [(header.width, header.height), *(size for size, _ in steps)][-1]
+            steps = self._steps(video, *first)
+            width, height = [first, *(size for size, _ in steps)][-1]
             height, width = self._last_size(video, height, width, num_frames)
         except ValueError as error:
-            raise UserError(f"{video.path}: {error}; change its settings, crop or remove the video.") from error
+            raise UserError(f"{name}: {error}; change its settings, crop or remove the video.") from error
         if num_frames * height * width > MAX_VIDEO_PIXELS:
-            raise UserError(f"{video.path}: {num_frames} frames of {width} x {height} pixels are more than "
-                            f"{MAX_VIDEO_PIXELS} pixels; lower video_max_pixels or video_maxlen.")
+            raise UserError(f"{name}: {num_frames} frames of {width} x {height} pixels are more than "
+                            f"{MAX_VIDEO_PIXELS} pixels; lower video_max_pixels or "
+                            f"{'list fewer frames' if is_listed else 'video_maxlen'}.")
         side = self.constants.patch_size
         repeats = np.unique(numbers, return_counts=True)[1]
         repeats[-1] += num_frames - len(numbers)  # the last frame fills the last pair
@@ -102,10 +105,37 @@ class VideoProcessor:
             video.path,
             grid=(num_frames // pairing, height // side, width // side),
             seconds=float(pairing * length / len(numbers)),
-            wanted=wanted_frames(clock, numbers, self.is_upright),
+            wanted=wanted,
             repeats=tuple(repeats.tolist()),
             steps=tuple(steps),
         )
+
+    def _filed(self, video: Video, path: str) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
+        """Width and height of a video file, and what chooses its frames."""
+        header = self.decoder.header(path, self.is_upright)
+
+        def choose() -> _Chosen:
+            clock = Clock.of(header, video.video_start, video.video_end)
+            if _is_llama_factory(self.data):
+                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
+            else:
+                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
+            return numbers, length, wanted_frames(clock, numbers, self.is_upright)
+
+        return (header.width, header.height), choose
+
+    def _listed(self, video: Video) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
+        """The same of a list of frames, of which each is taken.  Raises UserError for frames of several sizes."""
+        sizes = [image_size(path, self.is_upright) for path in video.contents]
+        for path, size in zip(video.contents, sizes, strict=True):
+            if size != sizes[0]:
+                raise UserError(
+                    f"{path}: has {size[0]} x {size[1]} pixels, but the first frame of its video, {video.contents[0]}, "
+                    f"has {sizes[0][0]} x {sizes[0][1]}; save all frames in one size, or give them as images.")
+        rate = Fraction(video.sample_fps or video.fps or self.data.video_fps).limit_denominator(1_000_000)
+        numbers, zeros = tuple(range(len(sizes))), (0,) * len(sizes)
+        wanted = Wanted(numbers, numbers, zeros, zeros, zeros, 0, 1 / rate, self.is_upright)
+        return sizes[0], lambda: (np.array(numbers), len(numbers) / rate, wanted)
 
     def patches(self, plan: VideoPlan) -> Tensor:
         """Decode, resize and cut the frames of a plan.
@@ -132,8 +162,13 @@ class VideoProcessor:
     def _resized(self, plan: VideoPlan) -> Iterator[Tensor]:
         """The frames of a plan, uint8 [3, height, width], in their last size."""
         size = [patches * self.constants.patch_size for patches in plan.grid[1:]]
-        for frame, count in zip(self.decoder.frames(plan.path, plan.wanted), plan.repeats, strict=True):
+        for frame, count in zip(self._decoded(plan), plan.repeats, strict=True):
             yield from [_resize(_stepped(frame, plan.steps), size)] * count
+
+    def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
+        if isinstance(plan.path, tuple):
+            return (np.array(load_image(path, self.is_upright)) for path in plan.path)
+        return self.decoder.frames(plan.path, plan.wanted)
 
     def _rule(self, video: Video) -> FrameRule:
         if video.fps is not None and video.nframes is not None:

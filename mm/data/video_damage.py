@@ -44,10 +44,12 @@ class Watch:
         self._zeros = _ZEROS.get(context.codec.canonical_name)
         self.damage: str | None = None
         """Why the frame that was given last may have wrong pixels, or None."""
+        self._signs = _Signs()
 
     def frames(self) -> Iterator[Any]:
         """Decoded frames with a time, from where the container stands."""
         signs, keys, number = _Signs(), _Keys(), -1
+        self._signs = signs
         packets = self._container.demux(self._stream)
         while True:
             with heard() as said:
@@ -81,6 +83,11 @@ class Watch:
                 self.damage = signs.first(keys.needed(at, frame.pts), at)
                 yield frame
 
+    @property
+    def latest_sign(self) -> str | None:
+        """The last sign since the container was moved: why a frame may be missing."""
+        return self._signs.latest
+
     def _sign_of(self, packet: Any) -> str | None:
         """What a packet tells before it is decoded."""
         if packet.is_corrupt:
@@ -103,6 +110,10 @@ class _Signs:
         at = bisect.bisect_right(self._numbers, number)
         self._numbers.insert(at, number)
         self._signs.insert(at, sign)
+
+    @property
+    def latest(self) -> str | None:
+        return self._signs[-1] if self._signs else None
 
     def first(self, start: int, last: int) -> str | None:
         """The first sign in packets ``start`` to ``last``, both included."""

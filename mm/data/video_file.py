@@ -16,6 +16,7 @@ import av
 import numpy as np
 from av.error import FFmpegError
 
+from mm.data.picture import format_of, known_content
 from mm.data.video_damage import heard
 from mm.errors import UserError
 
@@ -116,6 +117,13 @@ def _container(path: str) -> Any:
     except FFmpegError as error:
         if os.path.getsize(path) == 0:
             raise UserError(f"{path}: is empty; replace or remove the video.") from error
+        if (picture := format_of(path)) is not None:
+            raise UserError(f"{path}: is no video of a known format, but a picture ({picture}); show it as an image, "
+                            f"or give the video as a list of its frames.") from error
+        with open(path, "rb") as stream:
+            known = known_content(stream.read(200))
+        if known is not None and not known[0].startswith("a video"):
+            raise UserError(f"{path}: is no video of a known format: it is {known[0]}; {known[1]}.") from error
         raise UserError(
             f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file without "
             f"its index ('moov') was not finished: replace, repair or remove it.") from error

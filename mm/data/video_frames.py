@@ -81,7 +81,8 @@ class _Search:
             frame, damage = found
             if time - frame.pts <= wanted.reach and damage is None:
                 return frame
-            problem = "is missing" if damage is None else f"is damaged ({damage})"
+            cause = damage or self._watch.latest_sign
+            problem = "is missing" if cause is None else f"is damaged ({cause})"
             if self._begin < nearest:
                 break  # it was decoded with all that it needs
         raise UserError(f"{self._path}: the frame at {float(time * wanted.time_base):.2f} s {problem}; replace, "

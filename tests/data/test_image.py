@@ -170,7 +170,8 @@ def test_a_file_that_is_no_picture_is_named_once(tmp_path, hf_directory):
     path.write_text("<html>")
     with pytest.raises(UserError) as error:
         ImageProcessor.from_directory(str(hf_directory)).image_grid(str(path))
-    assert str(error.value) == f"{path}: is no picture that Pillow reads: it is a web page; give a JPEG or PNG file."
+    assert str(error.value) == f"{path}: is no picture that Pillow reads: it is a web page; the download "\
+        "failed: fetch the file itself."
 
 
 def test_an_image_may_have_bounds_of_its_own(tmp_path, hf_directory):

@@ -152,6 +152,33 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
             assert str(tmp_path / name) in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tiff", "avif", "gif", "bmp", "jp2", "ico"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.02])
+def test_a_picture_that_is_cut_short_is_called_that(tmp_path, kind, share):
+    """Whichever part of Pillow notices it: the header, or the pixels."""
+    path = tmp_path / f"short.{kind}"
+    photo(120, 90).save(path, **({"compression": "tiff_lzw"} if kind == "tiff" else {}))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with warnings.catch_warnings(action="ignore"), pytest.raises(
+            UserError, match=rf"short.{kind}: .*damaged or cut short.*(replace|fetch or copy it again)"):
+        load_image(str(path))
+
+
+@pytest.mark.parametrize(("content", "what"), [
+    (b"\0\0\0\x20ftypisom" + bytes(40), r"it is a video \(MP4 or MOV\); show it as a video"),
+    (b"\x1aE\xdf\xa3" + bytes(40), r"it is a video \(Matroska or WebM\); show it as a video"),
+    (b'{"error": "not found"}', "JSON, such as a server's error; the download failed"),
+    (b"<?xml version='1.0'?><Error/>", "XML, such as a server's error; the download failed"),
+    (b"iVBORw0KGgoAAAANSUhEUgAA", "base64 text; write the bytes that it stands for"),
+    (b"\x1f\x8b\x08" + bytes(40), "packed by gzip; unpack it"), (bytes(500), "zeros, as a lost write leaves them"),
+    (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(9), "JPEG XL, which Pillow does not read; convert it"), (b"", "is empty; f"),
+])  # fmt: skip
+def test_what_is_no_picture_is_named_with_what_mends_it(tmp_path, content, what):
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(UserError, match=f"a.png: is no picture that Pillow reads: .*{what}"):
+        image_size(str(tmp_path / "a.png"))
+
+
 @pytest.mark.parametrize("read", [image_size, image_remarks, load_image, load_pixels])
 def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(tmp_path, read):
     """A good picture with a hole behind it, which takes no space on the disk."""
