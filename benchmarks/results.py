@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import read_records
-from mm.device.device import peak_flops
+from mm.device.known import peak_flops
 
 OURS, PEER = "ours", "transformers"
 

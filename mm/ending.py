@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -76,6 +76,13 @@ def not_installed(error: ModuleNotFoundError) -> int:
                          f"repository; run \"source .venv/bin/activate\" (\"make .venv/.ready\" makes it), and "
                          f"start this command again\n")
     return 2
+
+
+def tell(notes: Iterable[str]) -> None:
+    """What every rank knows and a user should: said once."""
+    if is_first_rank():
+        sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+        sys.stderr.flush()
 
 
 def refused(error: UserError) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of
+from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def evaluate(evaluating: Evaluating) -> int:
         from mm.device.device import Device
 
         device = Device.pick(args.device)
+        tell(device.notes)
         # megatron looks at the device while it is imported, so everything built on it comes after the line above
         from mm.generation.batches import FileOfPrompts
         from mm.generation.session import Session

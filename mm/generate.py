@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.generate import Asking, load_asking
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of
+from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
 from mm.errors import UserError
 
 
@@ -38,6 +38,7 @@ def answer(asking: Asking) -> int:
         from mm.device.device import Device
 
         device = Device.pick(args.device)
+        tell(device.notes)
         # megatron looks at the device while it is imported, so everything built on it comes after the line above
         from mm.generation.batches import FileOfPrompts
         from mm.generation.prompts import prompt_of, read_prompts

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of
+from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
 from mm.errors import UserError, refuse
 from mm.training.claim import Claim, claim_problems
 
@@ -74,6 +74,7 @@ def train(run: Run) -> int:
             from mm.device.device import Device
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
+            tell(device.notes)
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
             from mm.training.run import Trainer

@@ -53,6 +53,8 @@ def torch_npu() -> Iterator[ModuleType]:
     """The stand-in for Ascend's package, importable for the tests of one file only."""
     folder = str(Path(__file__).parent / "stand_ins")
     sys.path.insert(0, folder)
-    yield importlib.import_module("torch_npu")
+    module = importlib.import_module("torch_npu")
+    module.npu.set_compile_mode(jit_compile=False)  # as Device.pick does
+    yield module
     sys.path.remove(folder)
     del sys.modules["torch_npu"]

@@ -89,6 +89,7 @@ def test_the_run_file_says_what_ran(inputs: Path) -> None:
     assert ran_on == {
         "device": "cpu", "backend": "gloo", "adam": "torch.optim.adamw.AdamW", "clips_in_adam": True,
         "deterministic": True, "sdpa": {"vision": "FLASH_ATTENTION", "language": "FLASH_ATTENTION"},
+        "switches": {},
     }  # fmt: skip
 
 

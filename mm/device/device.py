@@ -20,43 +20,20 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import torch_npu
+from mm.device.compiled import compile_fault
 from mm.device.deterministic import make_deterministic
 from mm.device.kernels import Kernels, kernels_of
+from mm.device.known import refuse_old_cuda, refuse_old_npu
 from mm.device.shims import apply_shims
 from mm.device.side import SideQueue
 from mm.errors import UserError
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "Ascend910_93": 354e12,
-    "Ascend910B1": 378e12,
-    "Ascend910B2": 353e12,
-    "Ascend910B3": 313e12,
-    "Ascend910B4": 280e12,
-}
-"""Dense bf16 FLOP/s as the makers publish them; the first name found in the device's own name counts."""
-MEMORY_BYTES = {
-    "H200": 143771 * 2**20,
-    "H100": 81559 * 2**20,
-    "H800": 81559 * 2**20,
-    "A100": 81920 * 2**20,
-    "A800": 81920 * 2**20,
-    "L40S": 46068 * 2**20,
-    "Ascend910_93": 65536 * 2**20,
-    "Ascend910B1": 65536 * 2**20,
-    "Ascend910B2": 65536 * 2**20,
-    "Ascend910B3": 65536 * 2**20,
-    "Ascend910B4": 32768 * 2**20,
-}
-"""The whole memory of a device: of H200, H100, H800 and L40S as nvidia-smi shows it, of the others what their makers
-name, in GiB.  An A100 or A800 has 80 GB or half of it."""
+_EAGER_NOTE = (
+    "SwiGLU and rope run eagerly, in several kernels each, because torch.compile does not work here: {}. It needs a C "
+    "compiler, Python's headers (Python.h) and Triton: install gcc and python3-dev, then start again"
+)
 
 
 MAX_MESSAGE_CTAS = 4
@@ -74,13 +51,15 @@ class Device:
     backend: str
     """torch.distributed backend for tensors on this device."""
     kernels: Kernels
+    notes: tuple[str, ...] = ()
+    """What a user should know of it: each a sentence for the start of the log."""
 
     @classmethod
     def pick(cls, wanted: str = "auto", deterministic: bool = False) -> "Device":
-        """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare megatron for it.
+        """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare torch and megatron for it.
 
-        Raises ``UserError`` when the wanted device is not usable here, the environment is not ``deterministic``, or
-        MindSpeed has patched megatron.
+        Raises ``UserError`` when the wanted device is not usable here or too old, the environment is not
+        ``deterministic``, or MindSpeed has patched megatron.
         """
         if _ADAPTOR in sys.modules:
             raise UserError(
@@ -94,11 +73,13 @@ class Device:
             make_deterministic(kind)
         index = 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK", "0"))
         if kind == "npu":
-            importlib.import_module("torch_npu.contrib.transfer_to_npu")
-        if kind != "cpu":
-            getattr(torch, kind).set_device(index)
+            _prepare_npu(index)
+        elif kind == "cuda":
+            _prepare_cuda(index)
         apply_shims(kind)
-        return cls(kind, index, _BACKENDS[kind], kernels_of(kind))
+        fault = compile_fault(torch.device(kind, index)) if kind == "cuda" else None
+        kernels = kernels_of(kind) if fault is None else kernels_of(kind, fuse=None)
+        return cls(kind, index, _BACKENDS[kind], kernels, () if fault is None else (_EAGER_NOTE.format(fault),))
 
     @property
     def torch_device(self) -> torch.device:
@@ -218,11 +199,6 @@ class Device:
             getattr(torch, self.kind).synchronize()
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of a device by its name; None for one that we do not know."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
-
-
 def _usable_kind(wanted: str) -> str:
     if wanted not in ("auto", "npu", "cuda", "cpu"):
         raise UserError(f"--device is {wanted!r}; expected auto, npu, cuda or cpu")
@@ -237,6 +213,30 @@ def _usable_kind(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device; check nvidia-smi and that torch is a CUDA build")
     return "cuda" if wanted in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
+
+
+def _prepare_cuda(index: int) -> None:
+    """Choose the device, and take cuDNN's attention away from SDPA.
+
+    torch prefers it on Hopper and Blackwell, and it plans for each exact shape: 23 to 37 ms of the host for every new
+    length of a sample, with plans that are never dropped.  Flash attention takes any length.
+    """
+    torch.cuda.set_device(index)
+    refuse_old_cuda(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _prepare_npu(index: int) -> None:
+    """Load what redirects CUDA's names, choose the device, and run operators from CANN's binaries.
+
+    With ``jit_compile`` on, CANN would compile operators for every new shape, and ``npu_rotary_mul`` would take no head
+    size but 128, while the ViT's is 80.
+    """
+    importlib.import_module("torch_npu.contrib.transfer_to_npu")
+    torch_npu().npu.set_device(index)
+    refuse_old_npu(torch_npu().npu.get_device_name(index))
+    torch_npu().npu.set_compile_mode(jit_compile=False)
+    assert torch_npu().npu.is_jit_compile_false(), "set_compile_mode(jit_compile=False) had no effect"
 
 
 def random_states() -> dict[str, Tensor]:

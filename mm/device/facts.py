@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mm.device.attention import torch_npu
 from mm.device.device import Device
 from mm.device.partial_attention import PartialAttention
 
@@ -29,6 +30,7 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
         "kernels": {field.name: _name(getattr(device.kernels, field.name)) for field in fields(device.kernels)},
         "adam": None if adam is None else _name(type(adam)),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "switches": _switches(device),
     }
 
 
@@ -49,6 +51,13 @@ def sdpa_backend(
         q, k, k, None, 0.0, causal, enable_gqa=num_heads != num_kv_heads
     )
     return torch.nn.attention.SDPBackend(chosen).name
+
+
+def _switches(device: Device) -> dict[str, bool]:
+    """What ``Device.pick`` has turned off, read where torch and torch_npu keep it."""
+    if device.kind == "cuda":
+        return {"cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled()}
+    return {"jit_compile": not torch_npu().npu.is_jit_compile_false()} if device.kind == "npu" else {}
 
 
 def _versions() -> dict[str, str]:

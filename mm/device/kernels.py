@@ -9,8 +9,12 @@ from torch import Tensor
 from mm.device import partial_attention, pointwise
 from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
 from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
+from mm.device.compiled import compiled
 from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
+
+SwiGLU = Callable[[Tensor], Tensor]
+Rope = Callable[[Tensor, Tensor, Tensor], Heads]
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Kernels:
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     add_norm: AddNorm | None
     """None: a sum and its norm are operators of their own."""
-    swiglu: Callable[[Tensor], Tensor]
+    swiglu: SwiGLU
     """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n]."""
-    rope: Callable[[Tensor, Tensor, Tensor], Heads]
+    rope: Rope
     """(qkv, cos, sin) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``."""
     accumulate: Accumulate
 
@@ -79,32 +83,27 @@ def npu_rope_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor)
     return pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate)
 
 
-def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] = pointwise.compiled) -> Kernels:
+def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Kernels:
     """The kernels of a kind of device: "cpu", "cuda" or "npu".
 
-    ``fuse`` makes one kernel of a leaf, for CUDA; a count of kernels gives its own.
+    ``fuse`` makes one kernel of a leaf, for CUDA; a count of kernels gives its own.  None: leaves for eager execution.
     """
     if kind == "npu":
         rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
         return Kernels(npu_attention, partial_attention.NPU, npu_rms_norm, None, npu_swiglu, rope, npu_accumulate)
     if kind == "cuda":
-        return Kernels(
-            cuda_attention,
-            partial_attention.CUDA,
-            rms_norm,
-            AddNorm(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
+        leaves = _eager() if fuse is None else _fused(fuse)
+        return Kernels(cuda_attention, partial_attention.CUDA, rms_norm, *leaves, cuda_accumulate)
+    return Kernels(cpu_attention, partial_attention.PLAIN, rms_norm, *_eager(), cpu_accumulate)
+
+
+def _eager() -> tuple[None, SwiGLU, Rope]:
+    return (None, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
+            pointwise.rope_of(pointwise.rope, pointwise.rope_gradient))
+
+
+def _fused(fuse: Callable[[Leaf], Leaf]) -> tuple[AddNorm, SwiGLU, Rope]:
+    rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
+    return (AddNorm(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
             pointwise.swiglu_of(fuse(pointwise.swiglu), fuse(pointwise.swiglu_gradient_fusable)),
-            pointwise.rope_of(
-                pointwise.split_heads(fuse(pointwise.rope_fusable)), fuse(pointwise.rope_gradient_fusable)
-            ),
-            cuda_accumulate,
-        )
-    return Kernels(
-        cpu_attention,
-        partial_attention.PLAIN,
-        rms_norm,
-        None,
-        pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
-        pointwise.rope_of(pointwise.rope, pointwise.rope_gradient),
-        cpu_accumulate,
-    )
+            pointwise.rope_of(rope, fuse(pointwise.rope_gradient_fusable)))

@@ -12,7 +12,7 @@ from operator import add
 from mm.config.model import ModelConfig
 from mm.config.notes import sorted_notes
 from mm.config.run import Run
-from mm.device.device import MEMORY_BYTES
+from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
 from mm.weights.groups import Group, optimizer_groups
@@ -297,8 +297,9 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
     ordered = sorted(found.items(), key=lambda item: item[1])
     (least_kind, least), (worst_kind, worst) = ordered[0], ordered[-1]
     names: dict[int, list[str]] = {}
-    for name, size in MEMORY_BYTES.items():
-        names.setdefault(size, []).append(name)
+    for known in KNOWN_DEVICES:
+        if known.memory_bytes is not None:
+            names.setdefault(known.memory_bytes, []).append(known.label)
     fits, partly, small = [], [], []
     for size, alike in sorted(names.items(), reverse=True):
         device = f"{', '.join(alike)} ({_gib(size)} GiB"

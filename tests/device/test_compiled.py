@@ -9,8 +9,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
 
-from mm.device import pointwise
+from mm.device import compiled, pointwise
 from mm.device.kernels import AddNorm, Kernels, kernels_of
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_gradient
@@ -95,9 +96,54 @@ def test_the_model_trains_the_same_with_compiled_leaves(one_rank: Any, compiled_
     assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
 
 
+def test_many_widths_and_modes_stay_within_the_limit_of_graphs() -> None:
+    """Of five widths, in training, validation and generation."""
+    leaf = compiled.compiled(pointwise.swiglu)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        for width in (16, 32, 48, 64, 80):
+            for rows in (4, 0, 1, 9):
+                with mode():
+                    x = torch.randn(rows, width)
+                    torch.testing.assert_close(leaf(x), pointwise.swiglu(x), atol=1e-6, rtol=1e-6)
+
+
+def swiglu_and_more(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y * x.sum(-1, keepdim=True), pointwise.swiglu(x) + y
+
+
+@pytest.mark.parametrize("leaf", [pointwise.swiglu_gradient_fusable, swiglu_and_more])
+def test_dynamo_looks_at_the_first_call_of_each_shape_alone(leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = []
+    real = torch._dynamo.maybe_mark_dynamic
+    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda x, dim: (marked.append(len(x)), real(x, dim)))
+    fast = compiled.compiled(leaf)
+    for rows in (5, 7, 5, 5, 7, 300, 1, 0, 1, 5):
+        arguments = torch.randn(rows, 16 if leaf is not swiglu_and_more else 32), torch.randn(
+            rows, 32 if leaf is not swiglu_and_more else 16)
+        found, expected = fast(*arguments), leaf(*arguments)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+    assert marked == [5, 5, 7, 7, 300, 300]  # one row and none run eagerly
+
+
+def test_the_shapes_that_are_remembered_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
+    leaf = compiled.compiled(pointwise.swiglu)
+    for rows in (2, 3, 4, 5, 2):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(leaf(x), pointwise.swiglu(x), atol=1e-6, rtol=1e-6)
+
+
+def test_a_missing_compiler_is_a_fault_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled.compile_fault(torch.device("cpu")) is None
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
+    with fresh_cache():
+        fault = compiled.compile_fault(torch.device("cpu"))
+    assert fault is not None and "compiler" in fault.lower()
+
+
 def test_a_leaf_that_cannot_be_compiled_is_an_error() -> None:
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum() > 0 else x
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        pointwise.compiled(leaf)(torch.ones(3))
+        compiled.compiled(leaf)(torch.ones(3))

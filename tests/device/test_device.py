@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mm.device.device import Device, peak_flops, random_states, set_random_states
+from mm.device.device import Device, random_states, set_random_states
+from mm.device.facts import device_facts
 from mm.device.kernels import kernels_of
 from mm.device.shims import CPU_SHIMS, SHIMS
 from mm.errors import UserError
@@ -79,6 +81,15 @@ for shim in NPU_SHIMS:
         owner = getattr(owner, name)
     assert owner is shim.replacement and len(shim.reason) > 10, shim.target
 x = torch.ones(2, device=device.torch_device)
+from mm.device.facts import device_facts
+assert torch.npu.is_jit_compile_false() and device_facts(device, None)["switches"] == {"jit_compile": False}
+torch.npu.get_device_name = lambda device=None: "Ascend310P3"
+try:
+    Device.pick("npu")
+except Exception as error:
+    assert str(error).startswith("Ascend310P3 has no bf16"), error
+else:
+    raise AssertionError("a device for inference was taken")
 print(x.device, x.type(), x.bfloat16().type(), x.cpu().type(), x.type(torch.float64).dtype)
 """
 
@@ -129,9 +140,42 @@ def test_megatron_waits_for_the_device_and_loads_no_compiler() -> None:
     assert done.stdout.splitlines() == ["[]", "True False"]
 
 
-def test_peaks() -> None:
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops(Device.pick("cpu").name) is None
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """What ``Device.pick`` asks of torch about a CUDA device, and of what age it says to be.  It computes nothing."""
+    asked: dict[str, object] = {"name": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "set": None, "fault": None}
+    monkeypatch.setattr("mm.device.device.compile_fault", lambda device: asked["fault"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.update(set=index))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: asked["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked["capability"])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield asked
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_cudnns_attention_is_off_on_cuda(cuda: dict[str, object]) -> None:
+    device = Device.pick("cuda")
+    assert cuda["set"] == 0 and not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert device_facts(device, None)["switches"] == {"cudnn_sdp": False}
+
+
+def test_an_old_cuda_device_is_refused_by_name(cuda: dict[str, object]) -> None:
+    cuda |= {"name": "Tesla T4", "capability": (7, 5)}
+    with pytest.raises(UserError, match=r"Tesla T4 has compute capability 7\.5"):
+        Device.pick("cuda")
+
+
+def test_leaves_run_eagerly_with_a_note_where_they_cannot_be_compiled(cuda: dict[str, object]) -> None:
+    cuda["fault"] = "InvalidCxxCompiler: no gcc"
+    device = Device.pick("cuda")
+    (note,) = device.notes
+    assert "does not work here: InvalidCxxCompiler: no gcc." in note and "install gcc and python3-dev" in note
+    kernels = device_facts(device, None)["kernels"]
+    assert kernels["swiglu"] == "mm.device.pointwise.swiglu" and kernels["rope"] == "mm.device.pointwise.rope"
+    x = torch.randn(3, 8)
+    assert torch.equal(device.kernels.swiglu(x), kernels_of("cpu").swiglu(x))
 
 
 def test_random_states_go_on_where_they_were() -> None:

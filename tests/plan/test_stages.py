@@ -1,6 +1,7 @@
 """The dry-run text: numbers by hand for small cases, and what it says of stages and boundaries."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from mm.config.data import DataConfig
 from mm.config.flags import Arguments
 from mm.config.model import Rates, RecomputeConfig, read_model
 from mm.config.run import Run
-from mm.device.device import MEMORY_BYTES
+from mm.device.known import KNOWN_DEVICES, known_device
 from mm.plan.memory import StageMemory
 from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_sizes
 from tests.files import EXAMPLES
@@ -232,19 +233,23 @@ def test_whether_7b_with_a_frozen_vit_fits_an_h200():
     """8192 tokens and full recompute: 138.4 GB of states leave some 12 GB, which is where the logits count."""
     run = run_of("7b", [32], [28], 1, freeze="vp", bf16=True, seq_length=8192,
                  recompute=RecomputeConfig("full", "uniform", 1))
-    found, size = peaks(run, run.model.placement(), sizes(run)), MEMORY_BYTES["H200"]
+    found, size = peaks(run, run.model.placement(), sizes(run)), known_device("NVIDIA H200").memory_bytes
     (states,) = sizes(run)
     assert found[VISUAL] < size and states.total_bytes < min(found.values())
     text = stage_report(run)
     left = (size - max(found.values())) / 2**30
-    assert left > 7 and f"Fits      H200 (140.40 GiB, {left:.2f} left)" in text.splitlines()
-    assert "Too small A100, A800 (80.00 GiB), H100, H800 (79.65 GiB)" in text
+    assert left > 7 and f"Fits      H200, H200 NVL (140.40 GiB, {left:.2f} left)" in text.splitlines()
+    assert "A100 80GB, A800 (80.00 GiB), H100, H100 PCIe, H800, H800 PCIe (79.65 GiB)" in text
 
 
-@pytest.mark.parametrize(("world_size", "verdict"), [(8, "Fits      L40S (44.99 GiB, "), (1, "Too small L40S")])
+@pytest.mark.parametrize(
+    ("world_size", "verdict"), [(8, "Fits      A40, L40, L40S (44.99 GiB, "), (1, "Too small RTX A6000")]
+)
 def test_every_known_device_has_one_verdict(world_size, verdict):
     run = run_of("3b", [32], [36], world_size, freeze="vp", bf16=True, use_distributed_optimizer=True)
     lines = stage_report(run).splitlines()
     verdicts = [line for line in lines if line.startswith(("Fits ", "In part ", "Too small "))]
-    assert sum(line.count(name) for line in verdicts for name in MEMORY_BYTES) == len(MEMORY_BYTES)
+    lists = [re.sub(r" \([^)]*\)", "", line[10:]).partition(":")[0] for line in verdicts]
+    labels = [label for line in lists for label in line.split(", ")]
+    assert sorted(labels) == sorted(one.label for one in KNOWN_DEVICES if one.memory_bytes is not None)
     assert any(line.startswith(verdict) for line in verdicts)

@@ -302,6 +302,8 @@ def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
     if not input.dtype == r1.dtype == r2.dtype or input.dtype not in _FLOATS:
         raise RuntimeError(f"all three must share one of {_FLOATS}: {input.dtype}, {r1.dtype}, {r2.dtype}")
     head_dim = input.shape[-1]
+    if not npu.is_jit_compile_false() and head_dim != 128:
+        raise RuntimeError(f"with jit_compile the last axis must be 128, not {head_dim}")
     if head_dim >= 896 or head_dim % 2:
         raise RuntimeError(f"the last axis must be even and below 896, not {head_dim}")
     fits = all(given in (1, full) for given, full in zip(r1.shape, input.shape, strict=True))

@@ -11,6 +11,8 @@ import torch
 _NUM_DEVICES = 2
 _chosen = 0
 _generator = torch.Generator()
+_jit_compile = True
+"""Whether CANN compiles each operator; some CANNs begin with it on, so here it is on until it is turned off."""
 
 
 def is_available():
@@ -36,6 +38,15 @@ def set_device(device):
 
 def get_device_name(device_name=None):
     return "Ascend910B3"
+
+
+def set_compile_mode(jit_compile=False):
+    global _jit_compile  # noqa: PLW0603  (it is a state of the library)
+    _jit_compile = jit_compile
+
+
+def is_jit_compile_false():
+    return not _jit_compile
 
 
 def synchronize(device=None): ...

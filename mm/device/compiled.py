@@ -1,0 +1,143 @@
+"""Leaves of ``pointwise.py`` as one kernel each, by ``torch.compile``, at little cost of the host a call.
+
+On every call torch.compile checks whether a kernel that it has still fits, which takes the host 40 to 60 microseconds.
+Here it checks the first call of each set of shapes; later calls of the same shapes go straight to the kernel it chose.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mm.device import pointwise
+from mm.device.pointwise import Leaf
+
+MAX_GRAPHS = 64
+"""Graphs of one leaf: one for each width and dtype, and as many again in inference mode.  At its own limit of 8 dynamo
+raises."""
+MAX_SHAPES = 4096
+"""Sets of shapes of one leaf whose kernel is remembered; when there are more, all are forgotten."""
+
+
+class _Call(NamedTuple):
+    """One call of a kernel by dynamo."""
+
+    kernel: Callable[..., Any]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+def compiled(leaf: Leaf) -> Leaf:
+    """``leaf`` as one kernel by ``torch.compile``, once for each width and dtype, for any number of rows.
+
+    Widths are compiled in: index arithmetic with widths known only at run time costs a kernel its wide loads.  All
+    arguments are detached and made contiguous, which they mostly are, so that neither the place in a graph nor the
+    layout of a gradient asks for another compilation.  One row runs eagerly, and so does none, which launches nothing:
+    torch would compile these two numbers in as well.  A leaf that cannot be compiled raises torch's error.
+    """
+    joins = leaf in (pointwise.rope_fusable, pointwise.rope_gradient_fusable)  # Inductor may write these one by one
+    options: dict[str, Any] = {"force_pointwise_cat": joins}
+    if leaf is pointwise.add_norm_gradient_fusable:
+        options |= _sums_beside_rows()
+    latest = threading.local()  # backward passes run in threads of their own
+
+    def backend(graph: Any, examples: Any) -> Callable[..., Any]:
+        kernel = _inductor()(graph, examples, config_patches=options)
+
+        def record(*inputs: Any) -> Any:
+            outputs = kernel(*inputs)
+            latest.call = _Call(kernel, inputs, outputs)
+            return outputs
+
+        return record
+
+    run = torch.compile(leaf, dynamic=False, fullgraph=True, backend=backend)
+    direct: dict[Any, Callable[[Sequence[Tensor]], Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        arguments = tuple(one.detach().contiguous() if isinstance(one, Tensor) else one for one in arguments)
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        if len(tensors[0]) < 2:
+            return leaf(*arguments)
+        key = tuple((one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in arguments)
+        if key in direct:
+            return direct[key](tensors)
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        latest.call = None
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+            result = run(*arguments)
+        made: _Call | None = latest.call
+        latest.call = None  # it holds tensors
+        way = None if made is None else _way_to_kernel(made, tensors, result)
+        if way is not None:
+            if len(direct) >= MAX_SHAPES:
+                direct.clear()
+            direct[key] = way
+        return result
+
+    call.__qualname__ = f"compiled.{leaf.__qualname__}"
+    return call
+
+
+def compile_fault(device: torch.device) -> str | None:
+    """Why leaves cannot be compiled for ``device``; None when they can.
+
+    A compiler, Python's headers or Triton may be missing, so it is tried: one leaf on a few numbers, as
+    ``accumulate.py`` tries its operator.
+    """
+    x = torch.linspace(-1, 1, 64, device=device).view(4, 16)
+    try:
+        found = compiled(pointwise.swiglu)(x)
+    except Exception as error:  # whatever is missing, the user reads it
+        return f"{type(error).__name__}: {error}"
+    expected = pointwise.swiglu(x)
+    return None if torch.allclose(found, expected, atol=1e-5) else f"SwiGLU of {x.tolist()} was {found.tolist()}"
+
+
+def _inductor() -> Callable[..., Any]:
+    return torch._dynamo.lookup_backend("inductor")
+
+
+SUMMED_ROWS = 64
+"""Rows of which a compiled leaf makes one partial sum of columns; a second kernel adds these."""
+
+
+def _sums_beside_rows() -> dict[str, Any]:
+    """Options by which Inductor sums columns in the kernel that works on rows, for any number of them.
+
+    Its own rule does so for many rows only, and guards them; and it makes four times as many partial sums.
+    """
+    from torch._inductor import config
+
+    wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
+    return {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}
+
+
+def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Callable[[Sequence[Tensor]], Any] | None:
+    """From the arguments of a leaf to its result by the kernel alone, as in the call that dynamo ``made`` of it for the
+    arguments ``tensors``, which gave ``result``.
+
+    The kernel takes those arguments in another order, and numbers that follow from their shapes; None otherwise.
+    """
+    kernel, is_several = made.kernel, isinstance(result, tuple)
+    wanted = result if is_several else (result,)
+    numbers = [one for one in made.inputs if not isinstance(one, Tensor)]
+    order = [place for one in made.inputs for place in _places(one, [*tensors, *numbers])]
+    results = [place for one in wanted for place in _places(one, made.outputs)]
+    if len(order) < len(made.inputs) or len(results) < len(wanted):
+        return None
+
+    def way(given: Sequence[Tensor]) -> Any:
+        values = [*given, *numbers]
+        found = kernel(*[values[place] for place in order])
+        return tuple(found[place] for place in results) if is_several else found[results[0]]
+
+    return way
+
+
+def _places(one: Any, among: Sequence[Any]) -> list[int]:
+    """Where ``one`` stands first; empty where it does not."""
+    return [index for index, other in enumerate(among) if other is one][:1]
