@@ -1,7 +1,8 @@
 """Packages, dependencies and console scripts.
 
 torch is capped to the releases that were tested; the Makefile installs the CPU build first, so that this range
-never pulls a CUDA build onto a machine that has none.
+never pulls a CUDA build onto a machine that has none.  Its lower end is a pre-release: by pip's rules 2.11.0a0, which
+NVIDIA's containers hold, is older than 2.11, and pip would replace it.
 """
 
 from setuptools import find_packages, setup
@@ -12,7 +13,7 @@ setup(
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11.0a0,<2.14",
         "megatron-core>=0.16,<0.17",
         "transformers>=5.8,<6",
         "safetensors>=0.5",

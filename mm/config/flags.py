@@ -166,6 +166,10 @@ class Arguments:
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
     clip_grad: NotNegative = Field(1.0, description="largest global gradient norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    accumulate_allreduce_grads_in_fp32: bool = Field(
+        False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
+    grad_reduce_in_bf16: bool = Field(
+        False, description="sum gradients in bf16 over microbatches and ranks: half the memory and half the traffic")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
     overlap_param_gather: bool = Field(False, description="gather parameters during the forward pass")
 
@@ -278,6 +282,9 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield "--bf16 and --fp16 are both given; keep one"
     if args.overlap_p2p_communication and args.no_overlap_p2p_communication:
         yield "--overlap-p2p-communication and --no-overlap-p2p-communication are both given; keep one"
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        yield (f"--grad-reduce-in-bf16 needs --bf16, but the run is in {args.precision}: gradients are fp32, or of the "
+               f"weights' dtype; add --bf16, or take the flag out")
     losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
               if getattr(args, f"calculate_per_{unit}_loss")]
     if len(losses) > 1:

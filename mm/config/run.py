@@ -389,5 +389,7 @@ def _notes(args: Arguments) -> Iterator[str]:
     given = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
     if given and not args.profile:
         yield NoEffect(given, "they need --profile")
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        yield NoEffect(["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 switches it off, as in Megatron")
     if not args.fp16 and args.loss_scale is not None:
         yield NoEffect(["--loss-scale"], "it needs --fp16")

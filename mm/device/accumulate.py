@@ -1,7 +1,8 @@
-"""The gradient of a weight, added to its fp32 buffer by the matrix product itself; one form per kind of device.
+"""The gradient of a weight, added to its buffer by the matrix product itself; one form per kind of device.
 
-The product of bf16 or fp16 rows is summed in fp32 and never rounded to their dtype, made, kept and added.
-``kernels.py`` picks the form of a device.
+Into an fp32 buffer, the product of bf16 or fp16 rows is summed in fp32 and never rounded to their dtype, made, kept and
+added.  A buffer in the dtype of the rows (``--grad-reduce-in-bf16``) is rounded once a product.  ``kernels.py`` picks
+the form of a device.
 """
 
 import functools
@@ -14,14 +15,15 @@ from torch import Tensor
 from mm.device.attention import torch_npu
 
 Accumulate = Callable[[Tensor, Tensor, Tensor], None]
-"""``accumulate(buffer, gradient, x)``: buffer += gradient^T x, in fp32 whatever the dtype of gradient and x.
+"""``accumulate(buffer, gradient, x)``: buffer += gradient^T x, the sum in fp32 whatever the dtypes are.
 
-``buffer`` is fp32 [output, input]; gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32."""
+Gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32; ``buffer`` [output, input] is fp32 or
+of that dtype."""
 
 
 def cpu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
-    """An ``Accumulate``: the rows in fp32, for the CPU has no product of two dtypes."""
-    buffer.addmm_(gradient.float().t(), x.float())
+    """An ``Accumulate``: the rows in the dtype of the buffer, for the CPU has no product of two dtypes."""
+    buffer.addmm_(gradient.to(buffer.dtype).t(), x.to(buffer.dtype))
 
 
 def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What makes CUDA-shaped code run elsewhere: the declared tables of replaced names.  The only file that patches.
 
 megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it and ``NPU_SHIMS`` adds
-what that leaves out; on CPU the table ``CPU_SHIMS`` does all.
+what that leaves out; on CPU the table ``CPU_SHIMS`` does all.  ``ADAM_SHIMS`` are for every device.
 """
 
 import importlib
@@ -73,7 +73,17 @@ def _nothing(*_: object, **__: object) -> None:
 _FACTORIES = "asks for device='cuda' in a tensor factory"
 _STREAMS = "megatron orders work on CUDA streams; the CPU has none"
 
+ADAM_SHIMS: tuple[Shim, ...] = (
+    Shim("megatron.core.optimizer:Adam", torch.optim.AdamW,
+         "megatron takes TransformerEngine's or apex's Adam where it can be imported; neither clips and guards in its "
+         "kernel, and Ascend's apex has no kernel behind it and raises"),
+    Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
+    Shim("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", False, "goes with the lines above"),
+)
+"""Torch's fused AdamW on every machine, whatever is installed beside it: the same arithmetic and the same states."""
+
 CPU_SHIMS: tuple[Shim, ...] = (
+    *ADAM_SHIMS,
     Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "used as the device of buffers and weights"),
     Shim("torch.cuda:set_device", partial(_nothing), _STREAMS),
     Shim("torch.cuda:synchronize", partial(_nothing), _STREAMS),
@@ -92,14 +102,12 @@ CPU_SHIMS: tuple[Shim, ...] = (
 """What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
 
 NPU_SHIMS: tuple[Shim, ...] = (
+    *ADAM_SHIMS,
     Shim("torch:Tensor.type", _npu_type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
-    Shim("megatron.core.optimizer:Adam", torch.optim.AdamW,
-         "megatron takes apex's Adam where apex can be imported; Ascend's apex has no kernel behind it and raises"),
-    Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
 )
 """What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
 
-SHIMS = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ()}
+SHIMS = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ADAM_SHIMS}
 """By kind of device."""
 
 

@@ -23,11 +23,12 @@ from mm.model.cut_rows import CutRows, reduce_rows
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
-    """Where gradients of ``weight`` are summed in fp32: megatron's buffer; without a DDP, zeros of the same shape."""
+    """Where gradients of ``weight`` are summed: megatron's buffer, fp32 or of the weight's dtype; without a DDP, fp32
+    zeros of the same shape."""
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    assert buffer.dtype == torch.float32, "megatron's DDP is told to keep gradients in fp32 (ddp_config)"
+    assert buffer.dtype in (torch.float32, weight.dtype), "the two that megatron's DDP may be told (ddp_config)"
     return buffer
 
 

@@ -43,10 +43,10 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         rows, is_here = ctx.saved_tensors
-        gradient = gradient.float()
-        if is_here is not None:
-            gradient = gradient * is_here.unsqueeze(1)
         buffer = gradient_buffer(ctx.weight)
+        gradient = gradient.to(buffer.dtype)
+        if is_here is not None:
+            gradient = gradient * is_here.to(gradient.dtype).unsqueeze(1)
         buffer.index_put_((rows,), gradient, accumulate=True)
         return gradient_from(buffer, ctx.weight), None, None
 

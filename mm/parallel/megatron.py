@@ -81,13 +81,13 @@ def mark_parameters(
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """For the DDP: gradient buffers in fp32, summed over data-parallel ranks.
+    """For the DDP: gradient buffers in fp32, with ``--grad-reduce-in-bf16`` in bf16, summed over data-parallel ranks.
 
     ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``schedule.py``
     starts them, in one order on all ranks, because a rank without images never calls the ViT's hooks.
     """
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.overlap_param_gather,

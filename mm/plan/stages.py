@@ -36,7 +36,8 @@ _PLACES = {
 class StageSize:
     """The states that one rank of a stage holds; frozen weights have neither gradients nor optimizer state.
 
-    Gradients, the two Adam moments and, beside weights in bf16 or fp16, their copy are fp32.
+    The two Adam moments and, beside weights in bf16 or fp16, their copy are fp32, and so are gradients unless they are
+    reduced in bf16.
     """
 
     num_params: int
@@ -44,6 +45,8 @@ class StageSize:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    update_bytes: int
+    """In the update alone, when no activation is left: fp32 copies of gradients in bf16.  Not among the states."""
 
     @property
     def total_bytes(self) -> int:
@@ -65,8 +68,9 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * WIDTHS[run.args.precision],
-        gradient_bytes=num_trainable * FP32,
+        gradient_bytes=num_trainable * (WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32),
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
+        update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
     )
 
 
@@ -235,11 +239,16 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     """Peak bytes of the stage that needs most, by kind of microbatch."""
     return {
         kind: max(
-            _memory(run, placement, stage).peak_bytes(rows, run.held_microbatches, size.total_bytes)
+            _peak_bytes(_memory(run, placement, stage), rows, run, size)
             for stage, size in enumerate(sizes)
         )
         for kind, rows in longest_microbatches(run).items()
     }
+
+
+def _peak_bytes(memory: StageMemory, rows: Rows, run: Run, size: StageSize) -> int:
+    """Of a stage: while it computes, or in the update."""
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), size.total_bytes + size.update_bytes)
 
 
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
@@ -260,8 +269,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         for kind, held in kinds.items():
             count = run.held_microbatches
             parts = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
-                     memory.logit_bytes(held), memory.working_bytes(held),
-                     memory.peak_bytes(held, count, size.total_bytes))
+                     memory.logit_bytes(held), memory.working_bytes(held), _peak_bytes(memory, held, run, size))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
     return [

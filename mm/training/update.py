@@ -66,10 +66,8 @@ def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, dev
 
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
-    """Whether Adam's own kernel clips and guards: torch's fused one, where the device's form of it obeys.
-
-    apex's and TransformerEngine's Adam, which megatron takes when they are installed, know nothing of it.
-    """
+    """Whether Adam's own kernel clips and guards: torch's fused one, which ``mm.device.shims`` makes megatron's choice,
+    where the device's form of it obeys."""
     return device.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
         for one in _trained(optimizer)

@@ -21,7 +21,7 @@ from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
-from mm.training.step import Parts, step  # noqa: E402
+from mm.training.step import Parts, forward_backward, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
@@ -78,7 +78,8 @@ class Run:
     def __init__(self, layout: Layout, seed: int = 1, model: ModelConfig | None = None) -> None:
         self.layout, self.config = layout, model or layout.model
         self.mesh = CURRENT.of(layout)
-        stage = Stage(self.config, self.mesh, layout.precision, DEVICE)
+        stage = Stage(self.config, self.mesh, layout.precision, DEVICE,
+                      sequence_parallel="--sequence-parallel" in layout.flags)
         initialize(stage, stage.weights, self.mesh, seed, std=0.15)
         args = arguments.parse(
             ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
@@ -89,20 +90,30 @@ class Run:
         self.stage, self.optimizer = stage, self.parts.optimizer
         self.progress = state.Progress(0, 0)
 
+    def plan(self) -> StepPlan:
+        """This replica's part of the next step; the data depends on how far training has come."""
+        generator = torch.Generator().manual_seed(self.progress.iteration)
+        grids = ((), ((1, 4, 6),), ((1, 4, 4), (1, 2, 4)), ())
+        samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
+        batch = [microbatch(samples[:2]), microbatch(samples[2:])]
+        share = len(batch) // self.mesh.dp_size
+        mine = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
+        return StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
+
     def train(self, num_steps: int) -> list[float]:
-        """Losses of that many steps; the data depends on how far training has come."""
+        """Losses of that many steps."""
         losses = []
         for _ in range(num_steps):
-            generator = torch.Generator().manual_seed(self.progress.iteration)
-            grids = ((), ((1, 4, 6),), ((1, 4, 4), (1, 2, 4)), ())
-            samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
-            batch = [microbatch(samples[:2]), microbatch(samples[2:])]
-            share = len(batch) // self.mesh.dp_size
-            mine = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
-            plan = StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
-            losses.append(step(self.parts, plan, LR).loss)
-            self.progress = state.Progress(self.progress.iteration + 1, self.progress.consumed_samples + len(samples))
+            losses.append(step(self.parts, self.plan(), LR).loss)
+            self.progress = state.Progress(self.progress.iteration + 1, self.progress.consumed_samples + 4)
         return losses
+
+    def gradients(self) -> list[Tensor]:
+        """Of the next step, reduced, in fp32, as the optimizer on this rank gets them."""
+        forward_backward(self.parts, self.plan())
+        assert not self.optimizer.prepare_grads()
+        return [gradient for one in self.optimizer.chained_optimizers
+                for gradient in one.get_main_grads_for_grad_norm()]
 
     def save(self, directory: Path, **options: object) -> Path:
         return state.save(

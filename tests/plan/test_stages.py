@@ -253,3 +253,18 @@ def test_every_known_device_has_one_verdict(world_size, verdict):
     labels = [label for line in lists for label in line.split(", ")]
     assert sorted(labels) == sorted(one.label for one in KNOWN_DEVICES if one.memory_bytes is not None)
     assert any(line.startswith(verdict) for line in verdicts)
+
+
+def test_gradients_that_are_reduced_in_bf16_take_half_and_fp32_copies_in_the_update():
+    layout = ("3b", [32], [36], 8)
+    options = {"bf16": True, "use_distributed_optimizer": True}
+    plain, reduced = (run_of(*layout, **options, grad_reduce_in_bf16=flag) for flag in (False, True))
+    (before,), (now,) = sizes(plain), sizes(reduced)
+    assert now.gradient_bytes == before.num_trainable_params * 2 == before.gradient_bytes // 2
+    assert now.update_bytes == -(-before.num_trainable_params * 4 // 8) and before.update_bytes == 0
+    assert now.total_bytes == before.total_bytes - now.gradient_bytes
+    assert max(peaks(reduced, reduced.model.placement(), [now]).values()) < max(
+        peaks(plain, plain.model.placement(), [before]).values())
+    alone = run_of("3b", [32], [36], 1, bf16=True, grad_reduce_in_bf16=True, seq_length=64)
+    (size,) = sizes(alone)
+    assert max(peaks(alone, alone.model.placement(), [size]).values()) == size.total_bytes + size.update_bytes
