@@ -24,6 +24,7 @@ setup(
         "pydantic>=2.10,<3",
         "annotated-types",
         "psutil",
+        "packaging",
         "tqdm",
         "jsonargparse>=4.40,<5",
         "ruamel.yaml>=0.18",

@@ -3,6 +3,7 @@
 Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,12 +58,23 @@ def check_files(run: Run) -> tuple[Run, Claim]:
     return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True))
 
 
+def check_node(run: Run) -> None:
+    """Print what this node may lack for the run; raises UserError with what it certainly lacks."""
+    from mm.training.machine import Node, node_problems
+
+    notes: list[str] = []
+    refuse(node_problems(run, Node.here(), notes))
+    print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
+
+
 def train(run: Run) -> int:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world; returns the status, 0.
 
-    Only the first rank looks at the files; the others wait for it, and end with it if they are wrong.  It gives the
-    directories that it has claimed back however the run ends.
+    One rank of each node looks at the node.  Only the first rank looks at the files; the others wait for it, and end
+    with it if they are wrong.  It gives the directories that it has claimed back however the run ends.
     """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        check_node(run)
     from mm.parallel.meeting import Meeting
     from mm.parallel.watchdog import Watchdog
 

@@ -6,7 +6,7 @@ Ranks are laid out as in Megatron: tensor parallel fastest, then context paralle
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,8 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel.context import Context
 
+_GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
+_TIED_GROUP = "TIED_EMBEDDING_GROUP"
 CONTROL_TIMEOUT = timedelta(days=1)
 """Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
 
@@ -87,6 +89,39 @@ class Mesh:
     def copy_rank(self) -> int:
         """Of the ranks that hold the same weights, over the data and context axes: which one this is."""
         return self.dp_rank * self.cp_size + self.cp_rank
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """A group in which ranks communicate on the device.  Each takes buffers there."""
+
+    name: str
+    """Its description in torch."""
+    has_messages: bool = False
+    """Whether two ranks of it send and receive, which takes buffers of their own."""
+
+
+def device_groups(
+    tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False
+) -> tuple[DeviceGroup, ...]:
+    """The groups of one rank that communicate on the device, at most; all others do so through gloo.
+
+    ``is_tied``: word embedding and output layer are one weight, which two stages hold.
+    """
+    return (
+        DeviceGroup("default_pg"),
+        DeviceGroup("DATA_PARALLEL_GROUP_WITH_CP"),
+        DeviceGroup("PIPELINE_MODEL_PARALLEL_GROUP", pp_size > 1),
+        *([DeviceGroup(_GRADIENT_GROUP, True)] if pp_size > 1 else []),
+        *([DeviceGroup("TENSOR_MODEL_PARALLEL_GROUP")] if tp_size > 1 else []),
+        *([DeviceGroup("CONTEXT_PARALLEL_GROUP", is_ring)] if cp_size > 1 else []),
+        *([DeviceGroup(_TIED_GROUP)] if is_tied and pp_size > 1 else []),
+    )
+
+
+def hccl_buffer_mb(groups: Iterable[DeviceGroup], buffsize_mb: int = 200, p2p_buffsize_mb: int = 20) -> int:
+    """What HCCL allocates on an NPU: twice HCCL_BUFFSIZE for each group, and twice P2P_HCCL_BUFFSIZE for messages."""
+    return sum(2 * buffsize_mb + (2 * p2p_buffsize_mb if group.has_messages else 0) for group in groups)
 
 
 def start(
@@ -167,12 +202,12 @@ def build_mesh(
     if feature_ranks != pixel_ranks and keeps_features:
         feature_groups = _groups_of_several(feature_ranks, timeout)
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
-    tied_group = _my_group(tied_ranks, timeout) if model.language.tied and embedding != head else None
+    tied_group = _my_group(tied_ranks, timeout, name=_TIED_GROUP) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     pipelines = [[at(pp, dp, cp, tp) for pp in pps] for dp in dps for cp in cps for tp in tps]
     options = parallel_state.get_nccl_options("pp", limits)
     gradient_group = groups.pp if pp_size == 1 else (
-        _my_group(pipelines, timeout, name="PIPELINE_GRADIENT_GROUP", options=options))
+        _my_group(pipelines, timeout, name=_GRADIENT_GROUP, options=options))
     assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
         rank=rank,

@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from mm.config.command_line import flag_name
-from mm.config.flags import TRAIN, Arguments, parse
+from mm.config.flags import TRAIN, Arguments, flag_problems, parse
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.schema import NUMBERS, choices, fields_of
 from mm.errors import UserError
@@ -190,3 +190,12 @@ def test_help_lists_every_flag_and_its_default(capsys):
         assert flag_name(name) in text
     assert "(default 0.999)" in text
     assert "--lora-apply-modules" not in text
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_reduction_in_bf16_needs_bf16(precision: str) -> None:
+    words = ["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "1",
+             "--lr", "1", "--grad-reduce-in-bf16", *([] if precision == "fp32" else [f"--{precision}"])]  # fmt: skip
+    (problem,) = flag_problems(parse(words))
+    assert problem.startswith(f"--grad-reduce-in-bf16 needs --bf16, but the run is in {precision}")
+    assert not [*flag_problems(parse([word for word in words if word != "--fp16"] + ["--bf16"]))]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from mm.device.device import Device
 from tests.files import json_lines
 from tests.launch import run_ranks, torchrun
 from tests.tiny_inputs import write_inputs
@@ -26,7 +27,6 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
-AXIS_GROUPS = {"tp2": "TENSOR_MODEL_PARALLEL_GROUP", "cp2": "CONTEXT_PARALLEL_GROUP", "pp2": "PIPELINE_GRADIENT_GROUP"}
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {
     # of loss, gradient norm and exported weights, relative
@@ -123,9 +123,12 @@ def test_the_host_reads_the_device_once_a_step(inputs: Path, name: str) -> None:
 
 def test_groups_that_a_run_uses(inputs: Path) -> None:
     """Each group that HCCL uses holds buffers.  Loss and norm go through the one of all ranks, which megatron uses."""
-    common = {"default_pg", "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"}
+    Device.pick("cpu")  # before megatron is imported
+    from mm.parallel.mesh import device_groups
+
     for name in LAYOUTS:
-        expected = common | {group for axis, group in AXIS_GROUPS.items() if name.startswith(axis)}
+        tp_size, pp_size, cp_size = (2 if name.startswith(axis) else 1 for axis in ("tp2", "pp2", "cp2"))
+        expected = {group.name for group in device_groups(tp_size, pp_size, cp_size, "ring" in name)}
         for rank in results(inputs, name):
             assert {group for _, group, _ in rank["collectives"]} == expected, name
 

@@ -118,7 +118,7 @@ def reduction_errors() -> dict[str, dict]:
     for name, layout in (("dp2-distributed", DP2), ("tp2", TP2), ("tp2-sequence", SEQUENCE), ("pp2-tied", TIED)):
         runs = [Run(dataclasses.replace(layout, precision="bf16", flags=(*layout.flags, *flags)))
                 for flags in ((), REDUCED)]
-        dtypes = [{str(parameter.main_grad.dtype) for parameter in run.stage.parameters()} for run in runs]
+        dtypes = [{str(parameter.main_grad.dtype) for _, parameter in run.stage.named_parameters()} for run in runs]
         expected, reduced = (run.gradients() for run in runs)
         sums = torch.zeros(2, dtype=torch.float64)
         for one, other in zip(expected, reduced, strict=True):

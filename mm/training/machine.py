@@ -1,0 +1,222 @@
+"""Whether a node can carry its part of a run: open files, shared memory, host memory and versions.
+
+One process of every node asks, before anything is loaded: other nodes may be set up otherwise than the first.  What is
+needed follows from the run's settings.  What would certainly end the run is a problem, what may end it a note; each
+says the command that mends it.
+"""
+
+import importlib.metadata
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from mm.config.run import Run
+
+DISTRIBUTION = "qwen2_5_vl-3d"
+PACKAGES = ("torch", "megatron-core", "transformers")
+"""Of which setup.py gives the range that was tested."""
+FILES_OF_A_RANK = 256
+"""Open files to allow a process beside its connections: data, logs, pipes to workers, the device's driver and the
+collectives' own.  With everything imported a process on the CPU has 6."""
+FILES_OF_A_GROUP = 3
+"""Of a gloo group beside one for each other rank (measured up to 128 ranks with torch 2.13)."""
+RANK_BYTES = 3 << 27
+"""Host memory of a process: 0.35 GiB with torch, megatron-core and transformers imported, on the CPU; a device's
+libraries come on top."""
+MIN_DRIVERS = {"12": 525, "13": 580}
+"""CUDA release of torch -> oldest major version of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
+_PIXEL_BYTES = 4
+"""Pixels are fp32 between workers, owner and device."""
+_SHARED_MEMORY = "/dev/shm"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node offers to the processes of a run on it, and which these are."""
+
+    first_rank: int
+    num_ranks: int
+    open_files: int
+    """The limit of each process."""
+    shared_bytes: int | None
+    """Free in /dev/shm; None where there is none."""
+    host_bytes: int
+    """Memory that processes can still take, by the system and by the container's limit."""
+    versions: Mapping[str, str]
+    """Of installed packages."""
+    cuda: str | None = None
+    """The CUDA release that torch was built with; None without it."""
+    driver: str | None = None
+    """Of NVIDIA's driver; None without it."""
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
+        import torch  # seconds, which a mistake in the settings should not wait for
+
+        rank, local_rank = (int(environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        found = re.search(r"Kernel Module\D+([\d.]+)", _text(_DRIVER_FILE))
+        return cls(
+            first_rank=rank - local_rank,
+            num_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+            open_files=1 << 62 if soft == resource.RLIM_INFINITY else soft,
+            shared_bytes=_free_bytes(_SHARED_MEMORY),
+            host_bytes=min(psutil.virtual_memory().available, *_container_bytes()),
+            versions={name: importlib.metadata.version(name) for name in (*PACKAGES, "torch_npu") if _has(name)},
+            cuda=torch.version.cuda,
+            driver=found and found[1],
+        )
+
+
+def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
+    """What would certainly end the run on this ``node``; adds to ``notes`` what may end it."""
+    found = [*_open_files(run, node), *_shared_memory(run, node), *_host_memory(run, node), *_versions(node)]
+    place = f"node of rank {node.first_rank}: " if run.world_size > node.num_ranks else ""
+    notes += [f"{place}{text}" for is_certain, text in found if not is_certain]
+    return [f"{place}{text}" for is_certain, text in found if is_certain]
+
+
+Finding = tuple[bool, str]
+"""Whether the run would certainly end, and what the user reads."""
+
+
+def gloo_connections(run: Run, rank: int) -> int:
+    """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``: all ranks, its replica, the data owners, and
+    the ranks of its replica that get pixels.
+
+    With TORCH_GLOO_LAZY_INIT, which that module sets unless a user has, a rank is connected with log N others of a group,
+    without it with all.
+    """
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
+    replica = run.tp_size * run.cp_size * run.num_stages
+    in_stage = run.tp_size * run.cp_size * run.dp_size
+    is_owner = rank < in_stage and rank % (run.tp_size * run.cp_size) == 0
+    sizes = [run.world_size, replica, run.dp_size if is_owner else 1]
+    sizes += [run.tp_size] * (run.cp_size if is_owner else 1)
+    return sum((size.bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
+
+
+def _open_files(run: Run, node: Node) -> Iterator[Finding]:
+    if run.world_size == 1:
+        return
+    ranks = range(node.first_rank, node.first_rank + node.num_ranks)
+    least = max(gloo_connections(run, rank) for rank in ranks)  # mm.parallel.hub sees to what rank 0 needs beside them
+    wanted = least + FILES_OF_A_RANK
+    if node.open_files < wanted:
+        cure = f"`ulimit -n {wanted}` before the launcher, or `--ulimit nofile={wanted}` of docker run"
+        yield node.open_files < least, (
+            f"a process may open {node.open_files:,} files, and one of {run.world_size:,} ranks needs about {wanted:,} "
+            f"({least:,} of them connections to other ranks): {cure}")
+
+
+def microbatch_pixel_bytes(run: Run) -> int:
+    """Pixels of a microbatch whose tokens are all visual, the most that one can have."""
+    vision = run.model.vision
+    num_patches = run.args.seq_length * run.args.micro_batch_size * vision.spatial_merge_size**2
+    if run.data.packing_max_patches is not None:
+        num_patches = min(num_patches, run.data.packing_max_patches)
+    return num_patches * vision.patch_elements * _PIXEL_BYTES
+
+
+def _num_owners(run: Run, node: Node) -> int:
+    """Ranks of the node that own the data of their replica."""
+    step = run.tp_size * run.cp_size
+    ranks = range(node.first_rank, node.first_rank + node.num_ranks)
+    return sum(rank % step == 0 and rank < step * run.dp_size for rank in ranks)
+
+
+def _shared_memory(run: Run, node: Node) -> Iterator[Finding]:
+    owners, workers = _num_owners(run, node), run.args.num_workers
+    if not owners or not workers or node.shared_bytes is None:
+        return
+    one = microbatch_pixel_bytes(run)
+    wanted = owners * workers * run.data.prefetch_factor * one
+    if node.shared_bytes < wanted:
+        size = f"{-(-wanted // (1 << 30))}g"
+        yield node.shared_bytes < one, (
+            f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, and workers hand over pixels there: a "
+            f"microbatch that is all pictures takes {_gib(one)} GiB, and {owners} data owners x --num-workers "
+            f"{workers} x prefetch_factor {run.data.prefetch_factor} of them {_gib(wanted)} GiB. Without room a worker "
+            f"dies of a bus error: `docker run --shm-size {size}` (or --ipc=host), `mount -o remount,size={size} "
+            f"{_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
+
+
+def _host_memory(run: Run, node: Node) -> Iterator[Finding]:
+    owners, one = _num_owners(run, node), microbatch_pixel_bytes(run)
+    least = RANK_BYTES * node.num_ranks
+    # the step that computes and the one prepared meanwhile, and what is in flight from workers
+    held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
+    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * one
+    if node.host_bytes < wanted:
+        yield node.host_bytes < least, (
+            f"{_gib(node.host_bytes)} GiB of host memory are free, and the {node.num_ranks} ranks of this node need up "
+            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, and the rest for {owners} data owners, whose "
+            f"steps are held ahead in pinned memory. Give the container more (`docker run --memory`), end what else "
+            f"runs (`ps aux --sort=-rss | head`), or lower --num-workers, prefetch_factor or --global-batch-size")
+
+
+def _versions(node: Node) -> Iterator[Finding]:
+    for requirement in _requirements():
+        version = node.versions.get(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            yield False, (f"{requirement.name} {version} is not of {requirement.specifier}, the range around what was "
+                          f"tested: `python -m pip install '{requirement.name}{requirement.specifier}'`")
+    torch, npu = node.versions.get("torch"), node.versions.get("torch_npu")
+    if torch and npu and Version(torch).release[:2] != Version(npu).release[:2]:
+        release = ".".join(map(str, Version(npu).release[:2]))
+        yield True, (f"torch is {torch} and torch_npu {npu}, which needs its own torch: "
+                     f"`python -m pip install 'torch=={release}.*' --index-url https://download.pytorch.org/whl/cpu`")
+    oldest = MIN_DRIVERS.get((node.cuda or "").partition(".")[0])
+    if oldest is not None and node.driver is not None and int(node.driver.partition(".")[0]) < oldest:
+        yield False, (f"NVIDIA's driver is {node.driver}, and torch is built for CUDA {node.cuda}, which wants "
+                      f"{oldest} or later: update the driver (`nvidia-smi` shows it), or install torch for an older "
+                      f"CUDA")
+
+
+def _requirements() -> list[Requirement]:
+    """Ours of ``PACKAGES``, as setup.py declares them; none where the package is not installed."""
+    declared = (importlib.metadata.requires(DISTRIBUTION) or ()) if _has(DISTRIBUTION) else ()
+    return [one for one in map(Requirement, declared) if one.name in PACKAGES and one.marker is None]
+
+
+def _has(distribution: str) -> bool:
+    return any(True for _ in importlib.metadata.distributions(name=distribution))
+
+
+def _free_bytes(directory: str) -> int | None:
+    try:
+        found = os.statvfs(directory)
+    except FileNotFoundError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _container_bytes() -> Iterator[int]:
+    """What the limit of a container leaves; nothing where it has none."""
+    for path in _CGROUP_LIMITS:
+        text = _text(path).strip()
+        if text.isdigit():
+            used = _text(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
+            files = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(path.with_name("memory.stat")), re.MULTILINE)
+            yield max(0, int(text) - int(used.strip() or 0) + int(files[1] if files else 0))  # what was read can go
+
+
+def _text(path: Path) -> str:
+    """Empty for a file of the system that is not there or not ours to read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f}"

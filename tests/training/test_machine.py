@@ -1,0 +1,123 @@
+"""What a node must offer: the amounts follow from the run's settings, and each finding says what mends it."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+
+from mm.config.run import Run, load_run
+from mm.training import machine
+from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
+from tests.files import ROOT
+from tests.tiny_inputs import write_inputs
+
+PLENTY = Node(0, 8, 1 << 20, 1 << 40, 1 << 40, {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.23.0"})
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("machine"))
+
+
+def run_of(inputs: Path, world_size: int, *flags: str, model: str = "model_1") -> Run:
+    words = ["--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / "data.json"), "--micro-batch-size",
+             "1", "--seq-length", "4096", "--train-iters", "1", "--lr", "1e-3", *flags]  # fmt: skip
+    return load_run(words, world_size, {})
+
+
+def findings(run: Run, **changes: object) -> tuple[list[str], list[str]]:
+    notes: list[str] = []
+    return node_problems(run, dataclasses.replace(PLENTY, **changes), notes), notes
+
+
+def test_a_node_with_plenty_of_everything_has_nothing_to_say(inputs: Path) -> None:
+    assert findings(run_of(inputs, 8)) == ([], [])
+
+
+def test_this_machine_carries_a_run_of_one_rank(inputs: Path) -> None:
+    node = Node.here({})
+    assert (node.first_rank, node.num_ranks) == (0, 1) and node.versions["torch"].startswith("2.")
+    assert node.host_bytes <= psutil.virtual_memory().total and node.open_files > 0
+    notes: list[str] = []
+    assert node_problems(run_of(inputs, 1, "--num-workers", "0"), node, notes) == []
+
+
+def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    run = run_of(inputs, 1024)
+    # data parallel 1024: all ranks, and the owners, which are all ranks too
+    assert gloo_connections(run, 0) == gloo_connections(run, 1023) == 2 * (1023 + 3)
+    (problem,), notes = findings(run, open_files=1024)
+    assert notes == []
+    assert re.search(r"may open 1,024 files.*needs about 2,308 \(2,052 of them.*`ulimit -n 2308`.*nofile=2308", problem)
+    assert findings(run, open_files=1024, first_rank=512)[0][0].startswith("node of rank 512: ")
+    problems, (note,) = findings(run, open_files=2100)
+    assert problems == [] and "`ulimit -n 2308`" in note
+    assert findings(run, open_files=2308) == ([], [])
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    assert gloo_connections(run, 0) == 2 * (11 + 3) and findings(run, open_files=1024) == ([], [])
+
+
+def test_connections_follow_the_layout(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    run = run_of(inputs, 8, "--tensor-model-parallel-size", "2", model="model_2")  # data parallel 2
+    # all 8; the replica of 4; the two owners; the two ranks with the patch embedding
+    assert gloo_connections(run, 0) == (7 + 3) + (3 + 3) + (1 + 3) + (1 + 3)
+    assert gloo_connections(run, 5) == (7 + 3) + (3 + 3) + (1 + 3)
+
+
+def test_shared_memory_of_a_container(inputs: Path) -> None:
+    run = run_of(inputs, 8, "--num-workers", "4")
+    one = microbatch_pixel_bytes(run)
+    assert one == 4096 * 4 * 1176 * 4
+    (problem,), _ = findings(run, shared_bytes=64 << 20)
+    assert "/dev/shm has 0.06 GiB free" in problem and "--num-workers 4 x prefetch_factor 2" in problem
+    assert "`docker run --shm-size 5g`" in problem and "remount,size=5g" in problem
+    problems, (note,) = findings(run, shared_bytes=8 * one)
+    assert problems == [] and "bus error" in note
+    assert findings(run, shared_bytes=64 * one) == ([], [])
+    assert findings(run, shared_bytes=None) == ([], [])
+    assert findings(run_of(inputs, 8, "--num-workers", "0"), shared_bytes=0) == ([], [])
+    # a node of later stages owns no data
+    later = run_of(inputs, 16, model="model_2")
+    assert findings(later, shared_bytes=0, first_rank=8) == ([], []) != findings(later, shared_bytes=0)
+
+
+def test_host_memory(inputs: Path) -> None:
+    run = run_of(inputs, 8, "--global-batch-size", "64")
+    (problem,), _ = findings(run, host_bytes=2 << 30)
+    assert re.search(r"2\.00 GiB of host memory are free, and the 8 ranks.*3\.00 for their processes", problem)
+    problems, (note,) = findings(run, host_bytes=4 << 30)
+    assert problems == [] and "docker run --memory" in note
+
+
+def test_versions_beside_those_that_were_tested(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = [Requirement(one) for one in re.findall(r'^        "((?:torch|megatron-core|transformers)>=.*)",$',
+                                                     (ROOT / "setup.py").read_text(), re.MULTILINE)]
+    assert [one.name for one in ranges] == list(machine.PACKAGES)
+    monkeypatch.setattr(machine, "_requirements", lambda: ranges)  # an install may be older than the file
+    run, tested = run_of(inputs, 8), PLENTY.versions
+    _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
+    assert note.startswith("transformers 4.57.0 is not of <6,>=5.8") and "pip install 'transformers<6,>=5.8'" in note
+    assert findings(run, versions={**tested, "torch": "2.11.0a0+eb65b36914.nv26.2"}) == ([], [])
+    (problem,), _ = findings(run, versions={**tested, "torch_npu": "2.12.0.post3"})
+    assert "torch is 2.13.0 and torch_npu 2.12.0.post3, which needs its own torch" in problem
+    assert "`python -m pip install 'torch==2.12.*'" in problem
+    assert findings(run, versions={**tested, "torch_npu": "2.13.0"}) == ([], [])
+    _, (note,) = findings(run, cuda="13.0", driver="550.54.15")
+    assert "NVIDIA's driver is 550.54.15" in note and "580 or later" in note
+    assert findings(run, cuda="12.8", driver="550.54.15") == ([], [])
+
+
+def test_the_names_are_those_of_setup() -> None:
+    text = (ROOT / "setup.py").read_text()
+    assert f'name="{machine.DISTRIBUTION}"' in text
+    assert all(f'"{name}>=' in text for name in machine.PACKAGES)
+    assert {one.name for one in machine._requirements()} == set(machine.PACKAGES)
+
+
+def test_the_files_of_a_small_run_are_fewer_than_is_allowed_for() -> None:
+    assert psutil.Process().num_fds() < machine.FILES_OF_A_RANK
