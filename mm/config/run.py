@@ -390,6 +390,6 @@ def _notes(args: Arguments) -> Iterator[str]:
     if given and not args.profile:
         yield NoEffect(given, "they need --profile")
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        yield NoEffect(["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 switches it off, as in Megatron")
+        yield NoEffect(["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 switches it off, as Megatron's")
     if not args.fp16 and args.loss_scale is not None:
         yield NoEffect(["--loss-scale"], "it needs --fp16")
