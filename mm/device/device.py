@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Device:
     backend: str
     """torch.distributed backend for tensors on this device."""
     kernels: Kernels
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     """What a user should know of it: each a sentence for the start of the log."""
 
     @classmethod
@@ -79,7 +79,8 @@ class Device:
         apply_shims(kind)
         fault = compile_fault(torch.device(kind, index)) if kind == "cuda" else None
         kernels = kernels_of(kind) if fault is None else kernels_of(kind, fuse=None)
-        return cls(kind, index, _BACKENDS[kind], kernels, () if fault is None else (_EAGER_NOTE.format(fault),))
+        notes = () if fault is None else (_EAGER_NOTE.format(fault),)
+        return cls(kind, index, _BACKENDS[kind], kernels, notes=notes)
 
     @property
     def torch_device(self) -> torch.device:

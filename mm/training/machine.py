@@ -93,8 +93,8 @@ def gloo_connections(run: Run, rank: int) -> int:
     """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``: all ranks, its replica, the data owners, and
     the ranks of its replica that get pixels.
 
-    With TORCH_GLOO_LAZY_INIT, which that module sets unless a user has, a rank is connected with log N others of a group,
-    without it with all.
+    With TORCH_GLOO_LAZY_INIT, which that module sets unless a user has, a rank is connected with log N others of a
+    group, without it with all.
     """
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
     replica = run.tp_size * run.cp_size * run.num_stages

@@ -38,8 +38,6 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 REDUCED = ("--grad-reduce-in-bf16",)
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
-SEQUENCE = Layout(tp=2, flags=("--sequence-parallel",))
-TIED = Layout((4, 0), (1, 3), tied=True)
 GROUPS = ("--lr-scale-modules", "image_encoder", "--lr-mult", "0.1", "--weight-decay-exclude-modules", "mlp")
 FROZEN = {"freeze": ("vision",), "freeze_layers": ("", "1-2"), "freeze_modules": ("fc2", "norm")}
 VIRTUAL = ((2, 1), (1, 0)), ((0, 0), (1, 3))
@@ -110,22 +108,6 @@ def resume(directory: Path, layout: Layout) -> dict:
         "progress": at_load,
         "best": best,
     }
-
-
-def reduction_errors() -> dict[str, dict]:
-    """Of gradients summed in bf16, to those in fp32 from the same weights and data: relative, by norm of all."""
-    found = {}
-    for name, layout in (("dp2-distributed", DP2), ("tp2", TP2), ("tp2-sequence", SEQUENCE), ("pp2-tied", TIED)):
-        runs = [Run(dataclasses.replace(layout, precision="bf16", flags=(*layout.flags, *flags)))
-                for flags in ((), REDUCED)]
-        dtypes = [{str(parameter.main_grad.dtype) for _, parameter in run.stage.named_parameters()} for run in runs]
-        expected, reduced = (run.gradients() for run in runs)
-        sums = torch.zeros(2, dtype=torch.float64)
-        for one, other in zip(expected, reduced, strict=True):
-            sums += torch.stack([(one.double() - other.double()).square().sum(), one.double().square().sum()])
-        dist.all_reduce(sums)
-        found[name] = {"error": float((sums[0] / sums[1]).sqrt()), "dtypes": [*map(sorted, dtypes)]}
-    return found
 
 
 def reshard(directory: Path, layouts: tuple[Layout, ...]) -> list[dict]:
@@ -324,7 +306,6 @@ def main(directory: Path) -> None:
     results = {
         "resume": {name: resume(directory / "resume" / name, layout) for name, layout in SAME_LAYOUT.items()},
         "reshard": {name: reshard(directory / "reshard" / name, layouts) for name, layouts in CHAINS.items()},
-        "reduction": reduction_errors(),
         "refusals": refusals(directory / "refusals"),
         "without_optimizer": without_optimizer(directory / "without_optimizer"),
         "retention": retention(directory / "retention"),
