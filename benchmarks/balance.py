@@ -13,16 +13,15 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths import SEQ_LENGTH, SETS, llava
+from benchmarks.lengths import SEQ_LENGTH, SETS, llava, totals_of
+from benchmarks.lists import with_lists
 from benchmarks.measure import versions
-from mm.batch import BatchTotals
 from mm.config.model import ModelConfig, read_model
 from mm.data.bucket import bucket_stream, sorted_in_turn
 from mm.data.cost import SampleSizes
@@ -104,29 +103,15 @@ class Samples:
 
     def pipelined(self, plan: Planned, num_steps: int) -> float:
         """Simulated time of the slowest replica of four stages."""
-        parts = ("vision", "language")
-        layers = {part: replace(getattr(self.model, part), pipeline_num_layers=(counts,))
-                  for part, counts in zip(parts, STAGES, strict=True)}  # fmt: skip
-        model, found = replace(self.model, **layers), []
+        model, found = with_lists(self.model, STAGES), []
         for number in range(num_steps):
             times = []
             for rank in plan(number):
-                costs = slot_flops(model, [self._totals(one) for one in rank])
+                costs = slot_flops(model, [totals_of(self.lengths, one) for one in rank])
                 order = pipeline_order(costs, len(STAGES[0]))
                 times.append(step_cost([costs[one] for one in order], len(STAGES[0])))
             found.append(max(times))
         return float(np.mean(found))
-
-    def _totals(self, samples: list[int]) -> BatchTotals:
-        has, tokens = self.lengths, self.sizes.num_tokens[samples]
-        return BatchTotals(
-            num_tokens=int(tokens.sum()), num_patches=int(has.num_patches[samples].sum()),
-            num_images=int(has.num_media[samples].sum()), num_cut_images=0,
-            num_target_tokens=int(has.num_target_tokens[samples].sum()), num_target_samples=len(samples),
-            num_microbatches=1, num_causal_pairs=int((tokens * (tokens + 1) // 2).sum()),
-            num_image_pairs=int(has.num_image_pairs[samples].sum()),
-            num_window_pairs=int(has.num_window_pairs[samples].sum()),
-        )  # fmt: skip
 
 
 def _planned(stream: Stream, deal: Callable[[np.ndarray], list[Step]], batch: int, number: int) -> list[Step]:

@@ -5,10 +5,11 @@ gives them for 14-pixel patches merged 2 x 2; a sample beyond ``SEQ_LENGTH`` tok
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from mm.batch import image_pairs, window_pairs
+from mm.batch import BatchTotals, image_pairs, window_pairs
 from mm.data.image import smart_resize
 from mm.data.lengths import Lengths
 
@@ -81,6 +82,19 @@ def videos(num_samples: int, seed: int = 0) -> Lengths:
     grids = [[(-(-count // 2), *(wide if one else tall))]
              for count, one in zip(frames.tolist(), is_wide.tolist(), strict=True)]  # fmt: skip
     return _lengths(text, grids, targets=0.5)
+
+
+def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length: int = SEQ_LENGTH) -> BatchTotals:
+    """A microbatch of ``samples``; what is longer than ``seq_length`` loses the end of its text."""
+    tokens = np.minimum(lengths.num_tokens[samples], seq_length).astype(np.int64)
+    return BatchTotals(
+        num_tokens=int(tokens.sum()), num_patches=int(lengths.num_patches[samples].sum()),
+        num_images=int(lengths.num_media[samples].sum()), num_cut_images=0,
+        num_target_tokens=int(lengths.num_target_tokens[samples].sum()), num_target_samples=len(samples),
+        num_microbatches=1, num_causal_pairs=int((tokens * (tokens + 1) // 2).sum()),
+        num_image_pairs=int(lengths.num_image_pairs[samples].sum()),
+        num_window_pairs=int(lengths.num_window_pairs[samples].sum()),
+    )  # fmt: skip
 
 
 SETS = {"LLaVA-like": llava, "documents": documents, "videos": videos}

@@ -1,0 +1,155 @@
+"""How much of the devices the shipped pipeline lists use, and which lists would use most, by simulation.
+
+    python -m benchmarks.lists [--steps N] [SIZE ...]
+
+Nothing is trained: microbatches of the shipped scripts are drawn from LLaVA-like samples (``benchmarks.lengths``), take
+their FLOPs (``mm.model.flops``, the ViT frozen as shipped) in every slot, and pass the pipeline in the order in which a
+run sends them.  Messages take no time, and the ViT's FLOPs as long as the LLM's.  Utilisation is the mean work of a
+stage over the length of the step, over ``--steps`` drawn steps; (m / (m + p - 1)) bounds it for equal microbatches.
+The best lists are found by moving one layer at a time between two stages for as long as that helps.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks.lengths import llava, totals_of
+from mm.batch import BatchTotals
+from mm.config.model import ModelConfig, read_model
+from mm.data.sequence import pipeline_order
+from mm.model.flops import slot_flops
+from mm.parallel.simulation import SlotCost, step_cost
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
+"""Size -> samples of a microbatch and microbatches of a replica's step, as the script has them; 3B has one stage."""
+SEQ_LENGTH = 1024
+LEAST_GAIN = 1e-4
+"""Of utilisation, for which a layer moves."""
+
+Lists = tuple[tuple[int, ...], tuple[int, ...]]
+"""Layers of the ViT and of the LLM on every stage."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Some steps of one script."""
+
+    model: ModelConfig
+    steps: Sequence[Sequence[BatchTotals]]
+    """By step, the microbatches of one replica."""
+
+    @classmethod
+    def of(cls, size: str, num_steps: int) -> "Workload":
+        """The microbatches of ``num_steps`` steps of the script of ``size``."""
+        num_samples, num_microbatches = BATCHES[size]
+        lengths = llava(num_steps * num_microbatches * num_samples)
+        numbers = np.arange(len(lengths)).reshape(num_steps, num_microbatches, num_samples)
+        totals = [[totals_of(lengths, one, SEQ_LENGTH) for one in step] for step in numbers]
+        return cls(read_model(EXAMPLES / f"model_{size}.json").value, totals)
+
+    @property
+    def shipped(self) -> Lists:
+        """The lists of the model JSON."""
+        return self.model.vision.pipeline_num_layers[0], self.model.language.pipeline_num_layers[0]
+
+    @cached_property
+    def _layers(self) -> list[list[list[SlotCost]]]:
+        """By step and microbatch, what every layer takes with what lives beside it: as if each had its own stage."""
+        vision, language = (tower.num_layers for tower in (self.model.vision, self.model.language))
+        model = with_lists(self.model, ((1,) * vision + (0,) * language, (0,) * vision + (1,) * language))
+        return [slot_flops(model, step) for step in self.steps]
+
+    def utilisation(self, lists: Lists) -> float:
+        """The mean over the steps."""
+        spans = list(_spans(lists))
+        return fmean(_utilisation([[_sum(layers, span) for span in spans] for layers in step]) for step in self._layers)
+
+
+def best(workload: Workload) -> tuple[float, Lists]:
+    """The utilisation that no move of one layer raises, starting from the shipped lists, and these lists."""
+    lists = workload.shipped
+    found = workload.utilisation(lists)
+    while True:
+        tried = ((workload.utilisation(one), one) for one in _moves(lists))
+        utilisation, nearby = max(tried, default=(0.0, lists))
+        if utilisation < found + LEAST_GAIN:
+            return found, lists
+        found, lists = utilisation, nearby
+
+
+def with_lists(model: ModelConfig, lists: Lists) -> ModelConfig:
+    """``model`` on the stages that ``lists`` say."""
+    vision, language = (replace(tower, pipeline_num_layers=(numbers,))
+                        for tower, numbers in zip((model.vision, model.language), lists, strict=True))
+    return replace(model, vision=vision, language=language)
+
+
+def _moves(lists: Lists) -> Iterator[Lists]:
+    """Every legal pair of lists in which one layer of a tower lives on another stage; the LLM follows the ViT."""
+    for tower, numbers in enumerate(lists):
+        for source in range(len(numbers)):
+            for target in range(len(numbers)):
+                if source != target and numbers[source]:
+                    moved = list(numbers)
+                    moved[source] -= 1
+                    moved[target] += 1
+                    both = (tuple(moved), lists[1]) if tower == 0 else (lists[0], tuple(moved))
+                    if _is_legal(both):
+                        yield both
+
+
+def _is_legal(lists: Lists) -> bool:
+    vision, language = ([stage for stage, number in enumerate(numbers) if number] for numbers in lists)
+    return vision[-1] <= language[0]
+
+
+def _spans(lists: Lists) -> Iterator[list[range]]:
+    """The layers of each stage, counted over both towers."""
+    vision_end, language_end = 0, sum(lists[0])
+    for num_vision, num_language in zip(*lists, strict=True):
+        yield [range(vision_end, vision_end + num_vision), range(language_end, language_end + num_language)]
+        vision_end, language_end = vision_end + num_vision, language_end + num_language
+
+
+def _sum(layers: Sequence[SlotCost], spans: Sequence[range]) -> SlotCost:
+    numbers = [number for span in spans for number in span]
+    return SlotCost(sum(layers[one].forward for one in numbers), sum(layers[one].backward for one in numbers))
+
+
+def _utilisation(costs: list[list[SlotCost]]) -> float:
+    num_stages = len(costs[0])
+    ordered = [costs[number] for number in pipeline_order(costs, num_stages)]
+    work = sum(slot.forward + slot.backward for slots in costs for slot in slots)
+    return work / num_stages / step_cost(ordered, num_stages)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("sizes", nargs="*", default=list(BATCHES))
+    args = parser.parse_args(argv)
+    print("| script | lists | utilisation | best lists found | utilisation | bound |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for size in args.sizes:
+        workload = Workload.of(size, args.steps)
+        num_stages, num_microbatches = len(workload.shipped[0]), BATCHES[size][1]
+        found, lists = best(workload)
+        shipped = workload.utilisation(workload.shipped)
+        bound = num_microbatches / (num_microbatches + num_stages - 1)
+        print(f"| {size} | {_shown(workload.shipped)} | {shipped:.3f} | {_shown(lists)} | {found:.3f} | {bound:.3f} |",
+              flush=True)
+
+
+def _shown(lists: Lists) -> str:
+    return " + ".join(str(list(numbers)) for numbers in lists)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
