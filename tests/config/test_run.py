@@ -291,7 +291,7 @@ def test_resolved_run_is_json_and_complete(tmp_path):
     whole = resolved(run)
     assert json.loads(json.dumps(whole)) == whole
     assert whole["arguments"]["lr"] == 1e-5
-    assert whole["model"]["language"]["pipeline_num_layers"] == [[12, 16]]
+    assert whole["model"]["language"]["pipeline_num_layers"] == [[14, 14]]
     assert whole["data"]["attr"]["role_tag"] == "role"
     derived = ("world_size", "pipeline_model_parallel_size", "data_parallel_size", "num_microbatches", "precision")
     assert [whole[key] for key in derived] == [8, 2, 4, 48, "bf16"]
