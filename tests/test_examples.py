@@ -151,6 +151,22 @@ def test_scripts_launch_flags_that_parse(tmp_path, size):
     assert log.stat().st_mode & 0o777 == 0o440
 
 
+@pytest.mark.parametrize("size", [*SIZES, "tiny"])
+def test_the_same_command_resumes(tmp_path, size):
+    """With optimizer and random states, which the first run has saved."""
+    args = parse(train_flags(run_script(tmp_path, size, LOAD_PATH="base", MASTER_ADDR="10.0.0.1")[1]))
+    assert (args.load, args.no_load_optim, args.no_load_rng) == ("base", True, True)
+    assert not args.no_save_optim and not args.no_save_rng
+    assert (args.save_interval, args.keep_last_checkpoints) == (100 if size == "tiny" else 500, 2)
+    (tmp_path / "save dir").mkdir()
+    (tmp_path / "save dir" / "latest_checkpointed_iteration.txt").write_text("500")
+    outcome, argv = run_script(tmp_path, size, LOAD_PATH="base", MAX_RESTARTS="3", MASTER_ADDR="10.0.0.1")
+    args = parse(train_flags(argv))
+    assert (args.load, args.no_load_optim, args.no_load_rng) == (str(tmp_path / "save dir"), False, False)
+    assert f"{tmp_path}/save dir holds a checkpoint: going on from it, not from base" in outcome.stdout
+    assert argv[argv.index("--max_restarts") + 1] == "3"
+
+
 def test_every_layout_variable_comes_from_the_environment(tmp_path):
     outcome, argv = run_script(tmp_path, "7b", NPUS_PER_NODE="4", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1",
                                MASTER_PORT="7000", TP="2", PP="2", MBS="3", GRAD_ACC_STEP="5", TRAIN_ITERS="7",

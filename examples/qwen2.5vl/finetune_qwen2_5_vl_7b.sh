@@ -22,7 +22,8 @@ MBS=${MBS:-4}
 GRAD_ACC_STEP=${GRAD_ACC_STEP:-12}
 SEQ_LENGTH=${SEQ_LENGTH:-1024}
 TRAIN_ITERS=${TRAIN_ITERS:-10000}
-SAVE_INTERVAL=${SAVE_INTERVAL:-10000}
+SAVE_INTERVAL=${SAVE_INTERVAL:-500}
+KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-1.0e-5}
 derive_sizes
 
@@ -54,15 +55,11 @@ GPT_ARGS=(
     --adam-beta2 0.999
     --seed 42
     --bf16
-    --load "$LOAD_PATH"
+    "${LOAD_ARGS[@]}"
     --use-flash-attn
     --variable-seq-lengths
     --use-distributed-optimizer
     "${OVERLAP_ARGS[@]}"
-    --no-load-optim
-    --no-load-rng
-    --no-save-optim
-    --no-save-rng
     --num-workers 8
     --distributed-timeout-minutes 20
     --distributed-backend nccl
@@ -75,6 +72,7 @@ MM_ARGS=(
 OUTPUT_ARGS=(
     --log-interval 1
     --save-interval "$SAVE_INTERVAL"
+    --keep-last-checkpoints "$KEEP_CHECKPOINTS"
     --eval-interval 10000
     --eval-iters 5000
     --save "$SAVE_PATH"

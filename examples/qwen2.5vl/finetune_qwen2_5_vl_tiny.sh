@@ -20,6 +20,7 @@ GRAD_ACC_STEP=${GRAD_ACC_STEP:-32}
 SEQ_LENGTH=${SEQ_LENGTH:-2560}
 TRAIN_ITERS=${TRAIN_ITERS:-800}
 SAVE_INTERVAL=${SAVE_INTERVAL:-100}
+KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-2.0e-3}
 derive_sizes
 
@@ -42,7 +43,7 @@ GPT_ARGS=(
     --adam-beta1 0.9
     --adam-beta2 0.999
     --seed 42
-    --load "$LOAD_PATH"
+    "${LOAD_ARGS[@]}"
     --use-distributed-optimizer
     --num-workers 0
 )
@@ -53,6 +54,7 @@ MM_ARGS=(
 OUTPUT_ARGS=(
     --log-interval 1
     --save-interval "$SAVE_INTERVAL"
+    --keep-last-checkpoints "$KEEP_CHECKPOINTS"
     --save "$SAVE_PATH"
     --log-dir "$LOG_DIR"
     --log-tps
