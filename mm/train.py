@@ -20,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_launcher()
     try:
         run = load_run(sys.argv[1:] if argv is None else argv)
+        if run.args.loads_what_it_saves:
+            from mm.training.sources import with_base  # loads torch
+
+            run = with_base(run)
         if run.args.dry_run or run.args.check:
             run, _ = check_files(run)
     except UserError as error:

@@ -237,3 +237,22 @@ def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path)
     whole, found = metrics(inputs, "whole")[:2], metrics(inputs, "converted")
     for key in ("loss", "grad_norm", "lr", "num_tokens", "consumed_samples"):
         assert [row[key] for row in found] == [row[key] for row in whole], key
+
+
+def test_the_same_command_begins_and_goes_on(inputs: Path) -> None:
+    """Runs after the tests above: the base is the data JSON's, or --load-base-model's."""
+    save = inputs / "same" / "save"
+    same = ("--load", str(save), "--save-interval", "2", "--deterministic-mode")
+    said = run(inputs, "same", 1, *same, "--exit-interval", "2")
+    base = f"the run begins with the weights of {inputs / 'hf'} (model_name_or_path of {inputs / 'data.json'})"
+    assert f"note: --load {save} holds no checkpoint yet, so {base}" in said
+    said = run(inputs, "same", 1, *same)
+    assert f"loaded a training checkpoint from {save}, iteration 2" in said and "begins with the weights" not in said
+    assert [row["loss"] for row in metrics(inputs, "same")] == [row["loss"] for row in metrics(inputs, "whole")]
+    given = ("--load", str(inputs / "other" / "save"), "--load-base-model", str(inputs / "mm"), "--exit-interval", "1")
+    said = run(inputs, "other", 1, *given)
+    assert f"begins with the weights of {inputs / 'mm'} (--load-base-model)" in said
+    (first,) = metrics(inputs, "other")
+    assert first["loss"] == metrics(inputs, "whole")[0]["loss"]
+    with pytest.raises(AssertionError, match=r"--load is '.*none', which is not a directory"):
+        run(inputs, "other", 1, "--load", str(inputs / "none"))

@@ -319,6 +319,19 @@ def _source(
     return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, problems=tuple(misfits), **facts)
 
 
+def holds_nothing(path: str | Path) -> bool:
+    """Whether ``path`` is missing, or a directory without anything that is, or was to be, weights of any kind.
+
+    What an interrupted first save left is nothing.
+    """
+    path = Path(path)
+    names = (MANIFEST_FILE, LATEST_FILE, "config.json")
+    return not path.exists() or (
+        path.is_dir() and not is_peft_directory(path) and not any((path / name).exists() for name in names)
+        and not any(path.glob("mp_rank_*")) and not any(path.glob("*/mp_rank_*"))
+        and all(".tmp-" in one.name for one in path.glob("iter_*")))
+
+
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     """What ``path``, which ``flag`` gives, holds.  Only names are looked at.
 

@@ -5,6 +5,7 @@ help.  Flags of other programs that do nothing here are in ``mm.config.foreign``
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -142,7 +143,8 @@ class Arguments:
     lora_rank_pattern: Patterns = Field((), description="other ranks of some of the adapters, such as q_proj=4")
     lora_alpha_pattern: Patterns = Field((), description="other alphas of some of the adapters, such as q_proj=8")
     load_base_model: str | None = Field(None, description=(
-        "the model that the adapters of --load stand beside; absent = model_name_or_path"))
+        "the model that the adapters of --load stand beside, and what a run begins with whose --load is its --save and "
+        "holds no checkpoint yet; absent = model_name_or_path"))
 
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
@@ -251,6 +253,11 @@ class Arguments:
         return not (self.finetune or self.no_load_optim)
 
     @property
+    def loads_what_it_saves(self) -> bool:
+        """Whether ``--load`` is ``--save``, so that the same command begins a run and goes on with it."""
+        return is_same_directory(self.load, self.save)
+
+    @property
     def recompute(self) -> RecomputeConfig:
         """The recompute flags as one setting."""
         return RecomputeConfig(
@@ -263,6 +270,11 @@ class Arguments:
             tuple(word for one in self.lora_target_modules for word in one.split(",") if word), self.lora_r,
             self.lora_alpha, self.lora_dropout, self.lora_use_rslora, pattern_pairs(self.lora_rank_pattern, whole=True),
             pattern_pairs(self.lora_alpha_pattern, whole=False))
+
+
+def is_same_directory(one: str | None, other: str | None) -> bool:
+    """Whether both are given and name one directory."""
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 TRAIN = CommandLine(

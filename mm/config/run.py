@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import TRAIN, Arguments, flag_problems
+from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory
 from mm.config.launcher import launched_ranks, launcher_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
@@ -219,6 +219,8 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     data_path = words.last("--mm-data")
     directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
+    if is_same_directory(words.last("--load"), words.last("--save")) and not Path(words.last("--load") or "").exists():
+        del directories["--load"]  # the run makes it
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
         directories[f"{data_path}: dataset_dir"] = data.dataset_dir
@@ -347,9 +349,11 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
 def _adapter_problems(run: Run) -> Iterator[str]:
     """Flags that only go with adapters."""
     for name in ("load_base_model", "export_merged_hf"):
-        if not run.model.lora.is_on and (path := getattr(run.args, name)) is not None:
+        begins = name == "load_base_model" and run.args.loads_what_it_saves
+        if not (run.model.lora.is_on or begins) and (path := getattr(run.args, name)) is not None:
             yield (f"{flag_name(name)} is {path!r}, but there are no adapters; name the linear layers that get them "
-                   f"with --lora-target-modules, or leave the flag out")
+                   f"with --lora-target-modules, or leave the flag out"
+                   f"{'; or give --save as --load, for the same command to begin a run with it' * (name[0] == 'l')}")
 
 
 def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:

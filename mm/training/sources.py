@@ -2,13 +2,13 @@
 the check before a run asks here too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint.adapters import holds_adapters, open_adapters, open_base
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.qkv_order import QkvOrder
-from checkpoint.formats.source import Source, open_to_train
+from checkpoint.formats.source import Source, holds_nothing, open_to_train
 from mm.config.run import Run
 from mm.errors import UserError, collected, refuse
 
@@ -17,6 +17,22 @@ def qkv_order(run: Run) -> QkvOrder:
     """How the order of the ViT's qkv in ``--load`` is found."""
     base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
     return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
+
+
+def with_base(run: Run) -> Run:
+    """``run`` as it begins, where its ``--load`` is its ``--save`` and holds no checkpoint yet.
+
+    Then it begins as with ``--load-base-model`` as ``--load``, or with ``model_name_or_path``: never at random.
+    """
+    args = run.args
+    if args.load is None or not args.loads_what_it_saves or not holds_nothing(args.load):
+        return run
+    base, what = (run.data.model_name_or_path, f"model_name_or_path of {args.mm_data}")
+    if args.load_base_model is not None:
+        base, what = args.load_base_model, "--load-base-model"
+    stands_beside = run.model.lora.is_on and args.load_base_model is not None
+    note = f"--load {args.load} holds no checkpoint yet, so the run begins with the weights of {base} ({what})"
+    return replace(run, args=replace(args, load=None if stands_beside else base), notes=(*run.notes, note))
 
 
 @dataclass(frozen=True)

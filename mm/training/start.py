@@ -8,9 +8,10 @@ from typing import Any
 from checkpoint.adapters import check_base
 from checkpoint.formats.source import Kind
 from mm.config.run import Run
+from mm.errors import AgreedError
 from mm.model import load
 from mm.model.stage import Stage
-from mm.parallel.agreement import on_first, together
+from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.saves import continued, new_run_id, tidy_up
@@ -48,6 +49,10 @@ def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sourc
         settled, schedule, notes = scheduled(run, sources)
         return settled, sources, schedule, notes
 
+    seen = all_of((run.args.load,), mesh.control_group)
+    if len(seen) > 1:
+        raise AgreedError(f"some ranks start from {seen[0]} and others from {seen[1]}: --load {run.args.save} holds a "
+                          f"checkpoint for some only; give a --save that every machine sees, and start again")
     settled, sources, schedule, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")
