@@ -1,0 +1,36 @@
+"""Groups for control cost as much as ranks, not as pairs of ranks; larger numbers are computed by the same law."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.control import COLLECTIVES, computed
+from tests.files import ROOT
+
+NUM_RANKS = 16
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict]:
+    """In a process of its own: the open files that are counted are the process's."""
+    command = [sys.executable, "-m", "benchmarks.control", str(NUM_RANKS)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {row["collective"]: row for row in map(json.loads, said.splitlines())}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_ranks_ask_the_store_and_open_follows_the_law(rows: dict[str, dict], name: str) -> None:
+    row = rows[name]
+    assert row["made"] == {"store_calls": NUM_RANKS, "store_bytes": 0, "open_files": 4 * NUM_RANKS}
+    assert row["used"] == row["computed"]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [16, 128, 4096])
+def test_a_rank_talks_with_a_logarithm_of_the_ranks(num_ranks: int, name: str) -> None:
+    cost, powers = computed(num_ranks, name), math.log2(num_ranks)
+    assert cost.store_calls <= num_ranks * (1 + 4 * powers)
+    assert cost.open_files <= num_ranks * (4 + 2 * powers)
