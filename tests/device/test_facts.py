@@ -19,6 +19,7 @@ def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
     assert (facts["device"], facts["adam"], facts["deterministic"]) == ("cpu", "torch.optim.adamw.AdamW", False)
     npu = device_facts(Device("cpu", 0, "gloo", kernels_of("npu")), None)
     assert npu["kernels"]["attention"] == "mm.device.attention.npu_attention" and npu["adam"] is None
+    assert npu["kernels"]["add_norm"] is None  # it has none
 
 
 def test_versions_are_of_what_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
