@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from checkpoint.adapters import base_notes, check_base
+from checkpoint.adapters import base_notes, check_base, holds_adapters
 from checkpoint.convert import check_target
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import hf_problems
@@ -35,7 +35,7 @@ from mm.training.sources import open_start
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
 from mm.weights.lora import adapter_problems
-from mm.weights.trained import feature_cache_problems, freeze_problems
+from mm.weights.trained import feature_cache_problems, freeze_problems, lacks_adapters
 
 _NUM_COMPARED = 100
 """Samples whose pictures are looked at for the note on sizes."""
@@ -53,8 +53,9 @@ def file_problems(run: Run, notes: list[str]) -> list[str]:
             problems += hf_problems(run.model, path, args.mm_model)
     if not problems:  # nothing fits another model
         with collected(problems):
-            if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)):
-                start = open_start(run)
+            if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)) and not (
+                    lacks_adapters(run.model) and args.load is not None and holds_adapters(args.load)):
+                start = open_start(run)  # adapters fit no model whose own targets are wrong, which is told below
                 if start.adapters is not None and start.model is not None:
                     notes += base_notes(start.adapters, start.model)
                     if start.adapters.base_crc32 is not None:

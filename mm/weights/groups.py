@@ -15,7 +15,7 @@ from mm.config.model import ModelConfig
 from mm.weights.names import matches
 from mm.weights.patterns import nearest_names
 from mm.weights.table import Weight, model_weights, stored_name
-from mm.weights.trained import is_frozen
+from mm.weights.trained import is_frozen, lacks_adapters
 
 
 @dataclass(frozen=True, order=True)
@@ -58,15 +58,18 @@ def group_facts(args: Arguments, model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def group_problems(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Patterns of the command line that change nothing."""
-    weights = model_weights(model)
+    """Patterns of the command line that change nothing.
+
+    Where nothing is trained, or no adapter is found, which are problems of their own, what follows is not repeated.
+    """
+    weights, lacks_names = model_weights(model), lacks_adapters(model)
     trained = {weight.name for weight in weights if not is_frozen(weight, model)}
     for flag, patterns in (("--lr-scale-modules", args.lr_scale_modules),
                            ("--weight-decay-exclude-modules", args.weight_decay_exclude_modules)):
         for pattern in patterns:
             found = [weight.name for weight in weights if matches(pattern, weight.name)]
-            if not found:
+            if not found and not lacks_names:
                 yield f"{flag} has {pattern!r}, which is in no name of a weight{nearest_names(pattern, weights)}"
-            elif trained.isdisjoint(found):
+            elif found and trained and trained.isdisjoint(found):
                 yield (f"{flag} has {pattern!r}, which is in names of frozen weights only, such as {found[0]}; leave "
                        f"it out, or train them")

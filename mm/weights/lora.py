@@ -80,7 +80,7 @@ def adapter_problems(model: ModelConfig) -> Iterator[str]:
     for pattern in lora.target_modules:
         yield from _target_problems(model, pattern)
     for flag, pairs in (("--lora-rank-pattern", lora.rank_pattern), ("--lora-alpha-pattern", lora.alpha_pattern)):
-        for pattern, _ in pairs:
+        for pattern, _ in pairs if found else ():  # without any adapter, the targets are what is wrong
             if not any(is_target(pattern, layer_names(f"{one.layer}.weight", one.base)) for one in found):
                 yield (f"{flag} has {pattern!r}, which names no layer that has an adapter"
                        f"{_nearest_layers(pattern, [one.base for one in found])}")

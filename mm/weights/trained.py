@@ -43,14 +43,22 @@ def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
     return [weight for weight in weights if stored_name(weight) in names]
 
 
+def lacks_adapters(model: ModelConfig) -> bool:
+    """Whether adapters are asked for, but no target names a layer that can have one."""
+    return model.lora.is_on and not any(weight.is_adapter for weight in model_weights(model))
+
+
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
     return any(matches(pattern, stored_name(weight)) for pattern in patterns)
 
 
 def freeze_problems(model: ModelConfig) -> Iterator[str]:
     """Patterns that freeze or train nothing that would be otherwise without them, and a model without trained
-    weights."""
-    weights = model_weights(model.base)
+    weights where that does not follow from a wrong pattern of what is trained.
+
+    A wrong pattern of adapters is reported by ``mm.weights.lora.adapter_problems``.
+    """
+    weights, has_wrong_name = model_weights(model.base), lacks_adapters(model)
     placed, untold = replace(model, freeze_modules=()), replace(model, trainable_modules=())
     by_place = {weight.name: is_held(weight, placed) for weight in weights}
     frozen = {weight.name: is_frozen(weight, untold) for weight in weights}
@@ -59,6 +67,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
         for pattern in patterns:
             found = [weight.name for weight in weights if matches(pattern, weight.name)]
             if not found:
+                has_wrong_name |= flag == "--trainable-modules"
                 yield f"{flag} has {pattern!r}, which is in no name of a weight{nearest_names(pattern, weights)}"
             elif flag == "--freeze-modules" and all(by_place[name] for name in found):
                 yield (f"{flag} has {pattern!r}, which is in names of weights only that are frozen already by freeze "
@@ -66,7 +75,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
             elif flag == "--trainable-modules" and not any(frozen[name] for name in found):
                 yield (f"{flag} has {pattern!r}, which is in names of weights only that nothing freezes, such as "
                        f"{found[0]}; leave it out, or freeze what is not to be trained")
-    if all(is_frozen(weight, model) for weight in model_weights(model)):
+    if not has_wrong_name and all(is_frozen(weight, model) for weight in model_weights(model)):
         yield ("every weight is frozen, so nothing would be trained; set freeze to false in a part of the model JSON, "
                "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
 

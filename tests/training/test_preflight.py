@@ -89,6 +89,24 @@ def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
     assert len(found) == 2
 
 
+@pytest.mark.parametrize(("load", "more"), [
+    ((), ()),
+    (("--load", "hf"), ("--lora-rank-pattern", "q_prj=4", "--lr-scale-modules", "lora_A", "--lr-mult", "2")),
+])
+def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
+    """That nothing is left to train, and that no rank fits, follows from it."""
+    (problem,) = problems(inputs, *(str(inputs / one) if one == "hf" else one for one in load),
+                          "--lora-target-modules", "q_prj", *more)
+    assert problem == "--lora-target-modules has 'q_prj', which names no linear layer (did you mean 'q_proj'?)"
+
+
+def test_a_wrong_name_of_what_is_trained_is_one_problem(inputs: Path):
+    """It was to be all that is trained, so nothing is."""
+    (problem,) = problems(inputs, "--freeze-modules", "*", "--trainable-modules", "finl", "--lr-scale-modules",
+                          "layernorm", "--lr-mult", "2")
+    assert problem.startswith("--trainable-modules has 'finl', which is in no name of a weight; names begin with ")
+
+
 def test_features_are_kept_of_a_frozen_vit_only(inputs: Path):
     kept = ("--vision-feature-cache", str(inputs / "kept"))
     (problem,) = problems(inputs, *kept)
