@@ -14,33 +14,44 @@ from torch import Tensor
 
 from mm.device.attention import torch_npu
 
-Accumulate = Callable[[Tensor, Tensor, Tensor], None]
-"""``accumulate(buffer, gradient, x)``: buffer += gradient^T x, the sum in fp32 whatever the dtypes are.
+Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""``accumulate(buffer, gradient, x, overwrites)``: buffer += gradient^T x, the sum in fp32 whatever the dtypes are.
+Where it overwrites, buffer = gradient^T x, whatever was there.
 
 Gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32; ``buffer`` [output, input] is fp32 or
 of that dtype."""
 
 
-def cpu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
+def cpu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
     """An ``Accumulate``: the rows in the dtype of the buffer, for the CPU has no product of two dtypes."""
-    buffer.addmm_(gradient.to(buffer.dtype).t(), x.to(buffer.dtype))
+    gradient, x = gradient.to(buffer.dtype), x.to(buffer.dtype)
+    if overwrites:
+        torch.mm(gradient.t(), x, out=buffer)
+    else:
+        buffer.addmm_(gradient.t(), x)
 
 
-def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
+def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
     """An ``Accumulate``: cuBLAS with fp32 output (torch 2.10 or later, where the buffer may have another dtype)."""
     if not len(x):
+        if overwrites:
+            buffer.zero_()
         return
     if gradient.dtype == buffer.dtype:
-        buffer.addmm_(gradient.t(), x)
+        cpu_accumulate(buffer, gradient, x, overwrites)
+    elif overwrites:
+        torch.mm(gradient.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
         torch.addmm(buffer, gradient.t(), x, out_dtype=buffer.dtype, out=buffer)
 
 
-def npu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor) -> None:
+def npu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
     """An ``Accumulate``: ATB's product with accumulation, which takes bf16 and fp16 rows and none of them empty.
 
     Where ``_matmul_add_fault`` finds that it does not work here, the product is rounded to the rows' dtype and added.
     """
+    if overwrites:
+        buffer.zero_()
     if gradient.dtype == buffer.dtype:
         buffer.addmm_(gradient.t(), x)
     elif not gradient.numel() or not x.numel():

@@ -40,6 +40,9 @@ class Kernels:
     rope: Rope
     """(qkv, cos, sin) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``."""
     accumulate: Accumulate
+    overwrites: bool = True
+    """Whether ``accumulate`` writes a buffer at the cost of adding to it, so that nobody need zero it before.  ATB's
+    product can only add."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -90,7 +93,9 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Ker
     """
     if kind == "npu":
         rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
-        return Kernels(npu_attention, partial_attention.NPU, npu_rms_norm, None, npu_swiglu, rope, npu_accumulate)
+        return Kernels(
+            npu_attention, partial_attention.NPU, npu_rms_norm, None, npu_swiglu, rope, npu_accumulate, overwrites=False
+        )
     if kind == "cuda":
         leaves = _eager() if fuse is None else _fused(fuse)
         return Kernels(cuda_attention, partial_attention.CUDA, rms_norm, *leaves, cuda_accumulate)

@@ -20,31 +20,7 @@ from torch import Tensor
 
 from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
-
-
-def gradient_buffer(weight: Tensor) -> Tensor:
-    """Where gradients of ``weight`` are summed: megatron's buffer, fp32 or of the weight's dtype; without a DDP, fp32
-    zeros of the same shape."""
-    buffer = getattr(weight, "main_grad", None)
-    if buffer is None:
-        return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    assert buffer.dtype in (torch.float32, weight.dtype), "the two that megatron's DDP may be told (ddp_config)"
-    return buffer
-
-
-def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
-    """What a backward that has filled ``gradient_buffer`` returns to autograd for ``weight``.
-
-    With megatron's DDP nothing: the gradient is where it belongs.  megatron's hook runs all the same, once all uses
-    of the weight in the pass have had their backward; it adds no gradient whose weight says
-    ``grad_added_to_main_grad``, but wants one to be there, so a single element of the weight's shape stands in.
-    """
-    marked: Any = weight  # with megatron's attributes
-    if buffer is not getattr(marked, "main_grad", None):
-        return buffer.to(weight.dtype)
-    marked.grad_added_to_main_grad = True
-    marked.grad = weight.new_empty(()).expand(weight.shape)
-    return None
+from mm.parallel.gradients import gradient_from, take_buffer
 
 
 class _Linear(torch.autograd.Function):
@@ -87,8 +63,8 @@ class _Linear(torch.autograd.Function):
             elif ctx.group is not None:
                 reduction = dist.all_reduce(x_gradient, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            buffer = gradient_buffer(ctx.weight)
-            ctx.accumulate(buffer.flatten(1), gradient, x)
+            buffer, is_stale = take_buffer(ctx.weight)
+            ctx.accumulate(buffer.flatten(1), gradient, x, is_stale)
             weight_gradient = gradient_from(buffer, ctx.weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_gradient = gradient.sum(0)

@@ -17,7 +17,8 @@ from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
 from mm.model.layers import LayerContext
-from mm.model.linear import gradient_buffer, gradient_from, linear
+from mm.model.linear import linear
+from mm.parallel.gradients import gradient_from, take_buffer
 from mm.weights.lora import layer_weight, matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Weight, local_shape
@@ -36,8 +37,8 @@ class _DroppedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         x_gradient = ctx.dropout(gradient @ ctx.weight.flatten(1)) if ctx.needs_input_grad[0] else None
-        buffer = gradient_buffer(ctx.weight)
-        ctx.accumulate(buffer.flatten(1), gradient, ctx.dropout(x))
+        buffer, is_stale = take_buffer(ctx.weight)
+        ctx.accumulate(buffer.flatten(1), gradient, ctx.dropout(x), is_stale)
         return x_gradient, gradient_from(buffer, ctx.weight), None, None
 
 

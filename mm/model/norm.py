@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mm.device.kernels import AddNorm, Kernels
-from mm.model.linear import gradient_buffer, gradient_from
+from mm.parallel.gradients import gradient_buffer, gradient_from
 
 
 class Residual(NamedTuple):

@@ -16,8 +16,8 @@ from mm.config.model import LanguageConfig
 from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.layers import LayerContext, never_initialize
-from mm.model.linear import gradient_buffer, gradient_from
 from mm.model.loss import MAX_LOGIT_ROWS, LossInputs
+from mm.parallel.gradients import gradient_buffer, gradient_from, take_buffer
 
 
 def rows_here(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         to_gradient = to_probability * scale
         at_target = scale if is_here is None else scale * is_here
         x_gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        buffer = gradient_buffer(weight) if ctx.needs_input_grad[1] else None
+        buffer, is_stale = take_buffer(weight) if ctx.needs_input_grad[1] else (None, False)
         reductions = []
         for rows in reversed(_chunks(len(x), ctx.max_rows)):
             if exponentials is None:
@@ -137,8 +137,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                 if ctx.group is not None:
                     reductions.append(dist.all_reduce(x_gradient[rows], group=ctx.group, async_op=True))
             if buffer is not None:
-                ctx.accumulate(buffer, gradient, x[rows])
+                ctx.accumulate(buffer, gradient, x[rows], is_stale)
+                is_stale = False
             del gradient  # before the next is made
+        if buffer is not None and is_stale:  # without a target nothing was written
+            buffer.zero_()
         for reduction in reductions:
             reduction.wait()
         weight_gradient = None if buffer is None else gradient_from(buffer, weight)

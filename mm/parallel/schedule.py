@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from mm.batch import StepPlan
+from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, forward_order, group_size
@@ -176,6 +177,7 @@ def finalize_gradients(
 
 
 def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_reduce: bool) -> None:
+    gradients.end(models)
     for model in reversed(models):
         if model.ddp_config.overlap_param_gather:
             for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these

@@ -11,6 +11,7 @@ from mm.batch import StepPlan
 from mm.config.flags import Arguments
 from mm.device.device import Device
 from mm.model.stage import Stage
+from mm.parallel import gradients
 from mm.parallel.activity import Work
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
@@ -68,7 +69,6 @@ def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
 
     ``update`` sums the shares, together with what else the host must know.
     """
-    for model in parts.models:
-        model.zero_grad_buffer()
+    gradients.begin(parts.models, parts.stage.device.kernels.overwrites)
     parts.optimizer.zero_grad()
     return run_schedule(parts.models, plan, parts.communicator, parts.mesh)

@@ -28,7 +28,12 @@ def cuda_form_on_the_cpu() -> Iterator[None]:
         assert out.dtype == out_dtype == self.dtype == torch.float32 and mat1.dtype == mat2.dtype in HALVES
         return torch.addmm(self, mat1.float(), mat2.float(), beta=beta, alpha=alpha, out=out)
 
+    def mm(self, mat2, out_dtype, *, out):
+        assert out.dtype == out_dtype == torch.float32 and self.dtype == mat2.dtype and self.dtype in HALVES
+        return torch.mm(self.float(), mat2.float(), out=out)
+
     library.impl("addmm.dtype_out", addmm)
+    library.impl("mm.dtype_out", mm)
     yield
     library._destroy()
 
@@ -59,6 +64,9 @@ def assert_accumulates(form: Accumulate, dtype: torch.dtype) -> None:
     expected = buffer.double() + gradient.double().t() @ x.double()
     form(buffer, gradient, x)
     assert relative_error(buffer, expected) < TOLERANCE
+    buffer.fill_(torch.nan)
+    form(buffer, gradient, x, True)
+    assert relative_error(buffer, gradient.double().t() @ x.double()) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -148,7 +156,17 @@ def test_the_npus_operator_is_tried_once_and_then_used(npu, monkeypatch) -> None
     shapes = counted(npu, monkeypatch)
     for _ in range(3):
         assert_accumulates(npu_accumulate, torch.bfloat16)
-    assert shapes == [(16, 16)] + [(ROWS, OUTPUT)] * 3
+    assert shapes == [(16, 16)] + [(ROWS, OUTPUT)] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_that_overwrites_is_one_that_is_added_to_zeros_to_the_bit(dtype) -> None:
+    for seed in range(20):
+        gradient, x = rows(dtype, seed, 1 + 37 * seed)
+        written, added = torch.full((OUTPUT, INPUT), torch.nan), torch.zeros(OUTPUT, INPUT)
+        cpu_accumulate(written, gradient, x, True)
+        cpu_accumulate(added, gradient, x)
+        assert torch.equal(written, added)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,6 +176,8 @@ def test_no_rows_change_nothing(dtype, npu, cuda_form_on_the_cpu) -> None:
         buffer = torch.ones(OUTPUT, INPUT)
         form(buffer, gradient, x)
         assert torch.equal(buffer, torch.ones(OUTPUT, INPUT))
+        form(buffer, gradient, x, True)
+        assert not buffer.any()
 
 
 def without_library(x: Tensor, weight: Tensor, C: Tensor) -> None:

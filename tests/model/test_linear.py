@@ -117,9 +117,9 @@ def test_the_stand_in_for_the_gradient_takes_no_memory(make) -> None:
 def test_the_product_is_the_devices(context, kind: str) -> None:
     calls = []
 
-    def accumulate(buffer: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    def accumulate(buffer: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, overwrites: bool) -> None:
         calls.append((buffer.shape, gradient.shape, x.shape))
-        cpu_accumulate(buffer, gradient, x)
+        cpu_accumulate(buffer, gradient, x, overwrites)
 
     kernels = replace(context.device.kernels, accumulate=accumulate)
     context = replace(context, device=replace(context.device, kernels=kernels))
