@@ -315,6 +315,10 @@ def _traffic(func: Any, args: Sequence, kwargs: dict, outputs: list[Tensor]) -> 
     for index, argument in enumerate(func._schema.arguments):
         tensors = _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
         size = sum(map(_size, tensors))
+        if name == "index_put_" and index == 0:  # it touches the rows that it adds to, no others
+            changed |= {tensor.untyped_storage()._cdata for tensor in tensors}
+            total += 2 * _size(args[2])
+            continue
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed |= {tensor.untyped_storage()._cdata for tensor in tensors}
             is_read_or_written_only = argument.is_out or name in _WRITE_ONLY or argument.name == _UNSCALED

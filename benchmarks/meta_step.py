@@ -229,6 +229,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
     parser.add_argument("--recompute", default="none", choices=tuple(RECOMPUTE))
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--vision-layers", nargs="*", type=int, help="layers of the ViT on each pipeline stage")
+    parser.add_argument("--language-layers", nargs="*", type=int, help="layers of the LLM on each pipeline stage")
+    parser.add_argument("--stage", type=int, default=0, help="the pipeline stage that is traced")
     parser.add_argument("--output", type=Path, help="JSON file to write beside standard output")
     return parser.parse_args(argv)
 
@@ -236,8 +240,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     flags = parse(argv)
     num_samples = max(1, round(flags.tokens / SAMPLE_TOKENS))
+    layers = (tuple(flags.vision_layers), tuple(flags.language_layers)) if flags.vision_layers else None
     case = Case(flags.size, num_samples, flags.num_microbatches, tuple(flags.freeze), recompute=flags.recompute,
-                tp_size=flags.tp_size)
+                tp_size=flags.tp_size, layers=layers, stage=flags.stage, sequence_parallel=flags.sequence_parallel)
     traced = trace(case)
     print(report(traced), flush=True)
     if flags.output:

@@ -29,6 +29,10 @@ def recorded(work: Callable[[Tensor], object]) -> dict[str, Tally]:
         (lambda x: x.zero_(), "zero_", X_BYTES),
         (lambda x: x[:4].copy_(x[4:]), "copy_", X_BYTES),
         (lambda x: x[torch.zeros(2, dtype=torch.int64, device=META)], "index", 2 * 8 + 2 * 2 * WIDTH * 4),
+        (
+            lambda x: x.index_put_((torch.zeros(2, dtype=torch.int64, device=META),), x[:2], accumulate=True),
+            "index_put_", 2 * 8 + 3 * 2 * WIDTH * 4,
+        ),
         (lambda x: x.bfloat16(), "_to_copy", 1.5 * X_BYTES),
         (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), "mul", 2 * X_BYTES),
         (lambda x: torch._foreach_copy_([x[:4]], [x[4:]]), "_foreach_copy_", X_BYTES),
@@ -76,6 +80,15 @@ def test_a_fused_leaf_is_one_kernel_and_keeps_no_intermediate() -> None:
         del outputs
         assert recorder.live_bytes == before
     assert dict(recorder.tallies) == {("zero", "leaf"): Tally(1, 3 * X_BYTES + WIDTH * 4)}
+
+
+def test_a_leaf_that_sums_rows_is_two_kernels() -> None:
+    """It writes a partial sum of every 64 rows, which the second reads."""
+    with Recorder() as recorder:
+        recorder.fuse(lambda x: (x * 2, x.sum(0)))(torch.empty(130, WIDTH, device=META))
+    x_bytes, sum_bytes = 130 * WIDTH * 4, WIDTH * 4
+    assert dict(recorder.tallies) == {
+        ("zero", "<lambda>"): Tally(1, 2 * x_bytes + 3 * sum_bytes), ("zero", "sum"): Tally(1, 4 * sum_bytes)}
 
 
 def test_memory_lives_as_long_as_a_view_or_the_graph_needs_it() -> None:
