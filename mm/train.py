@@ -88,9 +88,10 @@ def train(run: Run) -> int:
         watchdog.at_end = claim.release
         with claim:
             from mm.device.device import Device
+            from mm.device.known import peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
-            tell(device.notes)
+            tell((*device.notes, *peak_notes(device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
             from mm.training.run import Trainer

@@ -23,7 +23,7 @@ from mm.device.attention import torch_npu
 from mm.device.compiled import compile_fault
 from mm.device.deterministic import make_deterministic
 from mm.device.kernels import Kernels, kernels_of
-from mm.device.known import refuse_old_cuda, refuse_old_npu
+from mm.device.known import peak_flops, refuse_old_cuda, refuse_old_npu
 from mm.device.shims import apply_shims
 from mm.device.side import SideQueue
 from mm.errors import UserError
@@ -90,6 +90,11 @@ class Device:
     def name(self) -> str:
         """The device's own name, as its driver reports it."""
         return "cpu" if self.kind == "cpu" else getattr(torch, self.kind).get_device_name(self.index)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s that its maker publishes; None where no number is known."""
+        return peak_flops(self.name)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A host tensor on this device, by way of pinned memory (torch keeps it until it is copied).

@@ -100,6 +100,13 @@ def peak_flops(name: str) -> float | None:
     return None if found is None else found.peak_flops
 
 
+def peak_notes(name: str) -> tuple[str, ...]:
+    """What to say of a training on a device without a known peak; nothing of the CPU, whose MFU nobody asks for."""
+    if name == "cpu" or peak_flops(name) is not None:
+        return ()
+    return (f"no published peak is known of {name}, so MFU is left out",)
+
+
 def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
     """Raise UserError for a CUDA device older than A100: it has neither bf16 nor attention over packed samples."""
     if capability < _SM80:

@@ -26,7 +26,6 @@ from mm.data.sampler import order_of_dataset, told_order
 from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device
 from mm.device.facts import device_facts, sdpa_backend
-from mm.device.known import peak_flops
 from mm.errors import AgreedError
 from mm.model import flops
 from mm.model.dropout import seed_of
@@ -91,9 +90,6 @@ class Trainer:
             facts = {**resolved(run), "schedule": self.schedule.to_json(), "ran_on": self._ran_on(),
                      "optimizer_groups": group_facts(args, run.model)}
             self.metrics = MetricsWriter(args, facts, self.progress.iteration)
-        self.peak_flops = peak_flops(device.name)
-        if self.peak_flops is None and device.kind != "cpu":
-            self._say(f"note: no published peak is known of {device.name}, so MFU is left out")
 
     def run_steps(self) -> None:
         """Train until ``--train-iters`` or ``--exit-interval``, saving and validating on the way and at the end."""
@@ -306,7 +302,7 @@ class Trainer:
                       f"because --seq-length {self.run.args.seq_length} would have cut them")
         if self.metrics is None:
             return
-        totals, num_devices, peak = plan.totals, self.mesh.world_size, self.peak_flops
+        totals, num_devices, peak = plan.totals, self.mesh.world_size, self.device.peak_flops
         rate = flops.training_flops(self.run.model, totals) / seconds / num_devices
         self.metrics.write(StepMetrics(
             iteration=self.progress.iteration,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, refuse_old_cuda, refuse_old_npu
+from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, peak_notes, refuse_old_cuda, refuse_old_npu
 from mm.errors import UserError
 
 NAMES = {  # as drivers report them
@@ -34,6 +34,11 @@ def test_peaks_and_memory_of_devices_whose_names_contain_others() -> None:
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_has_no_peak(name: str) -> None:
     assert known_device(name) is None and peak_flops(name) is None
+
+
+def test_a_training_without_a_known_peak_says_that_mfu_is_left_out() -> None:
+    assert peak_notes("Ascend910_9362") == ("no published peak is known of Ascend910_9362, so MFU is left out",)
+    assert peak_notes("NVIDIA B200") == peak_notes("cpu") == ()
 
 
 def test_each_has_a_source_and_a_name_that_is_its_own() -> None:
