@@ -1,11 +1,15 @@
 """The check and the index of a large data file: the first start, the second one, and what an owner of data holds.
 
     python -m benchmarks.index [--records 1000000] [--pictures 1000] [--processes N] [--folder DIR] [--output F]
+    python -m benchmarks.index --rows 100000000
 
 Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
 training does, then opens them again in a fresh process.  Also times its parts in one process: headers of pictures,
 chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so tokens a second say more than
 samples a second.  Prints JSON, and appends it to F.
+
+With ``--rows`` no file is read: an index of so many made-up rows is packed, and steps of 4096 replicas are planned from
+it, as a node would; what is told is memory, and the processor time of an owner's thread.
 """
 
 import argparse
@@ -13,13 +17,15 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -29,11 +35,19 @@ from benchmarks.measure import append, versions
 from demo.tiny_checkpoint import Sizes, build
 from mm.config.data import DataConfig, read_data
 from mm.config.model import ModelConfig, read_model
+from mm.data.columns import Columns
+from mm.data.cost import SampleSizes
 from mm.data.dataset import Dataset
-from mm.data.gauge import Gauge
-from mm.data.index import Checker, Reader
+from mm.data.gauge import COUNTED_FROM, ROW, Gauge
+from mm.data.index import Checker, Index, Reader
 from mm.data.media import MediaRoots
+from mm.data.order import Order, shuffled
+from mm.data.pack import Budget
+from mm.data.planner import PlannedSteps, Seat, start_planner
 from mm.data.records import RecordFile
+from mm.data.rows import CHUNK_ROWS, packed
+from mm.data.sampler import packed_evenly
+from mm.data.store import Store
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 SEQ_LENGTH = 4096
@@ -42,6 +56,8 @@ NUM_WORDS = (12, 60, 10, 40)
 """Of question, answer, question, answer: LLaVA-Instruct's usual conversation."""
 NUM_TEXTS = 20_000
 """Different turns of each kind; records take one at random."""
+DP_SIZE, GLOBAL_BATCH_SIZE = 4096, 98_304
+KEY = "made-up"
 
 
 def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
@@ -134,6 +150,78 @@ def parts(folder: Path) -> dict[str, float]:
     }
 
 
+def packing(folder: Path, num_rows: int) -> dict[str, float]:
+    """Make the rows of LLaVA-like records, and pack them as the maker of an index does."""
+    rng, began = np.random.default_rng(0), time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
+        end = 0
+        for first in range(0, num_rows, CHUNK_ROWS):
+            end = _write_rows(source, rng, min(CHUNK_ROWS, num_rows - first), end)
+        made, before = time.perf_counter(), psutil.Process().memory_info().rss
+        rows = packed(source, ROW, num_rows, target, COUNTED_FROM)
+        ended = time.perf_counter()
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Store((folder,)).save(KEY, Index(rows, ()))
+    return {"made_up_seconds": made - began, "packing_seconds": ended - made, "bytes_a_row_before": ROW.itemsize,
+            "bytes_a_row": len(rows.piece.content) / num_rows, "packing_megabytes": (peak - before) / 1e6}
+
+
+def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: int) -> int:
+    """Records of about a kilobyte with one picture, which follow one another; returns the end of the last."""
+    rows, sizes = np.zeros(count, ROW), rng.integers(500, 3000, count)
+    patches = 2 * rng.integers(4, 21, count) * 2 * rng.integers(4, 21, count)
+    rows["end"] = end + np.cumsum(sizes + 2) - 2
+    rows["start"] = rows["end"] - sizes
+    rows["num_patches"], rows["num_media"] = patches, 1
+    rows["num_tokens"] = patches // 4 + rng.integers(50, 1200, count)
+    rows["num_target_tokens"] = rows["num_tokens"] // 2
+    rows["num_image_pairs"], rows["num_window_pairs"] = patches**2, 64 * patches
+    for name in ("media_sizes_crc32", "media_times_crc32"):
+        rows[name] = rng.integers(0, 2**32, count)
+    stream.write(rows.tobytes())
+    return int(rows["end"][-1])
+
+
+def large_order(folder: str) -> Order:
+    """Packs of even cost for 4096 replicas, of the rows in ``folder``."""
+    kept = Store((Path(folder),)).load(KEY)
+    assert kept is not None, "it has just been made"
+    rows = kept.index.rows
+    sizes = SampleSizes(read_model(EXAMPLES / "model_7b.json").value, Columns((rows,), None))
+    deal = partial(packed_evenly, sizes=sizes, budget=Budget(8192), dp_size=DP_SIZE, unit=1, num_stages=2)
+    return Order(shuffled(len(rows), 1), deal, GLOBAL_BATCH_SIZE, 0)
+
+
+def planning(folder: Path, in_planner: bool) -> dict[str, float]:
+    """Steps as an owner of data gets them, from the process that plans or, as without data workers, in its own."""
+    began, process, steps = time.perf_counter(), psutil.Process(), None
+    if in_planner:
+        seat = Seat.here(0)
+        process = psutil.Process(start_planner(partial(large_order, str(folder)), seat, 1).pid)
+        steps = PlannedSteps(seat, 0)
+    else:
+        steps = large_order(str(folder)).steps()
+    next(steps)
+    first, times = time.perf_counter(), []
+    for _ in range(4):
+        begin = time.thread_time()
+        next(steps)
+        times.append(time.thread_time() - begin)
+    memory = process.memory_full_info()
+    return {"first_step_seconds": first - began, "owner_milliseconds_a_step": 1e3 * max(times),
+            "resident_megabytes": memory.rss / 1e6, "of_these_shared_megabytes": memory.shared / 1e6}
+
+
+def at_scale(num_rows: int) -> dict[str, Any]:
+    """Of ``num_rows`` samples on one node."""
+    with tempfile.TemporaryDirectory() as folder:
+        packs = in_fresh_process(packing, Path(folder), num_rows)
+        owner = in_fresh_process(planning, Path(folder), False)
+        # not in a pool's process, which may have no processes of its own
+        return {"rows": num_rows, "global_batch_size": GLOBAL_BATCH_SIZE, "dp_size": DP_SIZE, "versions": versions(),
+                "index": packs, "planned_by_the_owner": owner, "planned_beside": planning(Path(folder), True)}
+
+
 def seconds_of(work: Callable[[], object], count: int) -> float:
     began = time.perf_counter()
     for _ in range(count):
@@ -157,7 +245,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, help="must not exist; kept (default: a temporary one)")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", type=int, help="made-up rows of an index, in place of a data file")
     flags = parser.parse_args(argv)
+    if flags.rows:
+        result = at_scale(flags.rows)
+        print(json.dumps(result, indent=1))
+        if flags.output:
+            append(flags.output, result)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = flags.folder or Path(temporary) / "inputs"
         write_inputs(folder, flags.records, flags.pictures)
@@ -167,7 +262,7 @@ def main(argv: list[str]) -> None:
         second = in_fresh_process(start, folder, flags.processes)
         result = {
             "records": flags.records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
-            "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.npy")) / 1e6,
+            "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
             "processes": flags.processes, "versions": versions(), "parts": alone,
             "first_start": first | {"samples_per_second": flags.records / first["dataset_seconds"]},
             "second_start": second,

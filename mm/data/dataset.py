@@ -5,33 +5,30 @@ between runs.  So a bad sample stops the run before it starts and not at step 50
 """
 
 import hashlib
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from mm.config.data import DataConfig
 from mm.config.sources import Source, training_sources, validation_sources
+from mm.data.columns import Columns
 from mm.data.contents import Contents
-from mm.data.gauge import BAD, TOO_LONG, Gauge, is_usable
-from mm.data.index import Checker, Index, Reader, make_index, still_bad
+from mm.data.gauge import TOO_LONG, Gauge
+from mm.data.index import Checker, Reader
+from mm.data.indexed import IndexedFile, open_indexed, store_of
 from mm.data.lengths import Lengths
 from mm.data.media import MediaRoots
-from mm.data.quarantine import BadSample, name_of, record_place
+from mm.data.quarantine import BadSample
 from mm.data.records import RecordFile
 from mm.data.remarks import length_remarks, too_long_remark
+from mm.data.rows import Rows, packed_numbers
 from mm.data.sample import Sample
-from mm.data.selection import chosen, split
-from mm.data.store import Store, key_of, mapped
+from mm.data.selection import chosen, num_chosen, split
 from mm.errors import MAX_PROBLEMS, UserError, collected
 
-CACHE_DIR = ".mm-index"
-"""Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
-_MOST_CHARACTERS = 2000
 _NUMBER = np.uint32
 """Of a record in all files: 4,294,967,295 are more than any index would be made of."""
 _SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
@@ -40,66 +37,12 @@ Part = Literal["training", "validation"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
-@dataclass
-class _Records:
-    """One file, where its records lie, and how they are read.  Pickles without the rows where a file has them."""
-
-    reader: Reader
-    index: Index
-    rows_path: str | None = None
-    file_sha256: str | None = None
-    """Where it is known."""
-    entry: str = ""
-    """The dataset, as the data JSON names it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        rows = None if self.rows_path else self.index.rows
-        return self.__dict__ | {"index": replace(self.index, rows=rows, bad=(), boxes_outside=())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        if self.rows_path is not None:
-            rows = mapped(self.rows_path)
-            if rows is None:
-                raise UserError(f"{self.rows_path}: the index of the samples is gone or damaged; start again.")
-            self.index = replace(self.index, rows=rows)
-
-    def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
-        """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
-
-        Raises UserError when the file itself is no longer the one that was checked.
-        """
-        file, row = self.reader.file, self.index.rows[number]
-        media = ()
-        # What is told of a record that cannot be read is without these; it may also be nested too deeply.
-        with suppress(UserError, ValueError, RecursionError):
-            media = self.reader.read(number, row).media
-        return BadSample(
-            file.path, (file.line((int(row["start"]), int(row["end"]))) if line is None else line) or None, number,
-            self.name(number),
-            min((path for item in media for path in map(str, item.contents) if path in reason), key=reason.find,
-                default=None),
-            _cut(reason))
-
-    def name(self, number: int) -> str | int | None:
-        """What record ``number`` calls itself."""
-        row, record = self.index.rows[number], None
-        with suppress(UserError, ValueError, RecursionError):  # one that cannot be read has no name
-            record = self.reader.file.read((int(row["start"]), int(row["end"])))
-        name = name_of(record)
-        return _cut(name) if isinstance(name, str) else name
-
-    def named(self, number: int) -> str:
-        """Record ``number`` in a sentence."""
-        return record_place(self.reader.file.path, number, self.name(number))
-
-
 class Dataset:
     """The samples of ``config.dataset``, in file order, or those kept for validation.
 
-    In memory are 4 bytes a sample, for which ones are taken; where each lies and what it holds is mapped from the
-    index (``mm.data.gauge.ROW``).  Pickles small into data workers.  ``config.max_samples`` keeps that many of the
-    first samples of all files together.
+    Nothing is in memory of each: where it lies and what it holds is mapped from the index (``mm.data.rows``), and which
+    ones are taken, where it is not all of them, from a file beside.  So all processes of a node share them.  Pickles
+    small into data workers.  ``config.max_samples`` keeps that many of the first samples of all files together.
     """
 
     def __init__(
@@ -118,55 +61,48 @@ class Dataset:
         self._config, self._gauge_key = config, gauge and gauge.fingerprint()
         self.skipped: list[BadSample] = []
         """What was left out."""
-        self.num_too_long = 0
-        """Samples that are left out because no turn of them fits."""
-        self.notes: list[str] = []
-        """Where the index is kept, if not where it should be, what is strange in good samples, what long ones lost."""
-        self._files: list[_Records] = []
+        self._notes: list[str] = []
+        self._files: list[IndexedFile] = []
+        self._limit = gauge and (gauge.encoder.chat.seq_length, gauge.encoder.chat.drops_turns)
         has_files = part == "validation" and config.val_dataset  # else it is a share of those for training
         sources = validation_sources(config) if has_files else training_sources(config)
         limit = config.val_max_samples if has_files else config.max_samples
         problems: list[str] = []
-        too_long: list[str] = []
-        taken: list[np.ndarray] = []
         for source in sources:
-            left = None if limit is None else limit - sum(map(len, taken))
+            left = None if limit is None else limit - sum(records.num_samples for records in self._files)
             if left == 0 or len(problems) >= MAX_PROBLEMS:
                 break
-            is_whole = source.rate_percent == 100 and source.num_samples is None
             with collected(problems):
-                records = self._open(source, gauge, left if is_whole else None, skips_bad, problems)
-                good = np.flatnonzero(is_usable(records.index.rows))
-                good += sum(len(one.index.rows) for one in self._files)
-                if not is_whole:
-                    good = good[chosen(len(good), source.rate_percent, source.num_samples, seed, source.entry)]
-                taken.append(good[:left].astype(_NUMBER))
+                records = self._open(source, gauge, left if is_whole(source) else None, skips_bad, problems)
+                num_usable = records.index.num_usable
+                count = num_usable if is_whole(source) else num_chosen(
+                    num_usable, source.rate_percent, source.num_samples)
+                records.num_samples = count if left is None else min(count, left)
                 self._files.append(records)
-                too_long += [] if gauge is None else self._too_long(records, gauge.encoder.chat.seq_length)
-        if not problems and not sum(map(len, taken)):
-            problems = [*(one.told() for one in self.skipped), *too_long] or [
+        total = sum(records.num_samples for records in self._files)
+        if not problems and not total:
+            problems = [*(one.told() for one in self.skipped), *self._too_long()] or [
                 f"{', '.join(config.dataset)}: no sample is taken; raise the rates (%)."]
         if problems:
             more = ["More problems may follow; mend these first."] if len(problems) >= MAX_PROBLEMS else []
             raise UserError(problems[:MAX_PROBLEMS] + more)
-        samples = np.concatenate(taken)
-        if config.val_rate and not config.val_dataset:
-            training, validation = split(samples, config.val_rate, seed)
-            samples = training if part == "training" else validation[: config.val_max_samples]
-            if not len(samples):
-                raise UserError(f"val_rate = {config.val_rate} leaves no sample for {part}; change it.")
-        self._samples = samples
-        if gauge is not None:
-            self.notes += [*too_long, *self._length_remarks(gauge)]
+        rate = 0.0 if config.val_dataset else config.val_rate or 0.0
+        takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
+                        for records, source in zip(self._files, sources, strict=False))
+        taken = None if takes_all and not rate else self._chosen(sources, rate, seed, part)
+        self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
+        if not len(self):
+            raise UserError(f"val_rate = {config.val_rate} leaves no sample for {part}; change it.")
 
     def _open(
         self, source: Source, gauge: Gauge | None, limit: int | None, skips_bad: bool, problems: list[str]
-    ) -> _Records:
+    ) -> IndexedFile:
         """Check one file, or find what was found before.  ``limit``: the first good samples are enough."""
         config, file = self._config, RecordFile.open(source.path)
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
         checker = Checker(Reader(file, source.attr, roots, gauge))
-        records = _indexed(checker, config, self._gauge_key, limit, None if skips_bad else MAX_PROBLEMS, self.notes)
+        most_bad = None if skips_bad else MAX_PROBLEMS
+        records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self._notes)
         index, records.entry = records.index, source.entry
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
@@ -180,29 +116,66 @@ class Dataset:
             problems += found
         problems += index.problems
         if index.boxes_outside:
-            self.notes.append(
+            self._notes.append(
                 f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, name "
                 f"places beyond their pictures as the model sees them; Qwen2.5-VL counts pixels of the resized picture")
         return records
 
-    def _too_long(self, records: _Records, seq_length: int) -> Iterator[str]:
-        """Counts the records of which no turn fits, and says which these are."""
-        numbers = np.flatnonzero(records.index.rows["num_tokens"] == TOO_LONG)
-        self.num_too_long += len(numbers)
-        if len(numbers):
-            yield too_long_remark(records.index.rows["num_dropped_tokens"][numbers], seq_length,
-                                  lambda place: records.named(int(numbers[place])))
+    def _chosen(self, sources: Sequence[Source], val_rate: float, seed: int, part: Part) -> Rows:
+        """Which records are taken, and with ``val_rate`` for this part."""
+        config, most = self._config, self._config.val_max_samples
 
-    def _length_remarks(self, gauge: Gauge) -> Iterator[str]:
+        def choose() -> np.ndarray:
+            taken, first = np.empty(sum(records.num_samples for records in self._files), _NUMBER), 0
+            done = 0
+            for records, source in zip(self._files, sources, strict=False):
+                good = np.concatenate([np.empty(0, _NUMBER), *(one.astype(_NUMBER) for one in records.index.usable())])
+                if not is_whole(source):
+                    good = good[chosen(len(good), source.rate_percent, source.num_samples, seed, source.entry)]
+                taken[done : done + records.num_samples] = good[: records.num_samples]
+                taken[done : done + records.num_samples] += first
+                done += records.num_samples
+                first += len(records.index.rows)
+            if not val_rate:
+                return taken
+            training, validation = split(taken, val_rate, seed)
+            return training if part == "training" else validation[:most]
+
+        facts = [[records.identity, len(records.index.rows), records.num_samples, source.rate_percent,
+                  source.num_samples, source.entry] for records, source in zip(self._files, sources, strict=False)]
+        if any(records.identity is None for records in self._files):
+            return packed_numbers(choose(), None)
+        return store_of(config).numbers([facts, seed, *([val_rate, part, most] if val_rate else [])], choose)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Where the index is kept, if not where it should be, what is strange in good samples, what long ones lost."""
+        return [*self._notes, *self._too_long(), *self._length_remarks()]
+
+    @property
+    def num_too_long(self) -> int:
+        """Samples that are left out because no turn of them fits."""
+        return sum(records.index.num_too_long for records in self._files)
+
+    def _too_long(self) -> Iterator[str]:
+        """Which records have no turn that fits."""
+        for records in self._files:
+            if self._limit is not None and records.index.num_too_long:
+                rows = records.index.rows
+                numbers = np.concatenate([first + np.flatnonzero(num_tokens == TOO_LONG)
+                                          for first, num_tokens in rows.chunks("num_tokens")])
+                yield too_long_remark(rows.of("num_dropped_tokens", numbers), self._limit[0],
+                                      partial(records.named_of, numbers))
+
+    def _length_remarks(self) -> Iterator[str]:
         def named(index: int) -> str:
             records, number = self._place(index)
             return records.named(number)
 
-        chat = gauge.encoder.chat
-        return length_remarks(self.column, chat.seq_length, chat.drops_turns, named)
+        return iter(()) if self._limit is None else length_remarks(self.columns, *self._limit, named)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._columns)
 
     @property
     def num_records(self) -> int:
@@ -212,12 +185,12 @@ class Dataset:
     @property
     def num_bad(self) -> int:
         """Records that cannot be used, in the files."""
-        return sum(int((records.index.rows["num_tokens"] == BAD).sum()) for records in self._files)
+        return sum(records.index.num_bad for records in self._files)
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``.  Raises UserError when its file was changed after the check."""
         records, number = self._place(index)
-        return records.reader.read(number, records.index.rows[number])
+        return records.reader.read(number, records.index.rows.row(number))
 
     def name(self, index: int) -> str | int | None:
         """What the record of a sample calls itself."""
@@ -229,49 +202,44 @@ class Dataset:
         records, number = self._place(index)
         return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.source(number)}: "))
 
-    def _place(self, index: int) -> tuple[_Records, int]:
+    def _place(self, index: int) -> tuple[IndexedFile, int]:
         """The file of sample ``index``, and its number in it."""
-        number = int(self._samples[index])
-        for records in self._files:
-            if number < len(records.index.rows):
-                return records, number
-            number -= len(records.index.rows)
-        raise IndexError(index)
+        file, number = self._columns.place(index)
+        return self._files[file], number
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "lengths"}
         return state | {"skipped": [], "notes": []}
 
+    @property
+    def columns(self) -> Columns:
+        """What is known of each sample; they must have been measured."""
+        assert self._gauge_key is not None, "nothing was measured"
+        return self._columns
+
     @cached_property
     def lengths(self) -> Lengths:
-        """What each sample holds, in the order of the dataset; it must have been measured."""
-        assert self._gauge_key is not None, "nothing was measured"
-        return Lengths(**{one.name: self.column(one.name) for one in fields(Lengths)})
+        """What each sample holds, in the order of the dataset, in memory; a training asks ``columns`` for some."""
+        return self.columns.of(np.arange(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """What ``mm.data.gauge.ROW`` says of each sample under ``name``; it must have been measured."""
-        columns = [records.index.rows[name] for records in self._files]
-        whole = columns[0] if len(columns) == 1 else np.concatenate(columns)
-        taken = self._samples
-        is_all = len(taken) == len(whole) and bool((taken[1:] > taken[:-1]).all())
-        return whole if is_all else whole[taken]
+        """What ``mm.data.gauge.ROW`` says of each sample under ``name``, in memory; it must have been measured."""
+        return self.columns.values(name, np.arange(len(self)))
 
     def contents(self) -> tuple[Contents, ...]:
         """Which samples of which files these are.  Raises UserError when a file can no longer be read."""
-        found, first = [], 0
-        for records in self._files:
-            last = first + len(records.index.rows)
-            own = self._samples[(self._samples >= first) & (self._samples < last)] - first
-            found.append(Contents(
-                records.entry, records.file_sha256 or records.reader.file.content_hash(), len(own),
-                hashlib.sha256(own.astype("<i8").tobytes()).hexdigest()))
-            first = last
-        return tuple(found)
+        counts, hashes = [0] * len(self._files), [hashlib.sha256() for _ in self._files]
+        for file, numbers in self._columns.by_file():
+            counts[file] += len(numbers)
+            hashes[file].update(numbers.astype("<i8").tobytes())
+        return tuple(
+            Contents(records.entry, records.file_sha256 or records.reader.file.content_hash(), count, of.hexdigest())
+            for records, count, of in zip(self._files, counts, hashes, strict=True))
 
 
-def _cut(text: str) -> str:
-    """For a message: what stands in a record may be a whole book."""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+def is_whole(source: Source) -> bool:
+    """Whether every sample of a file is taken once."""
+    return source.rate_percent == 100 and source.num_samples is None
 
 
 def validation_dataset(
@@ -312,33 +280,3 @@ def notes_of(parts: Mapping[Part, Dataset]) -> list[str]:
     for name, dataset in [*parts.items()][1:]:
         found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)
     return list(found)
-
-
-def _indexed(
-    checker: Checker, config: DataConfig, gauge_key: str | None, limit: int | None, most_bad: int | None,
-    notes: list[str],
-) -> _Records:
-    """The records of one file, from the store where it has them."""
-    reader = checker.reader
-    num_processes = config.preprocessing_num_workers or len(os.sched_getaffinity(0))
-    if gauge_key is None:
-        return _Records(reader, make_index(checker, 1, limit, most_bad))
-    store = Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR))
-    facts = [asdict(reader.attr), [os.path.realpath(root) for root in reader.roots.all], gauge_key]
-    content, is_older = store.content_hash(reader.file)
-    keys = [key_of(content, *facts, one) for one in dict.fromkeys((None, limit))]
-    for key in () if config.overwrite_cache else keys:
-        found = store.load(key)
-        if found is not None and still_bad(found[0], checker):
-            return _Records(reader, found[0].cut(limit), found[1] if limit is None else None, content)
-    if is_older:
-        notes.append(f"{reader.file.path}: an older version made its index, which is now made again")
-    index = make_index(checker, num_processes, limit, most_bad)
-    if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
-        return _Records(reader, index)  # not to be used: the caller says why
-    path, note = store.save(keys[-1], index)
-    if note is not None and note not in notes:
-        notes.append(note)
-    kept = None if path is None else mapped(path)
-    return _Records(reader, index if kept is None else replace(index, rows=kept), path if kept is not None else None,
-                    content)

@@ -35,14 +35,16 @@ ROW = np.dtype([
 and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the
 record cannot be used, and ``TOO_LONG`` where nothing of it would be left: then the tokens that it lost are those of
 ``TooLongError``."""
+COUNTED_FROM = {"end": "start"}
+"""A record's end is near its beginning, which takes fewer bytes (``mm.data.rows``)."""
 BAD, TOO_LONG = -1, -2
 _BOX = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>|\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
-def is_usable(rows: np.ndarray) -> np.ndarray:
-    """Which records can be trained on; bool [num_records]."""
-    return rows["num_tokens"] >= 0
+def is_usable(num_tokens: np.ndarray) -> np.ndarray:
+    """Which records can be trained on, by ``ROW``'s ``num_tokens`` of each; bool."""
+    return num_tokens >= 0
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 The check reads a file block by block in several processes.  Where the result is kept is ``mm.data.store``'s business.
 """
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 from tqdm import tqdm
@@ -15,10 +16,21 @@ from mm.batch import Grid
 from mm.config.data import Attributes
 from mm.data.chat import TooLongError
 from mm.data.formats import read_sample
-from mm.data.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, media_stamps, sample_lengths
+from mm.data.gauge import (
+    BAD,
+    COUNTED_FROM,
+    ROW,
+    TOO_LONG,
+    Gauge,
+    has_boxes_outside,
+    is_usable,
+    media_stamps,
+    sample_lengths,
+)
 from mm.data.media import KnownMedia, MediaRoots
 from mm.data.quarantine import name_of, record_place, record_problem
 from mm.data.records import Block, Form, Raw, RecordFile
+from mm.data.rows import Row, Rows, packed
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
 from mm.errors import UserError, naming
@@ -52,8 +64,8 @@ class Bad:
 class Index:
     """The records of one file, in its order."""
 
-    rows: np.ndarray
-    """``ROW`` [num_records]; a memory map where it was read from a file."""
+    rows: Rows
+    """The columns of ``ROW``."""
     bad: tuple[Bad, ...]
     problems: tuple[str, ...] = ()
     """Why the file could not be read to its end."""
@@ -62,12 +74,39 @@ class Index:
 
     def cut(self, num_good: int | None) -> "Index":
         """The first records, with ``num_good`` that can be used; None: all."""
-        good = np.flatnonzero(is_usable(self.rows))
-        if num_good is None or len(good) <= num_good:
+        if num_good is None or self.num_usable <= num_good:
             return self
-        end = int(good[num_good - 1]) + 1 if num_good else 0
-        return Index(self.rows[:end], tuple(one for one in self.bad if one.index < end), (),
+        end, left = 0, num_good
+        for usable in self.usable():
+            if left <= len(usable):
+                end = int(usable[left - 1]) + 1 if left else end
+                break
+            left -= len(usable)
+        return Index(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
                      tuple(one for one in self.boxes_outside if one < end))
+
+    def usable(self) -> Iterator[np.ndarray]:
+        """Numbers of the records that can be trained on, some at a time."""
+        for first, num_tokens in self.rows.chunks("num_tokens"):
+            yield first + np.flatnonzero(is_usable(num_tokens))
+
+    @cached_property
+    def num_usable(self) -> int:
+        """Records that can be trained on."""
+        return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.chunks("num_tokens"))
+
+    @cached_property
+    def num_bad(self) -> int:
+        """Records that cannot be used."""
+        return self._count(BAD)
+
+    @cached_property
+    def num_too_long(self) -> int:
+        """Records of which no turn fits."""
+        return self._count(TOO_LONG)
+
+    def _count(self, num_tokens: int) -> int:
+        return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.chunks("num_tokens"))
 
 
 @dataclass(frozen=True)
@@ -90,10 +129,10 @@ class Reader:
         """What messages call record ``number``."""
         return record_place(self.file.path, number)
 
-    def read(self, number: int, row: np.void) -> Sample:
+    def read(self, number: int, row: Row) -> Sample:
         """Record ``number``, which was found good.  Raises UserError when its file or its media have changed."""
         source = self.source(number)
-        record = self.file.read((int(row["start"]), int(row["end"])))
+        record = self.file.read((row["start"], row["end"]))
         with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
             if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
@@ -103,7 +142,7 @@ class Reader:
         return sample
 
 
-def _has_changed(gauge: Gauge, sample: Sample, row: np.void) -> bool:
+def _has_changed(gauge: Gauge, sample: Sample, row: Row) -> bool:
     """Whether its media are no longer those that were measured.
 
     Files of other sizes are.  Other times alone decide nothing: a copy of a dataset has times of its own.  Then the
@@ -167,32 +206,37 @@ class Checker:
 
 
 def make_index(
-    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None
+    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None,
+    folder: str | None = None,
 ) -> Index:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Raises UserError when the file is changed meanwhile.
+    Rows go to a file without a name in ``folder`` (None: where the system keeps temporary files), so they take no
+    memory of this process.  Raises UserError when the file is changed meanwhile.
     """
     file = checker.reader.file
     problems: list[str] = []
-    rows, bad, boxes = bytearray(), [], []  # one piece: of many small ones the allocator would keep most of the memory
+    bad, boxes = [], []
     total = None if file.form is Form.PARQUET else file.version[0]
-    found = 0
-    with closing(in_processes(checker, file.blocks(problems), num_processes)) as checked, tqdm(
-            total=total, desc=f"checking {file.path}", unit="record" if total is None else "B", unit_scale=True,
-            disable=None, delay=2) as bar:
+    num_rows = found = 0
+    with (tempfile.TemporaryFile(dir=folder) as rows,
+          closing(in_processes(checker, file.blocks(problems), num_processes)) as checked,
+          tqdm(total=total, desc=f"checking {file.path}", unit="record" if total is None else "B", unit_scale=True,
+               disable=None, delay=2) as bar):
         for part in checked:
             if part.error is not None:
                 raise part.error
-            rows += part.rows.tobytes()
+            rows.write(part.rows.tobytes())
+            num_rows += len(part.rows)
             bad += part.bad
             boxes += part.boxes_outside
-            found += int(is_usable(part.rows).sum())
+            found += int(is_usable(part.rows["num_tokens"]).sum())
             bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
-    index = Index(np.frombuffer(rows, ROW), tuple(bad), tuple(problems), tuple(boxes))
-    return index.cut(num_good)
+        with tempfile.TemporaryFile(dir=folder) as kept:
+            whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
+    return Index(whole, tuple(bad), tuple(problems), tuple(boxes)).cut(num_good)
 
 
 def still_bad(index: Index, checker: Checker) -> bool:
@@ -205,5 +249,5 @@ def still_bad(index: Index, checker: Checker) -> bool:
 
 def _bad_blocks(index: Index) -> Iterator[Block]:
     for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
-        row: Any = index.rows[one.index]
+        row = index.rows.row(one.index)
         yield Block(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))

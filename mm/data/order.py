@@ -55,10 +55,14 @@ def shuffled(num_samples: int, seed: int, shuffle: bool = True) -> Stream:
 
 
 def _shuffled_epoch(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """numpy's ``permutation(num_samples)``, in half the memory: what it draws does not depend on the dtype."""
-    order = np.arange(num_samples, dtype=np.uint32 if num_samples < 2**32 else np.int64)
-    generator(seed, epoch).shuffle(order)
-    return order
+    return permutation(generator(seed, epoch), num_samples)
+
+
+def permutation(random: np.random.Generator, count: int) -> np.ndarray:
+    """numpy's ``random.permutation(count)``, in half the memory: what it draws does not depend on the dtype."""
+    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)
+    random.shuffle(numbers)
+    return numbers
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:

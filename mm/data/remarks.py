@@ -4,6 +4,7 @@ Each is a sentence with how many, the first few, and what to change.  Where the 
 """
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -12,24 +13,37 @@ Named = Callable[[int], str]
 """What a sample is called, by its number in the dataset."""
 
 
-def length_remarks(
-    column: Callable[[str], np.ndarray], seq_length: int, drops_turns: bool, named: Named
-) -> Iterator[str]:
-    """Of the samples of a dataset; ``column`` gives the numbers that ``mm.data.gauge.ROW`` has of each."""
-    dropped, turns, words = map(column, ("num_dropped_tokens", "num_dropped_turns", "num_control_words"))
-    shortened = np.flatnonzero(dropped)
+class HasColumns(Protocol):
+    """Knows the numbers that ``mm.data.gauge.ROW`` has of each sample."""
+
+    def __len__(self) -> int: ...
+
+    def nonzero(self, name: str) -> np.ndarray:
+        """Samples that have another number than 0."""
+        ...
+
+    def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
+        """Of some samples."""
+        ...
+
+
+def length_remarks(samples: HasColumns, seq_length: int, drops_turns: bool, named: Named) -> Iterator[str]:
+    """Of the samples of a dataset."""
+    shortened = samples.nonzero("num_dropped_tokens")
     if len(shortened):
-        longest = int((column("num_tokens") + dropped).max())
+        dropped, tokens, turns = (samples.values(name, shortened).astype(np.int64) for name in (
+            "num_dropped_tokens", "num_tokens", "num_dropped_turns"))
         num_turns = int(turns.sum())
         how = f"lose {num_turns} whole turn{'s' * (num_turns != 1)}" if drops_turns else (
             "are cut by LLaMA-Factory's rule")
-        yield (f"{len(shortened)} of {len(dropped)} samples are longer than --seq-length {seq_length} and {how}, "
-               f"{dropped.sum(dtype=np.int64)} tokens in all; the longest has {longest}: raise --seq-length to keep "
+        yield (f"{len(shortened)} of {len(samples)} samples are longer than --seq-length {seq_length} and {how}, "
+               f"{dropped.sum()} tokens in all; the longest has {(tokens + dropped).max()}: raise --seq-length to keep "
                f"more.  {_first(shortened, named)}")
-    with_words = np.flatnonzero(words)
+    with_words = samples.nonzero("num_control_words")
     if len(with_words):
-        yield (f"{len(with_words)} of {len(words)} samples have {words.sum(dtype=np.int64)} words in their texts that "
-               f"look like control tokens or places of media (<|im_start|>, <image>); these are read as plain text.  "
+        num_words = samples.values("num_control_words", with_words).sum(dtype=np.int64)
+        yield (f"{len(with_words)} of {len(samples)} samples have {num_words} words in their texts that look like "
+               f"control tokens or places of media (<|im_start|>, <image>); these are read as plain text.  "
                f"{_first(with_words, named)}")
 
 

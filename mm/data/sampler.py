@@ -13,7 +13,6 @@ from mm.config.run import Run
 from mm.data.balance import Groups, HasSizes, Sizes, dealt, even_groups, even_packs, spread
 from mm.data.bucket import bucket_stream, sorted_in_turn
 from mm.data.cost import SampleSizes
-from mm.data.dataset import Dataset
 from mm.data.lengths import HasLengths
 from mm.data.order import Order, Step, in_turn, shuffled
 from mm.data.pack import Budget, fullest_packs
@@ -59,11 +58,6 @@ def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int)
             assert _has_buckets(data), "there is no other sampler that needs lengths"
             stream = bucket_stream(sizes.all_costs(), args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
-
-
-def order_of_dataset(run: Run, dataset: Dataset, dp_rank: int, consumed_samples: int) -> Order:
-    """As ``order_of``: a dataset pickles smaller than its lengths."""
-    return order_of(run, dataset.lengths, dp_rank, consumed_samples)
 
 
 def budget_of(run: Run) -> Budget:

@@ -7,17 +7,23 @@ import zlib
 
 import numpy as np
 
+from mm.data.order import permutation
+
 
 def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
-    """Numbers of the samples of the dataset ``name`` that are taken; int64.
+    """Numbers of the samples of the dataset ``name`` that are taken.
 
     ``wanted`` samples in place of all, and of these ``rate_percent`` percent.  Whole hundreds take every sample once
     each; what is left over is drawn without repeating, and stands in the dataset's order.
     """
-    total = (num_samples if wanted is None else wanted) * rate_percent / 100
-    whole, rest = divmod(round(total), max(num_samples, 1))
-    drawn = _random(seed, name).permutation(num_samples)[:rest]
-    return np.concatenate([np.tile(np.arange(num_samples, dtype=np.int64), whole), np.sort(drawn)])
+    whole, rest = divmod(num_chosen(num_samples, rate_percent, wanted), max(num_samples, 1))
+    drawn = permutation(_random(seed, name), num_samples)[:rest]
+    return np.concatenate([np.tile(np.arange(num_samples, dtype=drawn.dtype), whole), np.sort(drawn)])
+
+
+def num_chosen(num_samples: int, rate_percent: float, wanted: int | None) -> int:
+    """How many ``chosen`` takes."""
+    return round((num_samples if wanted is None else wanted) * rate_percent / 100) if num_samples else 0
 
 
 def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

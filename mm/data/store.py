@@ -1,8 +1,9 @@
 """Where indexes are kept between runs: a folder of arrays, each found by what it was made of.
 
-An index is ``KEY.npy`` and ``KEY.json``, the latter written last.  Both are written beside and renamed, so several
-nodes may make the same one at once, and a run that is killed leaves at most a temporary file.  A damaged one counts as
-absent.  ``files/`` remembers the checksum of each file by its size and times, so that it is not read at every start.
+An index is ``KEY.rows`` and ``KEY.json``, the latter written last.  Both are written beside and renamed, so a run that
+is killed leaves at most a temporary file.  A damaged one counts as absent.  Which records are taken of some files,
+where it is not all of them, is kept in the same way.  ``files/`` remembers the checksum of each file by its size and
+times, so that it is not read at every start.  Of the processes and nodes that need the same thing, one makes it.
 """
 
 import hashlib
@@ -11,21 +12,26 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 
+from mm.data import lock
 from mm.data.gauge import ROW
 from mm.data.index import Bad, Index
 from mm.data.records import RecordFile
+from mm.data.rows import Column, Piece, Rows, packed_numbers
 
-_FORM = 3
+_FORM = 4
 """Goes up when the same words would be read or measured otherwise."""
 _SETTLED_SECONDS = 2.0
 """A file that was changed later than this before it was read may be changed again within one tick of its clock."""
+_READ_BYTES = 1 << 24
+"""At a time."""
 
 
 def key_of(content_hash: str, *facts: Any) -> str:
@@ -45,46 +51,120 @@ class Store:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return cls((Path(folder), Path(home) / "mm-data"))
 
+    @property
+    def folder(self) -> str | None:
+        """The first one that can be written; None: none can."""
+        for folder in self.folders:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+                return str(folder)
+        return None
+
     def content_hash(self, file: RecordFile) -> tuple[str, bool]:
         """Of the bytes of ``file``, which are read only where its size or times are new; and whether an older version
         of this program, whose indexes are not read, has made one of it.  Raises UserError when it cannot be read."""
         real, status = os.path.realpath(file.path), os.stat(file.path)
         stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
-        for folder in self.folders:
-            remembered = _json(folder / name)
-            if remembered is not None and remembered.get("stamp") == stamp:
-                is_older = remembered.get("form") != _FORM
-                if is_older:
-                    self._write({name: _text(remembered | {"form": _FORM})})
-                return remembered["sha256"], is_older
-        found = file.content_hash()
-        if time.time() - status.st_mtime > _SETTLED_SECONDS:
-            self._write({name: _text({"stamp": stamp, "sha256": found, "form": _FORM})})
+        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}"
+
+        def remembered() -> tuple[str, bool] | None:
+            for folder in self.folders:
+                found = _json(folder / f"{name}.json")
+                if found is not None and found.get("stamp") == stamp:
+                    is_older = found.get("form") != _FORM
+                    if is_older:
+                        self._write({f"{name}.json": _text(found | {"form": _FORM})})
+                    return found["sha256"], is_older
+            return None
+
+        if (known := remembered()) is not None:
+            return known
+        with self.making(name, f"the checksum of {file.path}") as has_waited:
+            if has_waited and (known := remembered()) is not None:
+                return known
+            found = file.content_hash()
+            if time.time() - status.st_mtime > _SETTLED_SECONDS:
+                self._write({f"{name}.json": _text({"stamp": stamp, "sha256": found, "form": _FORM})})
         return found, False
 
-    def load(self, key: str) -> tuple[Index, str] | None:
-        """An index and the file of its rows, which is mapped into memory; None where there is none."""
-        for folder in self.folders:
-            manifest, path = _json(folder / f"{key}.json"), folder / f"{key}.npy"
-            rows = None if manifest is None else mapped(str(path))
-            if manifest is None or rows is None or _crc32(rows) != manifest["crc32"]:
-                continue
-            bad = tuple(Bad(**one) for one in manifest["bad"])
-            return Index(rows, bad, (), tuple(manifest["boxes_outside"])), str(path)
-        return None
+    @contextmanager
+    def making(self, name: str, what: str) -> Iterator[bool]:
+        """While this process alone makes the file ``name``; yields whether it had to wait, and so should look again.
 
-    def save(self, key: str, index: Index) -> tuple[str | None, str | None]:
-        """Keep an index; returns the file of its rows, None where no folder can be written, and what to say of it."""
+        Where no folder can be written everyone makes his own.
+        """
+        with ExitStack() as stack:
+            has_waited = False
+            for folder in self.folders:
+                try:
+                    has_waited = stack.enter_context(lock.making(folder / f"{name}.lock", what))
+                except OSError:
+                    continue
+                break
+            yield has_waited
+
+    def load(self, key: str) -> "Kept | None":
+        """An index whose rows are mapped into memory; None where there is none."""
+        rows, manifest = self._load_rows(key)
+        if rows is None:
+            return None
+        bad = tuple(Bad(**one) for one in manifest["bad"])
+        return Kept(Index(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
+
+    def save(self, key: str, index: Index) -> str | None:
+        """Keep an index; returns what to say where that is not in the first folder, or nowhere."""
         assert not index.problems, "a file that was not read to its end has no index"
-        manifest = {"crc32": _crc32(index.rows), "num_records": len(index.rows),
-                    "bad": [asdict(one) for one in index.bad], "boxes_outside": list(index.boxes_outside)}
-        return self._write({f"{key}.npy": lambda stream: np.save(stream, index.rows, allow_pickle=False),
-                            f"{key}.json": _text(manifest)})
+        return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
+                                                 "boxes_outside": list(index.boxes_outside)})
 
-    def _write(self, files: dict[str, Callable[[IO[bytes]], Any]]) -> tuple[str | None, str | None]:
-        """Write files into the first folder that takes them: the first one's path, and a note where it was not the
-        first folder."""
+    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:
+        """What ``choose`` gives, as the column ``number``; kept by the ``facts`` (JSON values) that decide it."""
+        key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
+        if (rows := self._load_rows(key)[0]) is not None:
+            return rows
+        with self.making(key, "the numbers of the samples that are taken") as has_waited:
+            if has_waited and (rows := self._load_rows(key)[0]) is not None:
+                return rows
+            rows = packed_numbers(choose(), self.folder)
+            self._save_rows(key, rows, {})
+        return self._load_rows(key)[0] or rows
+
+    def _load_rows(self, key: str) -> tuple[Rows | None, dict[str, Any]]:
+        """Rows and their manifest; a file that is not what the manifest says counts as absent."""
+        for folder in self.folders:
+            manifest, path, crc32 = _json(folder / f"{key}.json"), folder / f"{key}.rows", 0
+            if manifest is None:
+                continue
+            with suppress(OSError):
+                with path.open("rb") as stream:  # read through a map it would count as memory of this process
+                    while part := stream.read(_READ_BYTES):
+                        crc32 = zlib.crc32(part, crc32)
+                if crc32 == manifest["crc32"]:
+                    columns = tuple(Column(**one) for one in manifest["columns"])
+                    return Rows(Piece.map(str(path)), columns, manifest["num_packed"], manifest["num_rows"]), manifest
+        return None, {}
+
+    def _save_rows(self, key: str, rows: Rows, more: dict[str, Any]) -> str | None:
+        """Write rows, then their manifest; returns what to say of where they are kept."""
+        crc32, content = 0, rows.piece.content
+        facts = {"columns": [asdict(one) for one in rows.columns], "num_packed": rows.num_packed, "num_rows": len(rows)}
+
+        def write(stream: IO[bytes]) -> None:
+            nonlocal crc32
+            crc32 = 0
+            for first in range(0, len(content), _READ_BYTES):
+                part = content[first : first + _READ_BYTES].tobytes()
+                crc32 = zlib.crc32(part, crc32)
+                stream.write(part)
+
+        def describe(stream: IO[bytes]) -> None:  # after the rows, whose checksum it holds
+            _text({"crc32": crc32, **facts, **more})(stream)
+
+        return self._write({f"{key}.rows": write, f"{key}.json": describe})
+
+    def _write(self, files: dict[str, Callable[[IO[bytes]], Any]]) -> str | None:
+        """Write files into the first folder that takes them; returns a note where that was not the first."""
         reasons: list[str] = []
         for folder in self.folders:
             try:
@@ -93,23 +173,18 @@ class Store:
             except OSError as error:
                 reasons.append(f"{folder} cannot be written ({error.strerror})")
                 continue
-            note = f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
-            return str(folder / next(iter(files))), note
-        return None, (f"the index of the samples is kept in memory, so every start makes it again: "
-                      f"{'; '.join(reasons)}.  Name a folder that can be written as basic_parameters.cache_dir")
+            return f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
+        return (f"the index of the samples is kept in memory, so every start makes it again: "
+                f"{'; '.join(reasons)}.  Name a folder that can be written as basic_parameters.cache_dir")
 
 
-def mapped(path: str) -> np.ndarray | None:
-    """The rows in a file, mapped into memory; None where it holds none."""
-    try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):  # absent, or damaged: then it is made again
-        return None
-    return rows if rows.dtype == ROW and rows.ndim == 1 else None
+@dataclass(frozen=True)
+class Kept:
+    """What the store has."""
 
-
-def _crc32(rows: np.ndarray) -> int:
-    return zlib.crc32(cast(Any, rows.view(np.uint8)))
+    index: Index
+    identity: str
+    """Another index has another one."""
 
 
 def _json(path: Path) -> dict[str, Any] | None:

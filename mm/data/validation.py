@@ -100,7 +100,7 @@ class ValidationReader:
         data, skips_bad = replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip"
         dataset = validation_dataset(data, skips_bad, gauge, run.args.seed)
         assert dataset is not None, "asked with the settings"
-        return cls(dataset, validation_order(run, dataset.lengths), gauge, run, dp_rank)
+        return cls(dataset, validation_order(run, dataset.columns), gauge, run, dp_rank)
 
     def plan(self) -> ValidationPlan:
         """The same on every rank that owns data."""

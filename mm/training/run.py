@@ -22,7 +22,7 @@ from mm.data.loader import StepLoader
 from mm.data.order import Order
 from mm.data.owner import DataOwner, planned_steps
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
-from mm.data.sampler import order_of_dataset, told_order
+from mm.data.sampler import order_of, told_order
 from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device
 from mm.device.facts import device_facts, sdpa_backend
@@ -169,7 +169,7 @@ class Trainer:
             data = TrainedOn(now, order=order) if then is None else (
                 then.followed_by(now, order, consumed, args.allow_new_data))
             own_run = replace(run, notes=())  # notes do not pickle
-            make_order = partial(order_of_dataset, own_run, dataset, mesh.dp_rank, consumed - data.began_at)
+            make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))

@@ -52,7 +52,7 @@ def test_index(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
     assert index(inputs) == 0
     assert capsys.readouterr().out.startswith("training: 1 samples, ")
-    (rows,) = (inputs / "media/.mm-index").glob("*.npy")
+    (rows,) = (inputs / "media/.mm-index").glob("*.rows")
     made = rows.stat().st_mtime_ns
     assert index(inputs) == 0 and rows.stat().st_mtime_ns == made
     assert index(inputs, "--again") == 0 and rows.stat().st_mtime_ns > made
@@ -64,7 +64,7 @@ def test_training_finds_the_index_that_was_made_beforehand(inputs: Path, monkeyp
     run = load_run(["--mm-model", str(EXAMPLES / "model_tiny.json"), "--mm-data", str(inputs / "data.json"),
                     "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--seq-length", "64",
                     "--log-dir", str(inputs / "logs")], 2, {})
-    monkeypatch.delattr("mm.data.dataset.make_index")
+    monkeypatch.delattr("mm.data.indexed.make_index")
     notes: list[str] = []
     assert sample_problems(run, notes) == [] and not any("index" in note for note in notes)
     assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 1
