@@ -1,7 +1,7 @@
 """One rank's training run: builds its parts in order, then steps, logs, saves and exports."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,10 @@ from mm.config.run import Run, resolved
 from mm.config.validation import asks, is_due, validates
 from mm.data.contents import TrainedOn
 from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
 from mm.data.features import FeatureCache
 from mm.data.gauge import Gauge
 from mm.data.loader import StepLoader
-from mm.data.order import Order
+from mm.data.order import Order, Step
 from mm.data.owner import DataOwner, planned_steps
 from mm.data.quarantine import LEDGER, BadSample, Quarantine
 from mm.data.sampler import order_of, told_order
@@ -55,8 +54,7 @@ from mm.weights.groups import group_facts
 class _Opened:
     """What a rank that owns data reads from."""
 
-    dataset: Dataset
-    encoder: SampleEncoder
+    open_loader: Callable[[Iterable[Step]], StepLoader]
     data: TrainedOn
     make_order: Callable[[], Order]
     validation: ValidationReader | None
@@ -173,7 +171,9 @@ class Trainer:
             reader = ValidationReader.open(run, gauge, mesh.dp_rank) if any(due) else None
             of_validation = None if reader is None or not skips else (
                 self._quarantine(reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
-            return _Opened(dataset, gauge.encoder, data, make_order, reader, quarantine, of_validation)
+            open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,
+                                  prefetch_factor=run.data.prefetch_factor, features=self._feature_cache())
+            return _Opened(open_loader, data, make_order, reader, quarantine, of_validation)
 
         opened = together(mesh, open_data)
         self.progress = replace(self.progress, data=opened and opened.data)
@@ -191,13 +191,9 @@ class Trainer:
                          opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
 
     def _loader(self, opened: _Opened | None) -> StepLoader | None:
-        """Of the training's samples, on a rank that owns data; every rank must call it.  Without workers all work, and
-        so the planning, is the calling thread's."""
-        args, mesh = self.run.args, self.mesh
-        planned = planned_steps(mesh, opened and opened.make_order) if args.num_workers else None
-        return together(mesh, lambda: opened and StepLoader(
-            opened.dataset, opened.encoder, planned or opened.make_order().steps(), args.num_workers,
-            self.run.data.prefetch_factor, args.bad_sample == "skip", self._feature_cache()))
+        """Of the training's samples; every rank must call it.  Without workers the calling thread plans, too."""
+        planned = planned_steps(self.mesh, opened and opened.make_order) if self.run.args.num_workers else None
+        return together(self.mesh, lambda: opened and opened.open_loader(planned or opened.make_order().steps()))
 
     def _feature_cache(self) -> FeatureCache | None:
         """What the reader of the data finds of the ViT's work."""

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,46 +290,6 @@ def test_without_cache_dir_it_lies_below_dataset_dir(cached, model_config, tmp_p
     data = cached(RECORDS[:1], cache_dir=None, dataset_dir=str(tmp_path))
     Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
     assert len(list((tmp_path / ".mm-index").glob("*.rows"))) == 1
-
-
-def _open(data, model, start, answers, dies):
-    """As an owner on another node would; tells when it makes the index, and may die while it does."""
-    make = indexed.make_index
-
-    def told(*arguments):
-        answers.put(os.getpid())
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return make(*arguments)
-
-    indexed.make_index = told
-    start.wait()
-    dataset = Dataset(data, gauge=Gauge.from_config(data, model, 4096))
-    answers.put([len(dataset), dataset.columns.files[0].piece.path])
-
-
-def test_of_several_processes_one_makes_it_and_another_where_that_one_dies(cached, model_config, tmp_path):
-    data = cached(RECORDS * 20)
-    context = multiprocessing.get_context("forkserver")
-    start, answers = context.Event(), context.SimpleQueue()
-    doomed = context.Process(target=_open, args=(data, model_config, start, answers, True))
-    start.set()
-    doomed.start()
-    assert answers.get() == doomed.pid
-    doomed.join()
-    assert [*(tmp_path / "cache").glob("*.lock")]  # nobody has removed it
-    start.clear()
-    owners = [context.Process(target=_open, args=(data, model_config, start, answers, False)) for _ in range(2)]
-    for one in owners:
-        one.start()
-    start.set()
-    found = [answers.get() for _ in range(3)]
-    (path,) = map(str, (tmp_path / "cache").glob("*.rows"))
-    assert found[0] in [one.pid for one in owners] and found[1:] == [[len(RECORDS) * 20, path]] * 2
-    for one in owners:
-        one.join()
-    names = sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file())
-    assert names == [".json", ".rows"]
 
 
 def test_few_bytes_a_sample(cached, model_config):
