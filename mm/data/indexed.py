@@ -98,8 +98,8 @@ def open_indexed(
 
     if (records := loaded()) is not None:
         return records
-    with store.making(keys[-1], f"the index of {reader.file.path}") as has_waited:
-        if has_waited and (records := loaded()) is not None:
+    with store.making(keys[-1], f"the index of {reader.file.path}"):
+        if (records := loaded()) is not None:
             return records
         if is_older:
             notes.append(f"{reader.file.path}: an older version made its index, which is now made again")

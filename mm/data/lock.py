@@ -28,23 +28,21 @@ _SAY_SECONDS = (10.0, 60.0, 300.0)
 
 
 @contextmanager
-def making(path: Path, what: str) -> Iterator[bool]:
-    """Hold the lock ``path`` while ``what`` is made; yields whether this process had to wait for another.
+def making(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock ``path`` while ``what`` is made.  Whoever holds it looks again: another may have made it meanwhile.
 
     Raises OSError where the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     own = json.dumps({"node": _node(), "pid": os.getpid(), "began": _began(os.getpid()),
                       "host": socket.gethostname(), "token": secrets.token_hex(16)})
-    has_waited = False
     while not _taken(path, own):
-        has_waited = True
         _wait(path, what)
     done = Event()
     beat = Thread(target=_beat, args=(path, done), name="lock", daemon=True)
     beat.start()
     try:
-        yield has_waited
+        yield
     finally:
         done.set()
         beat.join()

@@ -80,8 +80,8 @@ class Store:
 
         if (known := remembered()) is not None:
             return known
-        with self.making(name, f"the checksum of {file.path}") as has_waited:
-            if has_waited and (known := remembered()) is not None:
+        with self.making(name, f"the checksum of {file.path}"):
+            if (known := remembered()) is not None:
                 return known
             found = file.content_hash()
             if time.time() - status.st_mtime > _SETTLED_SECONDS:
@@ -89,20 +89,17 @@ class Store:
         return found, False
 
     @contextmanager
-    def making(self, name: str, what: str) -> Iterator[bool]:
-        """While this process alone makes the file ``name``; yields whether it had to wait, and so should look again.
+    def making(self, name: str, what: str) -> Iterator[None]:
+        """While this process alone makes the file ``name``.  It looks again: another may have made it meanwhile.
 
         Where no folder can be written everyone makes his own.
         """
         with ExitStack() as stack:
-            has_waited = False
             for folder in self.folders:
-                try:
-                    has_waited = stack.enter_context(lock.making(folder / f"{name}.lock", what))
-                except OSError:
-                    continue
-                break
-            yield has_waited
+                with suppress(OSError):
+                    stack.enter_context(lock.making(folder / f"{name}.lock", what))
+                    break
+            yield
 
     def load(self, key: str) -> "Kept | None":
         """An index whose rows are mapped into memory; None where there is none."""
@@ -123,8 +120,8 @@ class Store:
         key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
         if (rows := self._load_rows(key)[0]) is not None:
             return rows
-        with self.making(key, "the numbers of the samples that are taken") as has_waited:
-            if has_waited and (rows := self._load_rows(key)[0]) is not None:
+        with self.making(key, "the numbers of the samples that are taken"):
+            if (rows := self._load_rows(key)[0]) is not None:
                 return rows
             rows = packed_numbers(choose(), self.folder)
             self._save_rows(key, rows, {})

@@ -19,8 +19,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 def make(path: Path, answers: Connection) -> None:
     """Say how it begins, wait to be let go, and say that it ends."""
-    with making(path, "a thing") as has_waited:
-        answers.send(has_waited)
+    answers.send("begins")
+    with making(path, "a thing"):
+        answers.send("makes")
         answers.recv()
         answers.send("made")
 
@@ -30,21 +31,22 @@ def begin(path: Path) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     process = CONTEXT.Process(target=make, args=(path, there))
     process.start()
     there.close()
+    assert here.recv() == "begins"
     return process, here
 
 
 def test_others_wait_for_the_maker_and_take_over_from_one_that_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "lock"
     first, of_first = begin(path)
-    assert of_first.recv() is False
+    assert of_first.recv() == "makes"
     second, of_second = begin(path)
     assert not of_second.poll(1.0)
     of_first.send("go")
-    assert of_first.recv() == "made" and of_second.recv() is True
+    assert of_first.recv() == "made" and of_second.recv() == "makes"
     third, of_third = begin(path)
     assert not of_third.poll(1.0)
     os.kill(second.pid or 0, signal.SIGKILL)
-    assert of_third.recv() is True  # long before _STALE_SECONDS
+    assert of_third.recv() == "makes"  # long before _STALE_SECONDS
     of_third.send("go")
     assert of_third.recv() == "made"
     for process in (first, second, third):
@@ -67,8 +69,8 @@ def test_a_lock_of_another_node_counts_while_it_changes(tmp_path: Path, monkeypa
     elsewhere(path)
 
     def wait() -> None:
-        with making(path, "the index of records.json") as has_waited:
-            seen.append(has_waited)
+        with making(path, "the index of records.json"):
+            seen.append("makes")
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -77,7 +79,7 @@ def test_a_lock_of_another_node_counts_while_it_changes(tmp_path: Path, monkeypa
         time.sleep(0.25)
         assert not seen
     waiting.join()
-    assert seen == [True] and not path.exists()
+    assert seen == ["makes"] and not path.exists()
     said = capsys.readouterr().err
     assert f"note: waiting for process {os.getpid()} on far, which makes the index of records.json: " in said
 
