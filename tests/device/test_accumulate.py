@@ -76,7 +76,7 @@ def test_the_product_is_added_in_fp32(dtype, npu, cuda_form_on_the_cpu) -> None:
 
 
 def test_a_buffer_in_the_dtype_of_the_rows_is_rounded_once_a_product(npu) -> None:
-    """By 2^-9 at most, which is half of a unit in bf16's last place; measured 1.6e-3 by norm."""
+    """By 2^-9 at most, which is half of a unit in bf16's last place; measured 1.7e-3 by norm."""
     gradient, x = rows(torch.bfloat16)
     start = torch.randn(OUTPUT, INPUT).bfloat16()
     expected = start.double() + gradient.double().t() @ x.double()
