@@ -44,6 +44,7 @@ from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
+HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
 
 

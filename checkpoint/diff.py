@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoint.causes import guess, misfit_cause, missing_head_cause
 from checkpoint.compare import Finding, Unequal, compare, held_dtype
-from checkpoint.convert import num_threads
+from checkpoint.convert import HF_DIR, num_threads
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.hf_config import differences
 from checkpoint.formats.manifest import MANIFEST_FILE
@@ -19,7 +19,7 @@ from checkpoint.formats.safetensors import dtype_name
 from checkpoint.formats.source import Kind, Source, find_kind
 from checkpoint.formats.source import open as open_source
 from mm.config.model import ModelConfig
-from mm.errors import UserError
+from mm.errors import UserError, naming
 from mm.weights.cut import Span
 from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 from mm.weights.views import Misfit, Stored
@@ -77,7 +77,8 @@ def diff_directories(
 
 def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None) -> tuple[Source, Source]:
     """Both directories; ``hf_dir``, else the other directory, says what model is in one that has no manifest."""
-    model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
+    with naming(HF_DIR):
+        model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
     found: dict[str, Source] = {}
     for flag in sorted(paths, key=lambda flag: not _is_stated(paths[flag], flag)):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_saved
-from checkpoint.convert import LAYOUT, Conversion, to_mindspeed
-from checkpoint.formats.adapter import AdapterDirectory
+from checkpoint.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
+from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout, check_layout
 from checkpoint.formats.mindspeed import MindSpeedDirectory
@@ -17,7 +17,7 @@ from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, ope
 from checkpoint.formats.storage import Format, Storage, Structure, mindspeed_name
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
-from mm.errors import UserError
+from mm.errors import UserError, naming
 from mm.weights.lora import model_adapters
 from mm.weights.names import ALL_LINEAR
 
@@ -66,19 +66,22 @@ def open_mindspeed_adapters(
         raise UserError(f"{directory.path} holds no adapters, or more than adapters; for a whole model use mm_to_hf.")
     model = None
     if directory.manifest is None:
-        missing = [flag for flag, value in (("--cfg.hf_config.hf_dir", base_dir), (LAYOUT, layout),
+        missing = [flag for flag, value in ((HF_DIR, base_dir), (LAYOUT, layout),
                                             ("--cfg.lora_alpha", alpha)) if value is None]
         if missing or base_dir is None or alpha is None:
             raise UserError(f"{directory.path} has no manifest that says what its adapters are; give "
                             f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
-        model = _found_model(directory, HFDirectory.open(base_dir, weights_required=False).model_config(), alpha)
+        with naming(HF_DIR):
+            base = HFDirectory.open(base_dir, weights_required=False).model_config()
+        model = _found_model(directory, base, alpha)
     return open_mindspeed(directory, model, layout)
 
 
 def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Merge:
     """Adapters, but for those without a manifest in MindSpeed-MM's layout, and the Hugging Face directory of their
     model -> a whole model."""
-    base = open_hf(HFDirectory.open(hf_dir))
+    with naming(HF_DIR):
+        base = open_hf(HFDirectory.open(hf_dir))
     if not holds_adapters(lora_dir, "--cfg.lora_dir"):
         raise UserError(f"{lora_dir} holds a whole model, no adapters; give it as --cfg.hf_config.hf_dir, if it is "
                         f"their base.")
@@ -90,7 +93,8 @@ def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfi
     if not path or not (Path(path) / "config.json").is_file():
         raise UserError(f"{directory.path} names {path!r} as its base model, which is no directory with a config.json "
                         f"here; give the base model with {BASE}.")
-    return HFDirectory.open(path, weights_required=False).model_config()
+    with naming(BASE if base_dir else f"{directory.path / CONFIG_FILE}: base_model_name_or_path"):
+        return HFDirectory.open(path, weights_required=False).model_config()
 
 
 def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:

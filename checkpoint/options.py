@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.convert import Options
+from checkpoint.convert import HF_DIR, Options
 from checkpoint.formats.adapter import PREFIX
 from checkpoint.formats.hf import HFDirectory, are_module_names
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Structure
 from mm.config.flags import VitQkvOrder
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, collected, naming, refuse
 from mm.placement import PipelineLayout
 
 Layers = int | list[int] | list[list[int]] | str
@@ -125,8 +125,10 @@ class CommonModelConfig:
 
 def _facts(hf_dir: str) -> dict[str, object]:
     """What is true of the fields of ``CommonModelConfig`` that describe the model."""
-    directory = HFDirectory.open(hf_dir, weights_required=False)
-    model, names = directory.model_config(), (stored.name for stored in directory.tensors.values())
+    with naming(HF_DIR):
+        directory = HFDirectory.open(hf_dir, weights_required=False)
+        model = directory.model_config()
+    names = (stored.name for stored in directory.tensors.values())
     return {"num_key_value_heads": model.language.num_query_groups, "tie_word_embeddings": model.language.tied,
             "llm_num_layers": model.language.num_layers, "vit_num_layers": model.vision.num_layers,
             "new_transformers_weight_key": are_module_names(names)}

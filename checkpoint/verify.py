@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoint.compare import is_right
-from checkpoint.convert import LAYOUT, num_threads
+from checkpoint.convert import HF_DIR, LAYOUT, num_threads
 from checkpoint.formats.files import Files
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
@@ -16,7 +16,7 @@ from checkpoint.formats.manifest import MANIFEST_FILE
 from checkpoint.formats.safetensors import dtype_name
 from checkpoint.formats.source import Directory, find, open_hf
 from checkpoint.formats.source import open as open_source
-from mm.errors import UserError, refuse
+from mm.errors import UserError, naming, refuse
 from mm.weights.views import Stored
 
 
@@ -79,7 +79,8 @@ def _problem(root: Path, stored: Stored | None, stated: Stored) -> str | None:
 
 
 def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers: int) -> int:
-    expected = open_hf(HFDirectory.open(hf_dir))
+    with naming(HF_DIR):
+        expected = open_hf(HFDirectory.open(hf_dir))
     found = open_source(path, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=expected.model)
     expected.check()
     with ThreadPoolExecutor(num_workers) as pool:

@@ -87,7 +87,7 @@ class HFDirectory:
 
     def model_config(self) -> ModelConfig:
         """The model that ``config.json`` describes, on one stage."""
-        return model_from_hf(self.config)
+        return model_from_hf(self.config, file=self.path / "config.json")
 
     def check(self, model: ModelConfig) -> None:
         """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.

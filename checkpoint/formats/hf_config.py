@@ -67,24 +67,26 @@ LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in KEYS.items()
 """What must be equal for the LLM of another directory to take the place of a model's own."""
 
 
-def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> ModelConfig:
-    """The model of a parsed ``config.json``, all on one stage.
+def model_from_hf(
+    config: Section, otherwise: ModelConfig | None = None, file: object = "config.json"
+) -> ModelConfig:
+    """The model of a parsed ``config.json``, all on one stage; ``file`` is its path, for messages.
 
     Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a size that
     is missing, values that no model can have, and a rotary embedding that is not computed here.
     """
-    sections, found = _sections(config), {"vision": {}, "projector": {}, "language": {}}
+    sections, found = _sections(config, file), {"vision": {}, "projector": {}, "language": {}}
     if otherwise is not None:
         found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
-        raise UserError("config.json lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
+        raise UserError(f"{file} lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
     for ours, (section, theirs, default) in KEYS.items():
         part, _, name = ours.rpartition(".")
         values = found[part] if part else found
         stated = (sections[section].get(one) for one in theirs.split())
         value = next((one for one in stated if one is not None), values.get(name, default))
         if value is None:
-            raise UserError(f"config.json lacks {theirs!r}; expected a complete config of Qwen2.5-VL.")
+            raise UserError(f"{file} lacks {theirs!r}; expected a complete config of Qwen2.5-VL.")
         values[name] = value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
     vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
@@ -98,26 +100,26 @@ def model_from_hf(config: Section, otherwise: ModelConfig | None = None) -> Mode
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
-        raise UserError(_value_problems(error, found)) from error
+        raise UserError(_value_problems(error, found, file)) from error
 
 
-def _value_problems(error: ValidationError, found: Section) -> Iterator[str]:
-    """What is wrong with the values of config.json; nothing of what only follows from them."""
+def _value_problems(error: ValidationError, found: Section, file: object) -> Iterator[str]:
+    """What is wrong with the values of ``file``; nothing of what only follows from them."""
     wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
     for name, _, field in settings_of(ModelConfig):
         if name in wrong and name in KEYS:
             theirs, value = KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
-            yield f"config.json: {theirs} is {shown(value)}; expected {expected(field)}."
+            yield f"{file}: {theirs} is {shown(value)}; expected {expected(field)}."
 
 
-def _sections(config: Section) -> dict[str, Section]:
+def _sections(config: Section, file: object) -> dict[str, Section]:
     text = config.get("text_config") or config
     rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
     sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
-    refuse(f"config.json: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
+    refuse(f"{file}: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
            if not isinstance(value, dict | None))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    refuse(fixed_problems(config))
+    refuse(fixed_problems(config, file))
     theta = {"rope_theta": text.get("rope_theta")}
     return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
 
@@ -167,7 +169,7 @@ def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> l
         model_type = config.get("model_type") if isinstance(config, dict) else None
         if model_type != MODEL_TYPE:
             return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
-        found = differences(model, model_from_hf(config, otherwise=model))
+        found = differences(model, model_from_hf(config, model, path))
     except UserError as error:
         return list(error.problems)
     if not found:

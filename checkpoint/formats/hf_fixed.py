@@ -27,24 +27,24 @@ _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (Fal
 """The ViT's rotary embedding is that of Qwen2-VL: base 10000 over rows and columns."""
 
 
-def fixed_problems(config: Section) -> Iterator[str]:
-    """What in a parsed ``config.json`` asks for a model that is not computed here."""
+def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
+    """What in a parsed ``config.json``, read from ``file``, asks for a model that is not computed here."""
     text, vision = (config.get(f"{part}_config") for part in FIXED)
     for part, sections in (("text", (config, text)), ("vision", (vision,))):
         for section in (one for one in sections if isinstance(one, dict)):
             where = "" if section is config else f"{part}_config."
-            yield from _wrong(section, FIXED[part], where)
+            yield from _wrong(section, FIXED[part], f"{file}: {where}")
             layers = section.get("layer_types")
             if isinstance(layers, list) and set(layers) != {"full_attention"}:
                 kinds = sorted(map(str, set(layers)))
-                yield f"config.json: {where}layer_types has {kinds}; expected 'full_attention' only."
+                yield f"{file}: {where}layer_types has {kinds}; expected 'full_attention' only."
             for key in _ROPE_KEYS:
                 rope = section.get(key)
                 if isinstance(rope, dict):
-                    yield from _wrong(rope, _ROPE_FIXED[part], f"{where}{key}.")
+                    yield from _wrong(rope, _ROPE_FIXED[part], f"{file}: {where}{key}.")
                     found = {str(rope[one]) for one in ("type", "rope_type") if rope.get(one) is not None}
                     if not found <= {*_ROPE_TYPES[part]}:
-                        yield (f"config.json asks for the rotary embedding {sorted(found)} ({where}{key}); expected "
+                        yield (f"{file} asks for the rotary embedding {sorted(found)} ({where}{key}); expected "
                                f"{' or '.join(map(repr, _ROPE_TYPES[part]))}: scaled ones (yarn, linear, ...) are not "
                                f"computed here. Give the config.json of the published model.")
 
@@ -52,5 +52,5 @@ def fixed_problems(config: Section) -> Iterator[str]:
 def _wrong(section: Section, fixed: Mapping[str, tuple[Any, ...]], where: str) -> Iterator[str]:
     for key, values in fixed.items():
         if section.get(key) not in (None, *values):
-            yield (f"config.json: {where}{key} is {section[key]!r}; expected {values[0]!r}, the only way in which the "
+            yield (f"{where}{key} is {section[key]!r}; expected {values[0]!r}, the only way in which the "
                    f"model is computed here.")

@@ -30,7 +30,7 @@ from checkpoint.formats.storage import Storage
 from checkpoint.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
-from mm.errors import UserError, refuse
+from mm.errors import UserError, naming, refuse
 from mm.weights.cut import cut_dim, shard_spans
 from mm.weights.plan import Index
 from mm.weights.table import Weight, local_shape
@@ -217,7 +217,8 @@ def open(
     directory = find(path, flag)
     match directory:
         case HFDirectory():
-            source = open_hf(directory, lenient=lenient)
+            with naming(flag):
+                source = open_hf(directory, lenient=lenient)
         case MindSpeedDirectory():
             source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
         case TrainingDirectory():

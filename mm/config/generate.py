@@ -154,8 +154,21 @@ class Asking(Generic[Said]):
     @property
     def directory(self) -> str | None:
         """The Hugging Face directory beside the weights, where one is named."""
-        return self.args.model_name_or_path or (self.inference and self.inference.directory) or (
-            self.data and self.data.model_name_or_path) or None
+        return self._directory_and_name[0]
+
+    @property
+    def directory_is_named_by(self) -> str:
+        """The flag or the key of a JSON file that names ``directory``; for messages."""
+        return self._directory_and_name[1]
+
+    @property
+    def _directory_and_name(self) -> tuple[str | None, str]:
+        if not self.args.model_name_or_path:
+            if self.inference is not None and self.inference.directory:
+                return self.inference.directory, f"{self.args.mm_model}: tokenizer.from_pretrained"
+            if self.data is not None and self.data.model_name_or_path:
+                return self.data.model_name_or_path, f"{self.args.mm_data}: model_name_or_path"
+        return self.args.model_name_or_path or None, "--model-name-or-path"
 
     def media_config(self, directory: str) -> DataConfig:
         """How pictures and videos are read: by flags, else the data JSON, else the inference JSON.

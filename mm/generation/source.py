@@ -15,7 +15,7 @@ from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
-from mm.errors import UserError, refuse
+from mm.errors import UserError, naming, refuse
 from mm.generation.layout import placed
 
 
@@ -44,48 +44,56 @@ class Found:
 def find(asking: Asking) -> Found:
     """Open the weights, and put the model on its stages; raises UserError with what is wrong."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
-    base = asking.directory
+    base, named_by = asking.directory, asking.directory_is_named_by
     if base is not None and not Path(base).is_dir():
-        raise UserError(f"{base!r} is no directory; give --model-name-or-path, the Hugging Face directory with the "
-                        f"tokenizer and processor of the model.")
+        raise UserError(f"{named_by} is {base!r}, which is no directory; give --model-name-or-path, the Hugging Face "
+                        f"directory with the tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
     adapters = None
     if holds_adapters(args.load):
-        source, adapters = _beside_its_model(args.load, base, order)
+        source, adapters = _beside_its_model(args.load, base, named_by, order)
         stated = adapters.model
     else:
-        source = weights.open(args.load, "--load", model=stated or _model_of(base), qkv=order)
+        source = weights.open(args.load, "--load", model=stated or _model_of(base, named_by), qkv=order)
     if source.is_vit_only:
         raise UserError(f"--load {args.load} holds no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
-        source.check_model(stated.base)
+        with naming("--load" if adapters is None else named_by):
+            source.check_model(stated.base)
     if base is None and source.kind is not Kind.HUGGING_FACE:
         raise UserError(f"--load {args.load} is a {source.kind.value}, which has no tokenizer; give "
                         f"--model-name-or-path, the Hugging Face directory that the model comes from.")
     directory = str(source.path) if base is None else base
     model, notes = placed(stated or source.model, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
                           asking.world_size)
-    refuse(hf_problems(model.base, directory, args.mm_model or args.load))
+    with naming("--load" if base is None else named_by):
+        refuse(hf_problems(model.base, directory, args.mm_model or args.load))
     decoding = asking.decoding(settings_in(source.path, Path(directory)))
     beside = (*adapters.notes, *base_notes(adapters, source)) if adapters is not None else ()
     return Found(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
 
 
-def _beside_its_model(path: str, base: str | None, order: QkvOrder) -> tuple[Source, Source]:
-    """The model in ``base`` and the adapters in ``path``; raises UserError where they do not belong together."""
+def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrder) -> tuple[Source, Source]:
+    """The model in ``base``, which ``named_by`` gives, and the adapters in ``path``.
+
+    Raises UserError where they do not belong together.
+    """
     if base is None:
         raise UserError(f"--load {path} holds adapters (LoRA), not a whole model; give --model-name-or-path, the "
                         f"Hugging Face directory of the model that they were trained beside.")
-    model = weights.open(base, "--model-name-or-path", qkv=order)
+    model = weights.open(base, named_by, qkv=order)
     adapters = open_beside(path, model.model)
     check_base(adapters, model)
     return model, adapters
 
 
-def _model_of(directory: str | None) -> ModelConfig | None:
+def _model_of(directory: str | None, named_by: str) -> ModelConfig | None:
     """The model that a Hugging Face directory describes, for weights that do not say what they are."""
     path = None if directory is None else Path(directory) / "config.json"
-    return model_from_hf(read_json(path).root) if path is not None and path.is_file() else None
+    if path is None or not path.is_file():
+        return None
+    with naming(named_by):
+        return model_from_hf(read_json(path).root, file=path)
 
 
 def settings_in(*folders: Path) -> GenerationSettings:

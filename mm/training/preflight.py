@@ -48,9 +48,13 @@ def file_problems(run: Run, notes: list[str]) -> list[str]:
     Reads headers only, and of the model beside adapters what its checksum is made of, so it takes seconds.
     """
     args, base, problems = run.args, run.data.model_name_or_path, []
-    for path in dict.fromkeys((base, args.load, args.load_base_model)):
+    named_by: dict[str | None, str] = {}
+    for name, path in ((f"{args.mm_data}: model_name_or_path", base), ("--load", args.load),
+                       ("--load-base-model", args.load_base_model)):
+        named_by[path] = f"{named_by[path]} and {name}" if path in named_by else name
+    for path, names in named_by.items():
         if path is not None:
-            problems += hf_problems(run.model, path, args.mm_model)
+            problems += [f"{names}: {problem}" for problem in hf_problems(run.model, path, args.mm_model)]
     if not problems:  # nothing fits another model
         with collected(problems):
             if all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)) and not (

@@ -348,12 +348,16 @@ def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
     (found,) = problems(inputs, "--load", str(directory))
-    assert "text_decoder.hidden_size  128  |  2048" in found
+    assert found.startswith("--load: ") and "text_decoder.hidden_size  128  |  2048" in found
     data = json.loads((inputs / "data.json").read_text())
     data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory)
     (inputs / "data.json").write_text(json.dumps(data))
     (found,) = problems(inputs)
-    assert "text_decoder.hidden_size  128  |  2048" in found
+    named_by = f"{inputs / 'data.json'}: model_name_or_path"
+    assert found.startswith(f"{named_by}: ") and "text_decoder.hidden_size  128  |  2048" in found
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_act": "gelu"}))
+    (found,) = problems(inputs, "--load", str(directory))
+    assert found.startswith(f"{named_by} and --load: {directory / 'config.json'}: hidden_act is 'gelu'; expected ")
 
 
 def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
