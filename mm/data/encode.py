@@ -43,7 +43,7 @@ class SampleEncoder:
         """
         directory = data.model_name_or_path
         images = image_processor(data)
-        videos = VideoProcessor.from_config(data, images.is_upright)
+        videos = VideoProcessor.from_config(data, images)
         chat = ChatEncoder(
             load_tokenizer(directory),
             seq_length=seq_length,

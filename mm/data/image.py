@@ -236,6 +236,11 @@ def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
         if values is not None:
             _check_settings(path, values)
             return path, values
+    shared = directory / "processor_config.json"
+    if shared.is_file():
+        others = " or ".join(_CONFIG_FILES[media][1:])
+        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so nothing says how "
+                        f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
     raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
 
 

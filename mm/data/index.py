@@ -32,6 +32,7 @@ from mm.data.quarantine import name_of, record_place, record_problem
 from mm.data.records import Block, Form, Raw, RecordFile
 from mm.data.rows import Row, Rows, packed
 from mm.data.sample import Media, Sample
+from mm.data.video import VideoConstantsError
 from mm.data.workers import in_processes
 from mm.errors import UserError, naming
 
@@ -179,6 +180,8 @@ class Checker:
                         boxes.append(raw.index)
                 except TooLongError as error:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
+                except VideoConstantsError:  # every other video would fail by the same fault, which is not its own
+                    raise
                 except UserError as error:
                     row["num_tokens"] = BAD
                     has_media = self._media.num_asked > asked_before

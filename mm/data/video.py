@@ -37,6 +37,10 @@ MAX_VIDEO_PIXELS = 1 << 28
 """Of all resized frames of a video: they fill 768 MiB.  Decoded frames are in memory one at a time."""
 
 
+class VideoConstantsError(UserError):
+    """A video is to be read with a checkpoint that does not say how: a fault of the checkpoint, not of the sample."""
+
+
 @dataclass(frozen=True)
 class VideoPlan:
     """What will be made of one video; nothing but its first frame is decoded yet."""
@@ -66,19 +70,25 @@ class VideoProcessor:
     decoder: Decoder
 
     @classmethod
-    def from_config(cls, data: DataConfig, is_upright: bool) -> "VideoProcessor":
-        """Raises UserError when the backend is not there, or the checkpoint's constants cannot be used or leave no size
-        within those of ``data``.
+    def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
+        """Raises UserError when the backend is not there, or the checkpoint's constants leave no size within those of
+        ``data``.
+
+        Where the checkpoint's constants for videos are missing or wrong, the first video raises VideoConstantsError:
+        data without videos do not need them.  ``images`` is what makes numbers of pictures.
         """
-        constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
+        is_upright, decoder = images.is_upright, Decoder(data.video_backend, data.video_timeout)
+        if data.video_backend not in (None, "pyav"):
+            decoder.check()
+        try:
+            constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
+        except UserError as error:
+            return _NoVideoProcessor(images, data, is_upright, decoder, error.problems)
         if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
             raise UserError(
                 f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
                 f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
             )
-        decoder = Decoder(data.video_backend, data.video_timeout)
-        if data.video_backend not in (None, "pyav"):
-            decoder.check()
         return cls(constants, data, is_upright, decoder)
 
     def plan(self, video: Video) -> VideoPlan:
@@ -202,6 +212,17 @@ class VideoProcessor:
         if lower > upper:
             raise ValueError(f"its frames may have at most {upper} pixels and must have at least {lower}")
         return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
+
+
+@dataclass(frozen=True)
+class _NoVideoProcessor(VideoProcessor):
+    """Stands in where the checkpoint does not say how videos are resized; ``constants`` are those of pictures."""
+
+    problems: tuple[str, ...]
+
+    def plan(self, video: Video) -> VideoPlan:
+        """Raises VideoConstantsError."""
+        raise VideoConstantsError(f"{video.contents[0]} is a video, but {problem}" for problem in self.problems)
 
 
 def _is_llama_factory(data: DataConfig) -> bool:

@@ -237,6 +237,17 @@ def test_a_directory_without_settings_is_refused(tmp_path):
         ImageProcessor.from_directory(str(tmp_path))
 
 
+def test_a_file_without_the_settings_of_videos_is_refused_in_true_words(tmp_path):
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
+    assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
+    with pytest.raises(UserError) as caught:
+        ImageProcessor.from_directory(str(tmp_path), media="video")
+    assert str(caught.value) == (
+        f"{tmp_path / 'processor_config.json'}: has no video_processor, and {tmp_path} has no "
+        f"video_preprocessor_config.json or preprocessor_config.json, so nothing says how videos are resized; copy "
+        f"preprocessor_config.json from the published checkpoint.")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
     ({"merge_size": 0}, "merge_size is 0"),

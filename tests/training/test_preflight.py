@@ -360,6 +360,23 @@ def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
     assert found.startswith(f"{named_by} and --load: {directory / 'config.json'}: hidden_act is 'gelu'; expected ")
 
 
+@pytest.mark.parametrize("bad_sample", ["error", "skip"])
+def test_settings_of_videos_are_asked_for_where_there_are_videos(inputs: Path, bad_sample: str):
+    """Their absence is one problem of the checkpoint, not one of each sample, which could be left out."""
+    settings = json.loads((inputs / "hf/preprocessor_config.json").read_text())
+    (inputs / "hf/preprocessor_config.json").unlink()
+    (inputs / "hf/processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    assert problems(inputs, "--bad-sample", bad_sample) == []
+    (inputs / "clip.mp4").write_bytes(b"looked at by nobody")
+    samples = json.loads((inputs / "samples.json").read_text())
+    shown = [{"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "1"}],
+              "videos": ["clip.mp4"]}] * 2
+    (inputs / "samples.json").write_text(json.dumps(samples + shown))
+    (problem,) = problems(inputs, "--bad-sample", bad_sample)
+    assert problem.startswith(f"{inputs / 'clip.mp4'} is a video, but {inputs / 'hf/processor_config.json'}: has no "
+                              f"video_processor, and ")
+
+
 def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
     """A picture whose header is right and whose pixels are not, a question that is too long, and one without answer."""
     Image.new("RGB", (56, 56), "red").save(inputs / "whole.png")
