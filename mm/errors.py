@@ -1,9 +1,11 @@
 """How the program says no: one exception for everything that a user can mend."""
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _CUTOFF = 0.6
 """How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
@@ -55,6 +57,22 @@ def naming(place: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{place}: {problem}" for problem in error.problems) from error
+
+
+@contextmanager
+def writing(path: str | Path, flag: str = "") -> Iterator[None]:
+    """An OSError inside becomes a UserError that names the file, and the ``flag`` that gave its directory.
+
+    The system names the file only where opening fails; where a write finds the disk full, it does not.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "free space there, or give another directory" if is_full else (
+            "give another directory, or mend its permissions")
+        raise UserError(f"{flag and f'{flag}: '}{error.filename or path} cannot be written ({error.strerror}); "
+                        f"{cure}") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mm.errors import UserError
+from mm.errors import UserError, writing
 
 LEDGER = "quarantine.jsonl"
 """In ``--log-dir``: one line for each sample."""
@@ -106,9 +106,10 @@ class Quarantine:
         new = {(one.dataset, one.index): one for one in found if (one.dataset, one.index) not in self._written}
         if not new:
             return
-        ledger.parent.mkdir(parents=True, exist_ok=True)
-        with open(ledger, "a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(asdict(one)) + "\n" for one in new.values())
+        with writing(ledger, "--log-dir"):
+            ledger.parent.mkdir(parents=True, exist_ok=True)
+            with open(ledger, "a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(asdict(one)) + "\n" for one in new.values())
         self._written |= set(new)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mm.errors import UserError
+from mm.errors import UserError, writing
 
 _AGAIN = "give another --output, or remove the file to ask everything again"
 
@@ -29,11 +29,9 @@ class AnswerFile:
         it, or it holds anything else than answers to these prompts.
         """
         self.path = Path(path)
-        try:
+        with writing(self.path, "--output"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror}; give another file.") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -74,9 +72,10 @@ class AnswerFile:
         """Add answers that are not there yet, in one write, and put them on the disk."""
         new = {int(one["number"]): _line(one) for one in answers if one["number"] not in self._lines}
         left = b"".join(new.values())
-        while left:
-            left = left[os.write(self._file, left) :]
-        os.fsync(self._file)
+        with writing(self.path, "--output"):
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
         self._lines |= new
 
     def close(self) -> None:
@@ -84,12 +83,13 @@ class AnswerFile:
         lines = b"".join(self._lines[number] for number in sorted(self._lines))
         if self.path.read_bytes() != lines:
             part = self.path.with_name(f".{self.path.name}.part")
-            with part.open("wb") as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            part.chmod(os.stat(self.path).st_mode & 0o777)
-            part.replace(self.path)
+            with writing(part, "--output"):
+                with part.open("wb") as file:
+                    file.write(lines)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.chmod(os.stat(self.path).st_mode & 0o777)
+                part.replace(self.path)
         os.close(self._file)
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from mm.data.store import write_whole
-from mm.errors import UserError, refuse
+from mm.errors import UserError, refuse, writing
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import SOURCES, chosen_option, score
 
@@ -149,8 +149,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8; half of a surrogate pair, which UTF-8 does not have, becomes JSON's escape of it."""
-    write_whole(path, text.encode(errors="backslashreplace"))
+    """In UTF-8; half of a surrogate pair, which UTF-8 does not have, becomes JSON's escape of it.
+
+    Raises UserError naming a file that cannot be written.
+    """
+    with writing(path):
+        write_whole(path, text.encode(errors="backslashreplace"))
 
 
 def _line(value: Mapping[str, Any]) -> str:

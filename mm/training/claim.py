@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, collected, refuse, writing
 
 LOCK_FILE = ".mm-train.lock"
 BEAT_SECONDS = 10.0
@@ -144,12 +144,9 @@ class Claim:
         locks: list[Lock] = []
         try:
             for path, flag in _lock_files(directories).items():
-                try:
+                with writing(path, flag):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     locks.append(Lock(path, flag, say))
-                except OSError as error:
-                    raise UserError(f"{flag}: {path} cannot be written ({error.strerror}); give another directory, or "
-                                    f"mend its permissions") from error
         except BaseException:
             cls(locks).release()
             raise

@@ -14,10 +14,11 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from mm.config.flags import Arguments
-from mm.errors import UserError
+from mm.errors import UserError, writing
 from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
 
+_FLAG = "--log-dir"
 _MAX_EXPONENT = 20.0
 """The perplexity of a larger loss is told as that of this one: Megatron's bound."""
 
@@ -166,18 +167,20 @@ class MetricsWriter:
     """Prints and stores the metrics of a run; only one rank has one."""
 
     def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int) -> None:
-        """Open the files of ``args.log_dir``.
+        """Open the files of ``args.log_dir``; here and later, one that cannot be written raises UserError naming it.
 
         A resumed run drops the rows of iterations that will be run again; a new one puts an earlier run's file aside.
         """
         self._args = args
         self._since_line: list[StepMetrics] = []
         directory = Path(args.log_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "run.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
-        path = directory / "metrics.jsonl"
-        _keep_before(path, first_iteration)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        facts, self._path = directory / "run.json", directory / "metrics.jsonl"
+        with writing(facts, _FLAG):
+            directory.mkdir(parents=True, exist_ok=True)
+            facts.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+        with writing(self._path, _FLAG):
+            _keep_before(self._path, first_iteration)
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
         self._trackers = open_trackers(args, resolved)
 
     def write(self, step: StepMetrics) -> None:
@@ -202,14 +205,16 @@ class MetricsWriter:
 
     def _store(self, kind: str, row: Mapping[str, Any], *shown: str) -> None:
         """``shown``: what trackers are given, where it is known."""
-        self._file.write(json.dumps({"kind": kind, **row}) + "\n")
-        self._file.flush()
+        with writing(self._path, _FLAG):
+            self._file.write(json.dumps({"kind": kind, **row}) + "\n")
+            self._file.flush()
         values = {name: row[name] for name in shown if row[name] is not None}
         for tracker in self._trackers if values else ():
             tracker.log(values, row["iteration"])
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path, _FLAG):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 

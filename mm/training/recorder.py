@@ -5,7 +5,7 @@ A step that none of them wants is not listened to and costs nothing.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mm.config.flags import Arguments
 from mm.device.device import Device
+from mm.errors import writing
 from mm.model.stage import Stage
 from mm.parallel.activity import Activity
 from mm.parallel.agreement import gather, on_first
@@ -104,7 +105,9 @@ class StepObserver:
             said.append(f"wrote {self._write_timeline(iteration)}, .json and .svg")
         if self._window and iteration == self._window[-1]:
             if self._profiler is not None:
-                self._profiler.stop()
+                flag = "--profile-save-path" if self._args.profile_save_path else "--log-dir"
+                with writing(self._profile_path, flag):
+                    self._profiler.stop()
             said.append(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
         return said
 
@@ -120,15 +123,18 @@ class StepObserver:
                             f"{num_layers[0]} ViT, {num_layers[1]} LLM layers", _meet(mesh.control_group), self._spans)
         records = gather(mesh, record)
         path = Path(self._args.log_dir) / f"pipeline_step_{iteration}"
-
-        def write() -> None:
-            on_one_clock = aligned(records)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Path(f"{path}.json").write_text(json.dumps(trace(on_one_clock, iteration)) + "\n", encoding="utf-8")
-            Path(f"{path}.svg").write_text(draw(on_one_clock, iteration), encoding="utf-8")
-
-        on_first(mesh, write)
+        on_first(mesh, lambda: write_timeline(path, records, iteration))
         return path
+
+
+def write_timeline(path: Path, records: Sequence[RankRecord], iteration: int) -> None:
+    """``path``.json and ``path``.svg of one step; raises UserError naming the one that cannot be written."""
+    on_one_clock = aligned(records)
+    for name, text in ((f"{path}.json", json.dumps(trace(on_one_clock, iteration)) + "\n"),
+                       (f"{path}.svg", draw(on_one_clock, iteration))):
+        with writing(name, "--log-dir"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text, encoding="utf-8")
 
 
 def _meet(group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter) -> Meetings:

@@ -4,13 +4,14 @@ What is shown, and when, is not known here.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from mm.config.flags import Arguments
-from mm.errors import UserError
+from mm.errors import UserError, writing
 
 
 class Tracker(Protocol):
@@ -27,14 +28,21 @@ class TensorBoard:
     def __init__(self, directory: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(directory)
+        self._directory = directory
+        with self._writing():
+            self._writer: Any = SummaryWriter(directory)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
+        with self._writing():  # also what the writer's own thread has met since
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing():
+            self._writer.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self._directory, "--tensorboard-dir")
 
 
 class Online:

@@ -1,12 +1,19 @@
 """The log line keeps its shape: the peer's awk finds what it looks for."""
 
 import json
+import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from mm.config.flags import parse
+from mm.data.quarantine import LEDGER, BadSample, Quarantine
+from mm.errors import UserError
+from mm.parallel.activity import Activity, Work
 from mm.training.metrics import (
     MetricsWriter,
     ScoreMetrics,
@@ -15,7 +22,8 @@ from mm.training.metrics import (
     _keep_before,
     log_line,
 )
-from mm.training.timeline import TIMED, seconds_key
+from mm.training.recorder import write_timeline
+from mm.training.timeline import TIMED, RankRecord, Span, seconds_key
 from tests.files import json_lines
 from tests.killed import run_killed
 
@@ -112,6 +120,40 @@ def test_a_resumed_run_that_is_killed_at_once_has_lost_no_row(tmp_path: Path) ->
     assert point > 2 and found != rows
     _keep_before(path, 3)
     assert [row["iteration"] for row in json_lines(path)] == [1, 2, 3]
+
+
+def test_a_full_log_dir_is_told_by_the_file_that_did_not_fit(tmp_path: Path) -> None:
+    """/dev/full takes no byte, as a full disk does."""
+    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
+                  "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
+
+    def told(write: Callable[[], object], name: str) -> None:
+        with pytest.raises(UserError) as caught:
+            write()
+        assert str(caught.value) == (f"--log-dir: {tmp_path / name} cannot be written (No space left on device); free "
+                                     f"space there, or give another directory")
+
+    def fill(name: str) -> None:
+        (tmp_path / name).symlink_to("/dev/full")
+
+    fill("run.json")
+    told(lambda: MetricsWriter(args, {}, 0), "run.json")
+    (tmp_path / "run.json").unlink()
+    writer = MetricsWriter(args, {}, 0)
+    (number,) = (int(one.name) for one in Path("/proc/self/fd").iterdir()
+                 if one.is_symlink() and os.readlink(one) == str(tmp_path / "metrics.jsonl"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, number)
+    os.close(full)
+    told(lambda: writer.write(STEP), "metrics.jsonl")
+    told(writer.close, "metrics.jsonl")
+    spans = (Span(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
+    fill("pipeline_step_3.svg")
+    told(lambda: write_timeline(tmp_path / "pipeline_step_3", [RankRecord(0, 0, 0, 0, "1 ViT", (), spans)], 3),
+         "pipeline_step_3.svg")
+    quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
+    fill(LEDGER)
+    told(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)
 
 
 def test_rows_say_what_they_are_of(tmp_path: Path) -> None:
