@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -122,11 +122,29 @@ class AdapterDirectory:
             lambda name, shape, stored: (
                 f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
                 f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
+        whole = [name for name in left_over if ".lora_" not in name]
         for name in left_over:
-            text = (f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
-                    f"layer with --lora-target-modules, if the base model has it")
+            text = self._untrained(name, whole, model) if name in whole else (
+                f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
+                f"layer with --lora-target-modules, if the base model has it")
             misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))
         return views, misfits
+
+    def _untrained(self, name: str, whole: Sequence[str], model: ModelConfig) -> str:
+        """Why the tensor ``name``, one of those that PEFT has trained in ``whole``, does not fit, and what to do."""
+        text = (f"{self.path / WEIGHTS_FILE} holds {name}, which was trained in whole beside the adapters "
+                f"(modules_to_save of {CONFIG_FILE})")
+        weights = {one: weight for weight in model_weights(model.base) for one in weight.hf_names}
+        merge = "merge adapters and model with PEFT (merge_and_unload), and train that model, saved, as --load"
+        if name not in weights:
+            return f"{text}, but the model has no such weight; {merge}"
+        apart = [one for one in weights[name].hf_names if one not in self.tensors]
+        if apart:
+            return (f"{text} without {apart[0]}; both are one weight here, {weights[name].name}, which is trained "
+                    f"together: {merge}")
+        ours = dict.fromkeys(weights[one].name for one in whole if one in weights)
+        return (f"{text}, but this run would not train it; give --trainable-modules "
+                f"{' '.join((*model.trainable_modules, *ours))} to train it on, or {merge}")
 
     def model(self, base: ModelConfig) -> ModelConfig:
         """``base`` with just these adapters, and with those weights trained that are kept in whole."""
@@ -143,9 +161,10 @@ class AdapterDirectory:
 
     def problems(self, model: ModelConfig) -> list[str]:
         """How its adapters differ from those of ``model``: one sentence for all tensors of a kind."""
-        by_kind: dict[str, list[str]] = {}
+        by_kind: dict[tuple[str, bool], list[str]] = {}
         for misfit in self.views(model)[1]:
-            by_kind.setdefault(misfit.kind, []).append(misfit.text)
+            is_matrix = ".lora_" in (misfit.hf_name or "")
+            by_kind.setdefault((misfit.kind, is_matrix), []).append(misfit.text)
         found = [f"{texts[0]}{f' ({len(texts) - 1} more tensors likewise)' if len(texts) > 1 else ''}"
                  for texts in by_kind.values()]
         if found:

@@ -24,7 +24,7 @@ from checkpoint.adapters import (
 )
 from checkpoint.cli import main
 from checkpoint.convert import Options
-from checkpoint.formats.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterDirectory
+from checkpoint.formats.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterDirectory
 from checkpoint.formats.atomic import Output
 from checkpoint.formats.hf import HFDirectory
 from checkpoint.formats.layout import Layout
@@ -300,6 +300,26 @@ def test_broken_directories_are_told(broken: Path) -> None:
     assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in told()
     save_file({"x": torch.zeros(2, dtype=torch.int8)}, broken / WEIGHTS_FILE)
     assert "Quantized weights are not supported" in told()
+
+
+def test_modules_that_peft_trained_in_whole_are_told_with_the_flag_that_trains_them_on(
+    folder: Path, broken: Path
+) -> None:
+    base, whole = load_file(folder / "base/model.safetensors"), ("norm.weight", "embed_tokens.weight")
+    saved = {f"{PREFIX}{name}": one for name, one in base.items() if name.endswith(whole) and "layers" not in name}
+    assert len(saved) == 2
+    save_file(load_file(broken / WEIGHTS_FILE) | saved, broken / WEIGHTS_FILE)
+    with pytest.raises(UserError) as caught:
+        open_adapters(broken, model_of())
+    (problem,) = caught.value.problems
+    assert f"{broken / WEIGHTS_FILE} holds model.embed_tokens.weight, which was trained in whole beside" in problem
+    assert problem.endswith(" (1 more tensors likewise)")
+    flag = problem.partition("give --trainable-modules ")[2].partition(" to train")[0]
+    source = open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= source.dtypes.keys()
+    save_file(load_file(broken / WEIGHTS_FILE) | {f"{PREFIX}score.weight": torch.zeros(2)}, broken / WEIGHTS_FILE)
+    with pytest.raises(UserError, match=r"score\.weight, which was trained in whole .*the model has no such weight"):
+        open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
 
 
 def test_a_number_that_is_none_is_told(broken: Path) -> None:
