@@ -9,6 +9,7 @@ The directory may be on any disk where creating a file exclusively works, as on 
 system's own locks do not work across hosts on each of them.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -239,14 +240,16 @@ def _content(path: Path) -> bytes | None:
 
 
 def _remove(path: Path, left: bytes) -> None:
-    """Remove the lock file ``left``, and no other that another process may have put in its place meanwhile."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):
-        path.rename(aside)
-        if aside.read_bytes() != left:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
+    """Remove the lock file ``left``, and no other that another process may have put in its place meanwhile.
+
+    Of processes that want to remove the same file, one at a time compares and removes.  Where the disk has no locks
+    across hosts, two hosts may do so at once; then ``Lock.check`` finds out.
+    """
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        with suppress(OSError):  # the disk has no locks at all
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.samestat(path.stat(), os.fstat(file.fileno())) and file.read() == left:
+            path.unlink()
 
 
 def _started(pid: int) -> str | None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -81,26 +83,44 @@ def test_a_number_that_another_process_has_now_is_no_owner(tmp_path: Path) -> No
     take({"--save": str(tmp_path)}).release()
 
 
-def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path) -> None:
-    for number in range(5):
-        directory = tmp_path / str(number)
+def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path, monkeypatch) -> None:
+    find_left, random = claim._left, Random(0)
+
+    def find_left_slowly(*arguments: Any) -> bytes | None:
+        """Whoever has found the killed run's file may find another in its place when it goes on."""
+        left = find_left(*arguments)
+        time.sleep(0.004 * Random(os.getpid() + random.randrange(100)).random())
+        return left
+
+    monkeypatch.setattr(claim, "_left", find_left_slowly)
+    for number in range(10):
+        directory, found = tmp_path / str(number), tmp_path / f"found {number}"
+        found.mkdir()
         child = holder(directory)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        begins = time.monotonic() + 0.2
+        follow_all(directory, found, num_runs=6)
+        assert sorted(path.read_text() for path in found.iterdir()) == ["has it", *["refused"] * 5]
 
-        def follow(directory: Path = directory, begins: float = begins) -> int:
-            time.sleep(max(0.0, begins - time.monotonic()))
-            try:
-                take({"--save": str(directory)})
-            except UserError:
-                return 2
-            time.sleep(1.0)  # the others ask meanwhile
-            return 0
 
-        children = [in_child(follow) for _ in range(6)]
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children]
-        assert sorted(statuses) == [0, 2, 2, 2, 2, 2]
+def follow_all(directory: Path, found: Path, num_runs: int) -> None:
+    """Begin runs at once; each writes whether it has ``directory``, and one that has it keeps it until all have."""
+
+    def follow() -> int:
+        try:
+            take({"--save": str(directory)})
+            text = "has it"
+        except UserError:
+            text = "refused"
+        part = found.with_name(f"{os.getpid()}.part")
+        part.write_text(text)
+        part.rename(found / str(os.getpid()))
+        while len(list(found.iterdir())) < num_runs:
+            time.sleep(0.01)
+        return 0
+
+    children = [in_child(follow) for _ in range(num_runs)]
+    assert [os.waitpid(one, 0)[1] for one in children] == [0] * num_runs
 
 
 @pytest.fixture
