@@ -76,11 +76,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _name(kernel: Any) -> str | None:
+def _name(kernel: Any) -> str | bool | None:
     """``module.name`` of a function or class; of the class where it is one's method, as autograd's ``apply`` is, and of
-    the forward function where there is a pair; None of a kernel that the device does without."""
-    if kernel is None:
-        return None
+    the forward function where there is a pair; a kernel that the device does without, None, and a switch stay so."""
+    if kernel is None or isinstance(kernel, bool):
+        return kernel
     kernel = kernel.forward if isinstance(kernel, PartialAttention) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel
