@@ -103,6 +103,17 @@ def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path, monkey
         assert sorted(path.read_text() for path in found.iterdir()) == ["has it", *["refused"] * 5]
 
 
+def test_a_lock_that_took_a_killed_runs_place_is_not_moved_for_a_moment(tmp_path: Path, monkeypatch) -> None:
+    """Or a third run could put its own there."""
+    killed = replace(Owner.here(), started="1").content()
+    with take({"--save": str(tmp_path)}) as mine:
+        for change in ("rename", "replace", "unlink"):
+            monkeypatch.setattr(Path, change, lambda *_: pytest.fail("the lock is touched"))
+        claim._remove(tmp_path / LOCK_FILE, killed)
+        mine.check()
+        monkeypatch.undo()
+
+
 def follow_all(directory: Path, found: Path, num_runs: int) -> None:
     """Begin runs at once; each writes whether it has ``directory``, and one that has it keeps it until all have."""
 
