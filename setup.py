@@ -5,11 +5,17 @@ never pulls a CUDA build onto a machine that has none.  Its lower end is a pre-r
 NVIDIA's containers hold, is older than 2.11, and pip would replace it.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+_FILE = Path(__file__).parent / "mm/version.py"
+_VERSION = re.search(r'^VERSION = "(.+)"$', _FILE.read_text(encoding="utf-8"), re.MULTILINE)
 
 setup(
     name="qwen2_5_vl-3d",
-    version="0.1.0",
+    version=_VERSION[1],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
     python_requires=">=3.11",
     install_requires=[

@@ -21,7 +21,9 @@ from checkpoint.formats.qkv_order import QkvOrder
 from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
+from mm.ending import say_notes
 from mm.errors import UserError, refuse
+from mm.progress import Progress
 from mm.weights.lora import Adapter, model_adapters
 from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
@@ -191,8 +193,7 @@ class Merge:
         """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
         model, target = self.adapters.model, self.target.resolve()
         check_base(self.adapters, self.base)
-        for note in (*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)):
-            print(f"note: {note}")
+        say_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)
         if options.dry_run:
@@ -212,8 +213,10 @@ class Merge:
         print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
 
     def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
-        values = self._values()
-        for file in (one for one in files if one.name not in output.finished):
+        values, left = self._values(), [one for one in files if one.name not in output.finished]
+        total, num_left = (sum(file.num_bytes for file in some) for some in (files, left))
+        progress = Progress(f"writing {self.target}", total, "B", total - num_left)
+        for file in left:
             output.create(file)
             crc32s: dict[str, int] = {}
             with Files(output.folder, os.O_WRONLY) as opened:
@@ -224,6 +227,8 @@ class Merge:
                     opened.write(view.stored, 0, memoryview(data))
                     crc32s[view.stored.name] = zlib.crc32(data)
             output.finish(file, crc32s)
+            progress.update(file.num_bytes)
+        progress.close()
 
     def _values(self) -> Callable[[Weight, str], Tensor]:
         """A Hugging Face tensor of the merged model, in the dtype of the base."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from checkpoint.formats.copy import Progress
+from checkpoint.formats.copy import Advance
 from checkpoint.formats.files import Files
 from checkpoint.formats.source import Source
 from checkpoint.formats.storage import Structure, stored_weights
+from mm.progress import Progress
 from mm.weights.cut import cut_dim
 from mm.weights.plan import Index, Stretch
 from mm.weights.table import Weight
@@ -77,8 +77,7 @@ def compare(weights: Sequence[Weight], source: Source, target: Source, num_worke
     """A finding for each of ``weights``, in their order; most are empty."""
     sides = [(source, _checks(source)), (target, _checks(target))]
     total = sum(math.prod(weight.shape) for weight in weights)
-    progress = tqdm(total=total, unit=" elements", unit_scale=True, disable=None)
-    with progress as bar, ThreadPoolExecutor(num_workers) as pool:
+    with Progress("comparing", total, "elements") as bar, ThreadPoolExecutor(num_workers) as pool:
         return list(pool.map(lambda weight: _compare_weight(weight, sides, bar.update), weights))
 
 
@@ -113,7 +112,7 @@ def held_dtype(source: Source, part: Weight) -> torch.dtype | None:
     return dtypes.pop() if is_whole and len(dtypes) == 1 else None
 
 
-def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], progress: Progress) -> Finding:
+def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], progress: Advance) -> Finding:
     finding, (source, target) = Finding(weight), (side for side, _ in sides)
     with Files(source.path) as left, Files(target.path) as right:
         for part in hf_parts(weight):
@@ -140,7 +139,7 @@ def _compare_tensor(
     part: Weight,
     dtypes: tuple[torch.dtype, torch.dtype],
     sides: Sequence[tuple[Source, Files]],
-    progress: Progress,
+    progress: Advance,
 ) -> Unequal:
     num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), part.hf_names[0]
     view = sides[0][0].index.stretches(key)[0].view

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tqdm import tqdm
-
 from checkpoint.compare import is_right
 from checkpoint.formats.atomic import (
     MEGATRON_MODES,
@@ -38,7 +36,9 @@ from checkpoint.formats.source import open as open_source
 from checkpoint.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from checkpoint.formats.training import LATEST_FILE
 from mm.config.flags import VitQkvOrder
+from mm.ending import say_notes
 from mm.errors import UserError
+from mm.progress import Progress
 from mm.weights.plan import Plan, TargetFile, make_plan
 from mm.weights.views import View
 
@@ -87,8 +87,7 @@ class Conversion:
         Raises UserError when the target must not or cannot be written, or the source is damaged.
         """
         num_workers = num_threads(options.num_workers)
-        for note in self.source.notes:
-            print(f"note: {note}")
+        say_notes(self.source.notes)
         if options.dry_run:
             print("\n".join(self.describe()))
             return
@@ -111,14 +110,16 @@ class Conversion:
             return False
         found = replace(self.source, path=target, views=tuple(self.views))
         with ThreadPoolExecutor(num_workers) as pool:
-            return all(pool.map(lambda file: is_intact(target, file), self.plan.files)) and all(
-                pool.map(lambda view: is_right(view, found, self.source), self.views))
+            if not all(pool.map(lambda file: is_intact(target, file), self.plan.files)):
+                return False
+            are_right = pool.map(lambda view: is_right(view, found, self.source), self.views)
+            return all(Progress(f"comparing with {target}", len(self.views), "tensors").each(are_right))
 
     def _fill(self, output: Output, num_workers: int) -> None:
         sizes = {file.name: sum(tensor.num_bytes for tensor in file.tensors) for file in self.plan.files}
         done = sum(sizes[name] for name in output.finished)
-        with tqdm(total=sum(sizes.values()), initial=done, unit="B", unit_scale=True, disable=None) as bar:
-            execute(self.plan, self.source.path, output, num_workers, bar.update)
+        with Progress(f"writing {self.target}", sum(sizes.values()), "B", done) as progress:
+            execute(self.plan, self.source.path, output, num_workers, progress.update)
 
     def describe(self) -> list[str]:
         """What would be written, a line for every file."""

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tqdm import tqdm
-
 from checkpoint.compare import is_right
 from checkpoint.convert import HF_DIR, LAYOUT, num_threads
 from checkpoint.formats.files import Files
@@ -17,6 +15,7 @@ from checkpoint.formats.safetensors import dtype_name
 from checkpoint.formats.source import Directory, find, open_hf
 from checkpoint.formats.source import open as open_source
 from mm.errors import UserError, naming, refuse
+from mm.progress import Progress
 from mm.weights.views import Stored
 
 
@@ -61,7 +60,7 @@ def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_worke
     present = [entry for entry in stated if entry.file in contents]
     with ThreadPoolExecutor(num_workers) as pool:
         checked = pool.map(lambda entry: _problem(root, contents[entry.file].get(entry.name), entry), present)
-        yield from filter(None, tqdm(checked, total=len(present), unit="tensor", disable=None))
+        yield from filter(None, Progress(f"verifying {root}", len(present), "tensors").each(checked))
 
 
 def _problem(root: Path, stored: Stored | None, stated: Stored) -> str | None:
@@ -85,7 +84,7 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
     expected.check()
     with ThreadPoolExecutor(num_workers) as pool:
         are_right = pool.map(lambda view: is_right(view, found, expected), found.views)
-        progress = tqdm(are_right, total=len(found.views), unit="tensor", disable=None)
+        progress = Progress(f"comparing with {hf_dir}", len(found.views), "tensors").each(are_right)
         wrong = [view.stored for view, fits in zip(found.views, progress, strict=True) if not fits]
     if wrong:
         problems = [f"{found.path / stored.file}: {stored.name} is not what {expected.path} gives." for stored in wrong]

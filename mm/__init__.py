@@ -1,3 +1,1 @@
 """A Megatron-style 3D-parallel trainer for Qwen2.5-VL on Ascend NPU, CUDA and CPU."""
-
-__version__ = "0.1.0"

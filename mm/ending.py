@@ -3,18 +3,24 @@
 What a program does is not known here.
 """
 
+import io
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
 
-import psutil
+from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable
 
-from mm.errors import AgreedError, ReportedError, UserError
+if TYPE_CHECKING:
+    import psutil
 
 _LAUNCHER_SECONDS = 60.0
 """How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
@@ -33,11 +39,13 @@ def end_with_launcher() -> None:
         Thread(target=_end_with, args=(_launcher(),), name="launcher's end", daemon=True).start()
 
 
-def _launcher() -> psutil.Process | None:
+def _launcher() -> "psutil.Process | None":
     """The nearest ancestor that torchrun did not start: a program that profiles or binds this one may be between.
 
     None if it has ended.
     """
+    import psutil  # not above: a Python without any package imports this file, and says so
+
     found = psutil.Process().parent()
     try:
         while found is not None and found.environ().get(_LAUNCHED) == os.environ[_LAUNCHED]:
@@ -49,13 +57,78 @@ def _launcher() -> psutil.Process | None:
     return found
 
 
-def _end_with(launcher: psutil.Process | None) -> None:
+def _end_with(launcher: "psutil.Process | None") -> None:
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         while launcher is not None and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_BEAT_SECONDS)
     sys.stderr.write(f"error: torchrun has died, so its rank {os.environ['RANK']} ends\n")
     sys.stderr.flush()
     os._exit(1)
+
+
+_INTERRUPTED = 130
+"""The exit status that shells expect after Ctrl-C: 128 and the number of the signal."""
+_AGAIN_SECONDS = 2.0
+"""Ctrl-C reaches a rank twice, from the terminal and from the launcher; one that comes later is meant."""
+
+
+def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False) -> int:
+    """Run a program and return its exit status: that of ``command``, or 130 after Ctrl-C.
+
+    Then one line says so and, by ``kept``, what is left of the work; of several ranks one says it.  Another Ctrl-C ends
+    the process at once.  ``is_rank``: the process may be in the middle of talking with others, and does not return.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may have fewer characters than the data
+    interrupt = _Interrupt()
+    try:
+        with interrupt:
+            return command()
+    except ModuleNotFoundError as error:
+        return not_installed(error)
+    except KeyboardInterrupt as error:
+        if is_first_rank() or isinstance(error, InterruptedRun):
+            sys.stderr.write(f"\nInterrupted: {printable(kept())}.\n"[not sys.stderr.isatty() :])  # below a bar or ^C
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if is_rank:
+            os._exit(_INTERRUPTED)  # at a usual end, process groups would wait for other ranks, or abort this process
+        return _INTERRUPTED
+
+
+class _Interrupt:
+    """Ctrl-C as a context: KeyboardInterrupt the first time, and the end of the process when it comes again later."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+            self._before = signal.signal(signal.SIGINT, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None and self._since is None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - self._since > _AGAIN_SECONDS:
+            os._exit(_INTERRUPTED)
+
+
+def say_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write each of ``notes`` on a line of ``stream``, or of the standard output."""
+    file = sys.stdout if stream is None else stream
+    assert file is not None, "a command has a standard output"
+    file.write("".join(f"note: {printable(note)}\n" for note in notes))  # one write: ranks share the screen
+    file.flush()
 
 
 def is_first_rank() -> bool:
@@ -81,8 +154,7 @@ def not_installed(error: ModuleNotFoundError) -> int:
 def tell(notes: Iterable[str]) -> None:
     """What every rank knows and a user should: said once."""
     if is_first_rank():
-        sys.stderr.write("".join(f"note: {note}\n" for note in notes))
-        sys.stderr.flush()
+        say_notes(notes, sys.stderr)
 
 
 def refused(error: UserError) -> int:

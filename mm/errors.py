@@ -21,12 +21,27 @@ class UserError(ValueError):
     """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems = tuple(map(printable, (problems,) if isinstance(problems, str) else problems))
         super().__init__("\n".join(self.problems))
+
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but for tab and end of line, marks that turn the direction of writing, and half characters."""
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal or a log, which may hold ids, paths and keys of other people: what could move the cursor,
+    hide text or not be encoded stands there as Python's escape."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class AgreedError(UserError):
     """A UserError that every rank of a run raises with the same problems, so that one of them reports it."""
+
+
+class InterruptedRun(KeyboardInterrupt):
+    """Ctrl-C, on the one rank that reports it: all ranks end because of it."""
 
 
 class ReportedError(Exception):

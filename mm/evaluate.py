@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
+from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,10 +24,25 @@ PAGE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    """Evaluate and return the exit status: 0, 2 after reporting every mistake that the user can mend, or 130 after
+    Ctrl-C."""
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
+
+
+def _kept(words: Sequence[str]) -> str:
+    """What an interruption leaves."""
+    from mm.config.evaluate import EVALUATE
+
+    output = EVALUATE.split(words).last("--output")
+    return "no answer is kept, because there is no --output" if output is None else (
+        f"answers so far are kept in {output}; the same command goes on from them")
+
+
+def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
-        evaluating = load_evaluating(sys.argv[1:] if argv is None else argv)
+        evaluating = load_evaluating(words)
     except UserError as error:
         return refused(error)
     return status_of(lambda: evaluate(evaluating))
@@ -48,7 +63,7 @@ def evaluate(evaluating: Evaluating) -> int:
         found = found or find(evaluating.asking)
         if items is not None:
             notes = (*evaluating.asking.notes, *items.notes, *found.notes)
-            sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+            say_notes(notes, sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)

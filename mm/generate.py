@@ -8,15 +8,30 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.generate import Asking, load_asking
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
+from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
 from mm.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    """Answer and return the exit status: 0, 2 after reporting every mistake that the user can mend, or 130 after
+    Ctrl-C."""
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
+
+
+def _kept(words: Sequence[str]) -> str:
+    """What an interruption leaves."""
+    from mm.config.generate import GENERATE
+
+    output = GENERATE.split(words).last("--output")
+    return "no answer is kept, because there is no --output" if output is None else (
+        f"answers so far are kept in {output}; the same command goes on from them")
+
+
+def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
-        asking = load_asking(sys.argv[1:] if argv is None else argv)
+        asking = load_asking(words)
     except UserError as error:
         return refused(error)
     return status_of(lambda: answer(asking))
@@ -34,7 +49,7 @@ def answer(asking: Asking) -> int:
         store = watchdog.meet()
         found = found or find(asking)
         if is_first_rank():
-            sys.stderr.write("".join(f"note: {note}\n" for note in (*asking.notes, *found.notes)))
+            say_notes((*asking.notes, *found.notes), sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)

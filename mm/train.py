@@ -10,16 +10,38 @@ from dataclasses import replace
 
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
-from mm.ending import end_with_launcher, is_first_rank, refused, status_of, tell
-from mm.errors import UserError, refuse
+from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
+from mm.errors import UserError, collected, printable, refuse
 from mm.training.claim import Claim, claim_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, or 2 after reporting every mistake that the user can mend."""
+    """Run and return the exit status: 0, 2 after reporting every mistake that the user can mend, or 130 after
+    Ctrl-C."""
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
+
+
+def _kept(words: Sequence[str]) -> str:
+    """What an interruption leaves."""
+    from checkpoint.formats.training import find_checkpoint
+    from mm.config.flags import TRAIN
+
+    given = TRAIN.split(words)
+    if "--dry-run" in given.given or "--check" in given.given:
+        return "an index of samples that is finished is kept"
+    if (save := given.last("--save")) is None:
+        return "nothing is kept, because there is no --save"
+    with collected([]):
+        folder, _ = find_checkpoint(save)
+        return f"{folder} is the latest checkpoint; go on from it with --load {save}"
+    return f"{save} has no checkpoint yet"
+
+
+def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
-        run = load_run(sys.argv[1:] if argv is None else argv)
+        run = load_run(words)
         if run.args.loads_what_it_saves:
             from mm.training.sources import with_base  # loads torch
 
@@ -31,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run.args.dry_run:
         from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
 
-        print(stage_report(run))
+        print(printable(stage_report(run)))
         return 0
     if run.args.check:
         print("Nothing that can be checked beforehand stops this run.")
@@ -57,8 +79,7 @@ def check_files(run: Run) -> tuple[Run, Claim]:
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *found)), Claim()
     notes = (*run.notes, *freeze_notes(run.model), *found)
-    for note in sorted_notes(notes) if run.args.check else notes_at_start(notes):
-        print(f"note: {note}", flush=True)
+    say_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
     return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True))
 
 
@@ -68,7 +89,7 @@ def check_node(run: Run) -> None:
 
     notes: list[str] = []
     refuse(node_problems(run, Node.here(), notes))
-    print("".join(f"note: {note}\n" for note in notes), end="", flush=True)
+    say_notes(notes)
 
 
 def train(run: Run) -> int:

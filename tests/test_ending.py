@@ -1,11 +1,90 @@
-"""How a program ends that cannot even begin."""
+"""How commands end: one line after Ctrl-C, status 130, a version, and nothing in a message that a terminal obeys."""
 
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.files import ROOT
+from demo.tiny_checkpoint import build
+from mm.data import quarantine
+from mm.ending import run_command, say_notes
+from mm.errors import UserError, printable
+from mm.version import VERSION
+from tests.files import EXAMPLES, ROOT
+from tests.tiny_inputs import write_data
+
+
+def test_what_a_terminal_would_obey_is_escaped(capsys) -> None:
+    odd = "a\x1b[2Jb\rc\x00\x9b\u202e\ud83d\u2028d"
+    escaped = r"a\x1b[2Jb\rc\x00\x9b\u202e\ud83d\u2028d"
+    assert printable(odd) == escaped == printable(escaped)
+    assert printable("tab\tand\nlines of 猫, é and 😀") == "tab\tand\nlines of 猫, é and 😀"
+    assert UserError([odd]).problems == (escaped,)
+    say_notes([odd])
+    assert capsys.readouterr().out == f"note: {escaped}\n"
+    assert quarantine.record_place("a.json", 3, odd) == f"a.json: record 3 (id '{escaped}')"
+
+
+def test_an_interruption_is_told_with_what_is_kept(capsys) -> None:
+    def interrupted() -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert run_command(interrupted, lambda: "two files are kept") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr() == ("", "Interrupted: two files are kept.\n")
+    assert run_command(lambda: 7, lambda: "") == 7 and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Far more records than are checked before a signal comes, with odd ids."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    record = {"id": "\x1b[31m\ud83d", "messages": [{"role": "user", "content": "1? " * 50},
+                                                   {"role": "assistant", "content": "2 " * 50}]}
+    (directory / "train.json").write_text("[" + ",\n".join([json.dumps(record)] * 100_000) + "]")
+    build(directory / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
+    write_data(directory, directory / "train.json", preprocessing_num_workers=2)
+    return directory
+
+
+def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
+    """As a terminal sends it: to the command and to all of its workers, while they check records."""
+    command = [sys.executable, "-m", "mm.data.tool", "check", "--mm-data", str(inputs / "data.json"), "--mm-model",
+               str(EXAMPLES / "model_tiny.json"), "--seq-length", "256"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    tool, until = psutil.Process(process.pid), time.monotonic() + 120
+    # Besides the fork server and the tracker of resources: its two workers.
+    while len(tool.children(recursive=True)) < 4 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch("Interrupted: finished indexes and pages are kept; [^\n]*\n", err)
+    assert not list(inputs.rglob("*.npy"))
+
+
+@pytest.mark.parametrize(("module", "name"), [("mm.train", "mm.train"), ("mm.generate", "mm.generate"),
+                                              ("mm.evaluate", "mm.evaluate"), ("mm.data.tool", "mm-data"),
+                                              ("checkpoint.cli", "mm-convert")])
+def test_every_command_says_its_version(module: str, name: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120, check=True)
+    told = " ".join(done.stdout.split())  # argparse breaks lines
+    assert re.fullmatch(rf"\S*{name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)", told)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("program", ["pretrain_vlm.py", "inference_vlm.py", "evaluate_vlm.py"])

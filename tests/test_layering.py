@@ -37,8 +37,8 @@ for ranks that meet before their first group, whatever an earlier attempt has le
 in wrong."""
 
 FLOORS = {
-    "mm.errors": 0, "mm.placement": 0,
-    "mm.ending": 1,
+    "mm.errors": 0, "mm.placement": 0, "mm.version": 0,
+    "mm.ending": 1, "mm.progress": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.batch": 2, "mm.weights": 2,
     "mm.parallel": 3, "checkpoint": 3,
@@ -60,7 +60,8 @@ machine."""
 WITHOUT_TORCH = ("mm.errors", "mm.ending", "mm.placement", "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
-CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.config", "mm.weights"}
+CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.version", "mm.ending", "mm.progress", "mm.config",
+                         "mm.weights"}
 """Of mm.  The rest of its lower floors is about devices and batches, which files know nothing of."""
 
 MAY_LIST_DEVICES = {"mm.config.flags"}

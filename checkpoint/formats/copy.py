@@ -21,7 +21,7 @@ from mm.errors import refuse
 from mm.weights.plan import Index, Job, Plan
 from mm.weights.views import Stored
 
-Progress = Callable[[int], object]
+Advance = Callable[[int], object]
 
 
 def check_copies_and_padding(index: Index, root: Path) -> None:
@@ -48,7 +48,7 @@ def check_copies_and_padding(index: Index, root: Path) -> None:
     refuse(problems)
 
 
-def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Progress) -> None:
+def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Advance) -> None:
     """Write all files of ``plan`` that ``output`` has not finished; ``progress`` gets numbers of bytes, from
     any thread.
 
@@ -122,7 +122,7 @@ class _Todo:
 class _Worker:
     """What one thread writes with."""
 
-    def __init__(self, sources: Files, targets: Files, progress: Progress) -> None:
+    def __init__(self, sources: Files, targets: Files, progress: Advance) -> None:
         self._sources, self._targets = sources, targets
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._progress = progress

@@ -36,6 +36,7 @@ from checkpoint.formats.storage import (
 )
 from checkpoint.formats.torch_file import read_consumed_samples, read_torch_file
 from checkpoint.formats.training import LATEST_FILE, iteration_name
+from mm import version
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
 from mm.placement import layout_problems
@@ -43,7 +44,7 @@ from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, Stored, View, shard_view
 
 FORMAT, VERSION = "mm weights", 2
-TOOL = "mm-convert 0.1.0"
+TOOL = f"mm-convert {version.VERSION}"
 _CONVERT_AGAIN = "convert the source again"
 _SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
 _ITERATION_NAME = re.compile(r"iter_(\d+)")

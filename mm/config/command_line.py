@@ -18,6 +18,7 @@ from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
 from mm.errors import nearest, refuse
+from mm.version import version_line
 
 Built = TypeVar("Built")
 
@@ -105,6 +106,8 @@ class CommandLine(Generic[Built]):
         parser = argparse.ArgumentParser(
             self.name, description=self.description, usage=f"%(prog)s {self.usage}",
             allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
+        parser.add_argument("--version", action="version", version=version_line(self.name),
+                            help="print the version of this program and of what it runs on, and stop")
         for flag, field in self.fields.items():
             is_switch = field.annotation is bool
             has_default = field.default not in (None, ()) and not is_switch and not field.is_required()

@@ -27,7 +27,7 @@ from mm.data.remarks import length_remarks, too_long_remark
 from mm.data.rows import Rows, packed_numbers
 from mm.data.sample import Sample
 from mm.data.selection import chosen, num_chosen, split
-from mm.errors import MAX_PROBLEMS, UserError, collected
+from mm.errors import MAX_PROBLEMS, UserError, collected, printable
 
 _NUMBER = np.uint32
 """Of a record in all files: 4,294,967,295 are more than any index would be made of."""
@@ -84,7 +84,8 @@ class Dataset:
             problems = [*(one.told() for one in self.skipped), *self._too_long()] or [
                 f"{', '.join(config.dataset)}: no sample is taken; raise the rates (%)."]
         if problems:
-            more = ["More problems may follow; mend these first."] if len(problems) >= MAX_PROBLEMS else []
+            more = ["More problems may follow: 'mm-data check' counts all, and its --html PAGE lists them."]
+            more *= len(problems) >= MAX_PROBLEMS
             raise UserError(problems[:MAX_PROBLEMS] + more)
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
         takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
@@ -104,6 +105,7 @@ class Dataset:
         most_bad = None if skips_bad else MAX_PROBLEMS
         records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self._notes)
         index, records.entry = records.index, source.entry
+        self.notes += file.remarks()
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
@@ -200,7 +202,8 @@ class Dataset:
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """What is told of sample ``index``, which cannot be used because of ``error``."""
         records, number = self._place(index)
-        return records.bad_sample(number, error.problems[0].removeprefix(f"{records.reader.source(number)}: "))
+        source = printable(f"{records.reader.source(number)}: ")
+        return records.bad_sample(number, error.problems[0].removeprefix(source))
 
     def _place(self, index: int) -> tuple[IndexedFile, int]:
         """The file of sample ``index``, and its number in it."""

@@ -152,7 +152,7 @@ def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
     if isinstance(path, tuple):
         return hashlib.sha256(",".join(map(_content, path)).encode()).hexdigest()
     if isinstance(path, Inline):
-        return hashlib.sha256(path.content).hexdigest()
+        return path.digest
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

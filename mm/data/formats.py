@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mm.config.data import Attributes
 from mm.data.parts import Parts, listed_frames, parts_of, shown
-from mm.data.sample import KINDS, Inline, Media, Sample, Turn
+from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -180,12 +180,12 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
         raise UserError(f"ends without a turn of {tags.word('assistant')!r}; there is nothing to learn from it.")
 
 
-Given = str | tuple[str, ...]
-"""The path of a file, or those of the frames of a video."""
+Given = str | Inline | tuple[str, ...]
+"""The path of a file, a picture itself, or the paths of the frames of a video."""
 
 
 def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]:
-    """What the record's own column of images or videos names; a list in the one of videos is the frames of one."""
+    """What the record's own column of images or videos holds; a list in the one of videos is the frames of one."""
     known = [name for name in dict.fromkeys((named, f"{kind}s", kind)) if name is not None]
     given = [name for name in known if record.get(name) not in (None, [], "")]
     if len(given) > 1:
@@ -193,10 +193,10 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]
     if not given:
         return []
     paths = record[given[0]]
-    paths = [paths] if isinstance(paths, str) else paths
+    paths = [paths] if isinstance(paths, str | Inline) else paths
     if kind == "video" and isinstance(paths, list):
         paths = [listed_frames(path, f"{given[0]!r} has a video") if isinstance(path, list) else path for path in paths]
-    if not isinstance(paths, list) or not all(isinstance(path, str | tuple) and path for path in paths):
+    if not isinstance(paths, list) or not all(isinstance(path, str | Inline | tuple) and path for path in paths):
         raise UserError(f"{given[0]!r} is {shown(paths)}; expected a list of paths, one path, or null.")
     return paths
 
@@ -222,9 +222,14 @@ def _filled(parts: Parts, coming: Mapping[str, Iterator[Given]], media: Finder) 
     for part in parts:
         if not isinstance(part, str):
             path = part.path or next(coming[part.kind])
-            assert not isinstance(path, Inline), "a file is found once"
-            found = (media.find(path, part.kind) if isinstance(path, str) else
-                     tuple(media.find(str(one), "image") for one in path))
+            if isinstance(path, Inline):
+                if not isinstance(part, Image):
+                    raise UserError(f"{part.kind} {path} stands in the record itself, where only pictures may; write "
+                                    f"it to a file and give the path of that.")
+                found = path
+            else:
+                found = (media.find(path, part.kind) if isinstance(path, str) else
+                         tuple(media.find(str(one), "image") for one in path))
             part = replace(part, path=found)
         filled.append(part)
     return tuple(filled)

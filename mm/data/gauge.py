@@ -90,7 +90,7 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     """
     encoder = gauge.encoder
     for part in sample.media:
-        if part not in known and part.files == part.contents:  # pictures in records would fill the memory
+        if part.files == part.contents and part not in known:  # pictures in records would fill the memory
             known[part] = encoder.planned(part).grid
     grids = tuple(known[part] if part in known else encoder.planned(part).grid for part in sample.media)
     text = encoder.chat.encode(sample.turns, grids)

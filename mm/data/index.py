@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from tqdm import tqdm
 
 from mm.batch import Grid
 from mm.config.data import Attributes
@@ -35,6 +34,7 @@ from mm.data.sample import Media, Sample
 from mm.data.video import VideoConstantsError
 from mm.data.workers import in_processes
 from mm.errors import UserError, naming
+from mm.progress import Progress
 
 _MAX_KNOWN = 100_000
 """Pictures whose grid is remembered while a file is checked."""
@@ -222,10 +222,10 @@ def make_index(
     bad, boxes = [], []
     total = None if file.form is Form.PARQUET else file.version[0]
     num_rows = found = 0
+    unit = "records" if total is None else "B"
     with (tempfile.TemporaryFile(dir=folder) as rows,
           closing(in_processes(checker, file.blocks(problems), num_processes)) as checked,
-          tqdm(total=total, desc=f"checking {file.path}", unit="record" if total is None else "B", unit_scale=True,
-               disable=None, delay=2) as bar):
+          Progress(f"checking {file.path}", total, unit) as progress):
         for part in checked:
             if part.error is not None:
                 raise part.error
@@ -234,7 +234,7 @@ def make_index(
             bad += part.bad
             boxes += part.boxes_outside
             found += int(is_usable(part.rows["num_tokens"]).sum())
-            bar.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - bar.n)
+            progress.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - progress.done)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
         with tempfile.TemporaryFile(dir=folder) as kept:

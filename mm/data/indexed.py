@@ -11,7 +11,7 @@ from mm.config.data import DataConfig
 from mm.data.index import Checker, Index, Reader, make_index, still_bad
 from mm.data.quarantine import BadSample, name_of, record_place
 from mm.data.store import Store, key_of
-from mm.errors import UserError
+from mm.errors import UserError, printable
 
 CACHE_DIR = ".mm-index"
 """Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
@@ -42,15 +42,14 @@ class IndexedFile:
         Raises UserError when the file itself is no longer the one that was checked.
         """
         file, row = self.reader.file, self.index.rows.row(number)
-        media = ()
+        paths = []
         # What is told of a record that cannot be read is without these; it may also be nested too deeply.
         with suppress(UserError, ValueError, RecursionError):
-            media = self.reader.read(number, row).media
+            paths = [path for item in self.reader.read(number, row).media for path in item.contents]
         return BadSample(
             file.path, (file.line((row["start"], row["end"])) if line is None else line) or None, number,
             self.name(number),
-            min((path for item in media for path in map(str, item.contents) if path in reason), key=reason.find,
-                default=None),
+            min((path for path in map(printable, map(str, paths)) if path in reason), key=reason.find, default=None),
             _cut(reason))
 
     def name(self, number: int) -> str | int | None:

@@ -4,16 +4,19 @@ The trainer reads both; this is for those who want one form of their files.  Rec
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
+from mm.data.picture import format_of
 from mm.data.quarantine import name_of, numbered
 from mm.data.records import Raw, RecordFile
+from mm.data.sample import Inline
+from mm.data.store import write_whole
 from mm.errors import UserError, naming
+from mm.progress import Progress
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
@@ -30,20 +33,23 @@ class Converted:
 
 def convert_llava(source: Path, target: Path, folder: str) -> Converted:
     """Write the records of ``source``, whose media lie in ``folder``, to ``target``: JSONL where its name says so, else
-    a JSON list.  Paths of media become ``folder/path``.
+    a JSON list.  Paths of media become ``folder/path``; pictures that stand in their record, as in Parquet files, are
+    written to ``NAME.pictures`` beside the target.
 
     Raises UserError, and leaves no ``target``, when it exists, when ``source`` cannot be read or holds other records,
     and when none has its media.
     """
-    if target.exists():
-        raise UserError(f"{target} exists; rename or remove it, or give another output.")
+    pictures = target.with_name(f"{target.stem}.pictures")
+    for path in (target, pictures):
+        if path.exists():
+            raise UserError(f"{path} exists; rename or remove it, or give another output.")
     file, is_lines, num_records, num_kept = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, 0
     # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
     with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:
             for raw in _records(file):
                 with naming(f"{file.where(raw)}: {numbered('record', raw.index, name_of(raw.value))}"):
-                    converted = _converted(raw, folder)
+                    converted = _converted(raw, folder, pictures)
                 num_records += 1
                 if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
                     _write(out, converted, is_lines, is_first=not num_kept)
@@ -54,6 +60,7 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
                                 f"folder that holds them.")
         except BaseException:
             target.unlink()
+            shutil.rmtree(pictures, ignore_errors=True)
             raise
     return Converted(num_records, num_kept)
 
@@ -67,15 +74,12 @@ def told(done: Converted, target: Path, folder: str) -> str:
 
 def _records(file: RecordFile) -> Iterator[Raw]:
     problems: list[str] = []
-    with tqdm(unit="record", disable=None) as bar:
-        for raw in file.records(problems):
-            yield raw
-            bar.update()
+    yield from Progress(f"converting {file.path}", unit="records").each(file.records(problems))
     if problems:
         raise UserError(problems)
 
 
-def _converted(raw: Raw, folder: str) -> dict[str, Any]:
+def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
     """One record; a record without media is text only."""
     if raw.problem is not None:
         raise UserError(raw.problem)
@@ -91,12 +95,24 @@ def _converted(raw: Raw, folder: str) -> dict[str, Any]:
     columns: dict[str, Any] = {"images": []}
     for column, names in _MEDIA.items():
         given = next((record[one] for one in names if record.get(one)), [])
-        paths = [given] if isinstance(given, str) else given
-        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        paths = [given] if isinstance(given, str | Inline) else given
+        if not isinstance(paths, list) or not all(isinstance(path, str | Inline) for path in paths):
             raise UserError(f"has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
         if paths:
-            columns[column] = [f"{folder}/{path}" for path in paths]
+            columns[column] = [f"{folder}/{path}" if isinstance(path, str) else _written(path, pictures)
+                               for path in paths]
     return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}
+
+
+def _written(picture: Inline, folder: Path) -> str:
+    """The path of ``picture`` as a file of its own, named by its content."""
+    form = format_of(picture)
+    if form is None:
+        raise UserError(f"{picture} is no picture that Pillow reads; replace or remove it.")
+    path = folder / f"{picture.digest[:32]}.{form.lower()}"
+    if not path.exists():
+        write_whole(path, picture.content)
+    return str(path)
 
 
 def _write(out: TextIO, record: dict[str, Any], is_lines: bool, is_first: bool) -> None:

@@ -28,7 +28,7 @@ from mm.data.planner import MakeOrder, PlannedSteps, Seat, start_planner
 from mm.data.quarantine import BadSample, Quarantine
 from mm.data.sequence import in_pipeline_order
 from mm.device.device import Device
-from mm.errors import AgreedError
+from mm.errors import AgreedError, printable
 from mm.model.flops import image_flops
 from mm.parallel.agreement import all_of, attempt, together
 from mm.parallel.context import deal, images_of
@@ -125,7 +125,7 @@ class DataOwner(Iterator[StepPlan]):
         mesh = self._mesh
         step, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
         for note in step.notes if step else ():
-            sys.stderr.write(f"warning: rank {mesh.rank}: {note}\n")
+            sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
         microbatches = None if step is None else in_pipeline_order(self._model, step.microbatches)
         totals, bad = astuple(BatchTotals.of(microbatches or [], self._model.vision)), step.bad if step else ()
         counts = torch.tensor([bool(problems), len(bad), *totals], dtype=torch.int64)

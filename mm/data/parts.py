@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mm.data.sample import KINDS, Image, Media, Video
+from mm.data.sample import KINDS, Image, Inline, Media, Video
 from mm.errors import UserError, nearest
 
 Parts = tuple[str | Media, ...]
@@ -85,7 +85,7 @@ def _part(part: Any, where: str) -> str | Media:
         if value is None:
             raise UserError(f"{where} has no 'url' in its {kind!r}; expected the path of a file, or file:///PATH.")
     frames = listed_frames(value, f"{where} has {kind!r}") if kind == "video" and isinstance(value, list) else None
-    if frames is None and value is not None and not (isinstance(value, str) and value):
+    if frames is None and value is not None and not (isinstance(value, str | Inline) and value):
         raise UserError(f"{where} has {kind!r} = {shown(value)}; expected the path of a file"
                         f"{', or a list of the paths of its frames' if kind == 'video' else ''}.")
     cls = KINDS[kind.removesuffix("_url")]

@@ -85,7 +85,7 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
         return (image.height, image.width) if is_turned else (image.width, image.height)
 
 
-def format_of(path: str) -> str | None:
+def format_of(path: str | Inline) -> str | None:
     """How Pillow calls the kind of picture that a file is, as "PNG", or None for what is none."""
     with suppress(UserError), _open(path) as image:
         return image.format

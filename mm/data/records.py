@@ -162,6 +162,10 @@ class RecordFile:
         parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
         return 1 + sum(part.count(b"\n") for part in parts)
 
+    def remarks(self) -> list[str]:
+        """What makes reading it slow."""
+        return [*parquet.remarks(self.path, self.version)] if self.form is Form.PARQUET else []
+
     def content_hash(self) -> str:
         """Of all its bytes."""
         with self._opened() as stream:

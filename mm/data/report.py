@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from mm.errors import MAX_PROBLEMS
+from mm.errors import MAX_PROBLEMS, printable
 
 _BAR_CHARACTERS = 40
 
@@ -71,9 +71,9 @@ class Report:
         blocks.append([f"note: {note}" for note in self.notes])
         shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > len(shown):
-            shown.append(f"... and {len(self.problems) - len(shown)} more problems")
+            shown.append(f"... and {len(self.problems) - len(shown)} more problems; --html PAGE lists them all")
         blocks.append(shown)
-        return "\n\n".join("\n".join(block) for block in blocks if block)
+        return printable("\n\n".join("\n".join(block) for block in blocks if block))
 
     def _blocks(self) -> list[list[str]]:
         """Lines that belong together: title, facts, each table and each histogram."""
@@ -101,8 +101,9 @@ class Report:
 
 def page(title: str, body: str) -> str:
     """A whole HTML document."""
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-            f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
+    return printable(
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
 def _round_width(least: float) -> int:

@@ -3,6 +3,7 @@
 Which formats there are, and what becomes of a sample, is not known here.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,11 +11,17 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Inline:
-    """The file of a picture, where the record itself holds it."""
+    """The file of a picture, where the record itself holds it.  A kind of its own may read ``content`` when it is
+    asked for (``mm.data.parquet``)."""
 
     name: str
     """What messages call it: the beginning of its address."""
     content: bytes = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Of its bytes, wherever they stand: the name of the picture in caches and keys."""
+        return hashlib.sha256(self.content).hexdigest()
 
     def __str__(self) -> str:
         return self.name

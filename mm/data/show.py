@@ -14,6 +14,7 @@ from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.encode import SampleEncoder
 from mm.data.report import page
 from mm.data.sample import Sample
+from mm.errors import printable
 
 _GREEN, _BLUE, _DIM, _END = "\033[32m", "\033[34m", "\033[2m", "\033[0m"
 
@@ -49,8 +50,8 @@ class Shown:
         """For the terminal: without colours, what is learnt stands between [[ and ]]."""
         marks = {"learnt": (_GREEN, _END), "media": (_BLUE, _END), "given": (_DIM, _END)} if has_colours else {
             "learnt": ("[[", "]]"), "media": ("", ""), "given": ("", "")}
-        body = "".join(marks[piece.kind][0] + piece.text + marks[piece.kind][1] for piece in self.pieces)
-        return f"{self._headline}\n\n{body}"
+        body = "".join(marks[piece.kind][0] + printable(piece.text) + marks[piece.kind][1] for piece in self.pieces)
+        return f"{printable(self._headline)}\n\n{body}"
 
     def html(self) -> str:
         """One page that needs nothing beside it."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from tqdm import tqdm
 
 from mm.config.model import ModelConfig
 from mm.data.balance import Sizes
@@ -28,6 +27,7 @@ from mm.data.sample import Image
 from mm.data.sampler import balanced, packed_evenly
 from mm.data.workers import in_processes
 from mm.errors import UserError
+from mm.progress import Progress
 
 DP_SIZES = (8, 64)
 SAMPLES_OF_RANK = 32
@@ -146,7 +146,7 @@ def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -
     work: Callable[[tuple[Part, range]], _Seen] = _Look(parts, encoder, decodes)
     found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
     num_samples = sum(map(len, parts.values()))
-    with tqdm(total=num_samples, desc="looking at media", unit=" samples", disable=None, delay=2) as bar:
+    with Progress("looking at media", num_samples, "samples") as progress:
         for (_, block), seen in zip(blocks, found, strict=True):
             problems += seen.problems
             for remark, path in seen.remarks:
@@ -156,7 +156,7 @@ def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -
                 ids.add(one, source)
             for one, source in seen.media:
                 media.add(one, source)
-            bar.update(len(block))
+            progress.update(len(block))
     notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
     notes += [*ids.told("id"), *media.told("picture or video")]
     return Found(tuple(problems), tuple(notes))

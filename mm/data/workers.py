@@ -8,9 +8,13 @@ accelerator.  The price is that a script which trains needs its ``if __name__ ==
 import itertools
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -67,19 +71,41 @@ def in_processes(work: Callable[[Given], Made], items: Iterable[Given], num_proc
 
 
 def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
-    return iter(
-        DataLoader(
-            _Work(work),
-            sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
-            batch_size=None,
-            num_workers=num_processes,  # torch keeps each to one CPU thread
-            collate_fn=_unchanged,
-            prefetch_factor=num_ahead,
-            multiprocessing_context=fork_server(),
-            worker_init_fn=_begin,
-            generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
-        )
+    loader = DataLoader(
+        _Work(work),
+        sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
+        batch_size=None,
+        num_workers=num_processes,  # torch keeps each to one CPU thread
+        collate_fn=_unchanged,
+        prefetch_factor=num_ahead,
+        multiprocessing_context=fork_server(),
+        worker_init_fn=_begin,
+        generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
     )
+    with _uninterrupted():
+        return iter(loader)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C has its effect after what is inside, which starts processes: half started they could not be ended.
+
+    What is started has it blocked for good: a terminal sends it to every process, and the one that has started the
+    others says what becomes of the work.
+    """
+    came: list[tuple[int, FrameType | None]] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda *told: came.append(told)) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+    for told in came[:1]:
+        if callable(before):
+            before(*told)
 
 
 class _Work(torch.utils.data.Dataset[Any]):
@@ -102,6 +128,8 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Imported once in the fork server; processes then start in milliseconds.  No effect once a server runs.
     context.set_forkserver_preload(_PRELOADED)
+    with _uninterrupted():
+        forkserver.ensure_running()
     return context
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mm.errors import AgreedError, UserError
+from mm.errors import AgreedError, UserError, printable
 from mm.generation.answers import AnswerFile
 from mm.generation.prompts import Prompt
 from mm.generation.session import Session, Told
 from mm.parallel.agreement import gather, on_first
+from mm.progress import Progress
 
 Read = Callable[[], tuple[list[Prompt], list[str]]]
 """Prompts, and what is wrong with others."""
@@ -42,7 +43,7 @@ def in_batches(
     lengths: list[int] = []
     ready: list[Prompt] = []
     problems: list[str] = []
-    for prompt in prompts:
+    for prompt in Progress("measuring prompts", len(prompts), "prompts").each(prompts):
         try:
             lengths.append(session.length(prompt))
             ready.append(prompt)
@@ -76,6 +77,7 @@ class FileOfPrompts:
         """``read`` is called on rank 0."""
         self._session, self._read, self._output, self._batch_size = session, read, output, batch_size
         self._answers: AnswerFile | None = None
+        self._progress: Progress | None = None
 
     def answer(self) -> None:
         """Every rank calls it.  Raises AgreedError at the end with what is wrong with prompts that have no answer."""
@@ -91,6 +93,7 @@ class FileOfPrompts:
         batches, more = in_batches(self._session, prompts, self._batch_size)
         self._answers = AnswerFile(self._output, {one.number: self._session.key(one) for one in prompts})
         done = self._answers.numbers
+        self._progress = Progress("answering", len(prompts), "answers", len(done))
         left = [batch for batch in batches if any(prompt.number not in done for prompt in batch)]
         if done:
             _say(f"{self._output} has {len(done)} answers already")
@@ -100,9 +103,9 @@ class FileOfPrompts:
         return Plan(tuple(left), (*problems, *more))
 
     def _write(self, told: Sequence[Told]) -> None:
-        assert self._answers is not None, "rank 0 has opened it"
+        assert self._answers is not None and self._progress is not None, "rank 0 has opened them"
         self._answers.add(self._record(one) for one in told)
-        _say(f"{len(self._answers.numbers)} answers are in {self._output}")
+        self._progress.update(len(self._answers.numbers) - self._progress.done)
 
     def _record(self, told: Told) -> dict[str, Any]:
         prompt = told.prompt
@@ -112,11 +115,13 @@ class FileOfPrompts:
                 "key": self._session.key(prompt)}
 
     def _close(self, problems: Sequence[str]) -> tuple[str, ...]:
-        assert self._answers is not None, "rank 0 has opened it"
+        assert self._answers is not None and self._progress is not None, "rank 0 has opened them"
+        self._progress.close()
+        _say(f"{len(self._answers.numbers)} answers are in {self._output}")
         self._answers.close()
         return tuple(dict.fromkeys(problems))
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")
     sys.stderr.flush()

@@ -18,7 +18,7 @@ from mm.data.media import KnownMedia, MediaRoots
 from mm.data.parts import parts_of, with_places
 from mm.data.quarantine import name_of, numbered
 from mm.data.records import RecordFile
-from mm.data.sample import Image, Media, Sample, Turn, Video
+from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
 
 _ATTRIBUTES = Attributes(system="system")
@@ -59,11 +59,16 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
             if raw.problem is not None:
                 raise UserError(raw.problem)
             sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
-            digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True).encode()).hexdigest()
+            digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True, default=_identity).encode()).hexdigest()
             prompts.append(Prompt(raw.index, sample, name_of(raw.value), digest))
     if unreadable or not num_records:
         raise UserError(unreadable or f"{path}: holds no prompt; expected a JSON list of objects, or one a line.")
     return prompts, problems
+
+
+def _identity(value: Any) -> str:
+    """Of a picture in a record, for the digest of that; bytes of another column have none that JSON could hold."""
+    return value.digest if isinstance(value, Inline) else repr(value)
 
 
 def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mm.data.sample import Sample, Turn
-from mm.errors import AgreedError, UserError
+from mm.errors import AgreedError, UserError, printable
 from mm.generation.decode import Answer
 from mm.generation.prompts import Prompt, question
 from mm.generation.session import Session, Told
@@ -32,7 +32,8 @@ class TextStream:
         text = self._text_of(answer.token_ids)
         if text.endswith("\ufffd") and answer.ended is None:
             return
-        self._stream.write(text[len(self._shown) :])
+        new = text[len(self._shown) :]
+        self._stream.write(printable(new) if self._stream.isatty() else new)
         self._stream.flush()
         self._shown = text
 

@@ -14,6 +14,7 @@ from checkpoint.formats.source import Source
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
+from mm.progress import Progress
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, shard, stored_name
 
@@ -50,7 +51,8 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
         on_first(mesh, source.check)
 
     def read() -> None:
-        for weight in weights:
+        progress = Progress("loading weights", len(weights), "tensors", is_shown=mesh.rank == 0)
+        for weight in progress.each(weights):
             dtype = stage.get_parameter(weight.name).dtype
             set_weight(stage, weight, source.read(weight, mesh.tp_size, mesh.tp_rank, dtype), mesh)
 

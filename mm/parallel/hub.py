@@ -5,8 +5,9 @@ open: one that is cut without a word is a rank that died.  What a rank says of i
 ``watchdog.py``.
 
 To the hub: ``joins TOKEN RANK``, answered with ``welcome``; ``ready``, answered with ``begins`` once all ranks are;
-``is at PLACE`` now and then, ``leaves`` at the end, ``fails TEXT STATUS``, ``loses TEXT`` (an error that another rank's
-end may have caused), ``stalls TEXT``, and ``tells PLACE STACKS`` after the hub's ``asks``.  From the hub besides:
+``is at PLACE`` now and then, ``leaves`` at the end, ``is interrupted STATUS``, ``fails TEXT STATUS``, ``loses TEXT``
+(an error that another rank's end may have caused), ``stalls TEXT``, and ``tells PLACE STACKS`` after the hub's
+``asks``.  From the hub besides:
 ``ends STATUS RANK``, RANK being the cause, and ``unwatched`` when it can watch no longer.
 """
 
@@ -22,8 +23,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 
+from mm.errors import printable
 from mm.parallel.lines import Lines
 
+INTERRUPTED = 130
+"""The status of ranks that end because of Ctrl-C on one of them."""
 GRACE_SECONDS = 1.0
 """Between the order to end and a rank's exit: a launcher that waits for ranks must see the cause's exit first."""
 _DOUBT_SECONDS = 1.0
@@ -107,6 +111,8 @@ class Hub:
                     case ["leaves"]:
                         self._left.add(rank)
                         self._lines.drop(rank)
+                    case ["is interrupted", int(status)]:
+                        return Cause(rank, "", status)
                     case ["loses", str(text)]:
                         if suspect is None:
                             suspect, until = Cause(rank, text, is_riddle=True), time.monotonic() + _DOUBT_SECONDS
@@ -236,5 +242,5 @@ def _no_way_in(error: OSError) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(text)
+    sys.stderr.write(printable(text))
     sys.stderr.flush()

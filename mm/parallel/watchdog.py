@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, told_samples
-from mm.errors import AgreedError, ReportedError, UserError, refuse
+from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
-from mm.parallel.hub import Hub, death_of, end
+from mm.parallel.hub import INTERRUPTED, Hub, death_of, end
 from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
 
@@ -127,6 +127,9 @@ class Watchdog:
             self._journal = self._communicator = self.plan = self._mesh = self._store = None
 
     def _leave(self, error: BaseException | None) -> None:
+        if isinstance(error, KeyboardInterrupt):  # each rank hears of it, or one alone: the first is the cause
+            self._fail("is interrupted", INTERRUPTED)
+            raise InterruptedRun from error
         is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._meeting.num_ranks == 1)
         is_over = error is None or is_agreed or not isinstance(error, Exception)
         if is_over:  # on all ranks, or by an order from outside
@@ -187,7 +190,7 @@ class Watchdog:
                                 f"0 does not answer\n{self._own_place()}{_stacks()}")
 
     def _end(self, status: int, cause_rank: int, report: str = "") -> None:
-        sys.stderr.write(report)
+        sys.stderr.write(printable(report))
         sys.stderr.flush()
         self._cause_rank = cause_rank
         self._ordered.set()

@@ -25,7 +25,8 @@ from mm.data.sampler import order_of, told_order
 from mm.data.validation import ValidationPlan, ValidationReader, in_between
 from mm.device.device import Device
 from mm.device.facts import device_facts, sdpa_backend
-from mm.errors import AgreedError
+from mm.ending import say_notes
+from mm.errors import AgreedError, printable
 from mm.model import flops
 from mm.model.dropout import seed_of
 from mm.model.fingerprint import vision_fingerprint
@@ -218,7 +219,7 @@ class Trainer:
         if self.mesh.rank == 0:
             ledger = Path(args.log_dir) / LEDGER
             if skipped:
-                print(f"note: {len(skipped)} samples are left out; {ledger} lists them", flush=True)
+                say_notes([f"{len(skipped)} samples are left out; {ledger} lists them"])
         quarantine = Quarantine(len(dataset) + len(skipped), args.max_bad_fraction, ledger)
         quarantine.add(skipped)
         return quarantine
@@ -333,7 +334,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         if self.reports:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     # Weights and training state in and out
 

@@ -202,6 +202,33 @@ def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err == "error: --sample is 99; there are 61 samples for training, counted from 0\n"
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(flags: list[str], tmp_path: Path, capsys) -> None:
+    for path, what in ((tmp_path / "none" / "page.html", "there is no directory"), (tmp_path, "is a directory")):
+        for command in ("check", "show"):
+            assert main([command, *flags, "--html", str(path)]) == 2
+            told = capsys.readouterr()
+            assert told.out == "" and told.err.startswith(f"error: --html is {path}") and what in told.err
+
+
+def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str], tmp_path: Path, capsys) -> None:
+    bad = [{"id": f"\x1b[2J{number}\ud83d", "messages": []} for number in range(25)]
+    good = [{"id": "\x1b]0;x\x07", **sample("\x1b[31m?", "2")}] * 2
+    (tmp_path / "odd.json").write_text(json.dumps(bad + good))
+    own = with_validation(flags, tmp_path, dataset=str(tmp_path / "odd.json"))
+    assert main(["check", *own]) == 2
+    told = capsys.readouterr()
+    assert r"id '\x1b[2J19\ud83d'" in told.out and "2J20" not in told.out
+    assert told.out.endswith("... and 5 more problems; --html PAGE lists them all\n")
+    assert told.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists them all); mend or remove these "
+                        "samples, or train with --bad-sample skip\n")
+    page = tmp_path / "page.html"
+    assert main(["check", *own, "--html", str(page)]) == 2
+    assert r"\x1b[2J24\ud83d" in html.unescape(page.read_text()) and "of which" not in capsys.readouterr().err
+    assert main(["show", *own]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"\x1b[31m?" in out
+
+
 def test_mock(tmp_path: Path, capsys) -> None:
     made = ["mock", "--output", str(tmp_path / "made"), "--num-samples", "3", "--width", "30", "--height", "30"]
     assert main(made) == 0

@@ -37,7 +37,7 @@ REPORT = Report(
 def test_text_has_all_of_it() -> None:
     text = REPORT.text()
     for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "Tokens (a sample, from)", "note: one note",
-                 "a.json:19: has", "... and 5 more problems"):
+                 "a.json:19: has", "... and 5 more problems; --html PAGE lists them all"):
         assert part in text
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
 

@@ -24,5 +24,7 @@ FAULTS = (
     Fault("user's mistake", "user's mistake"),
     Fault("refused before the start", "refused", rank=0, flags=("--freeze-modules", "no_such_word")),
     Fault("killed before the start", "killed before", rank=0),
+    Fault("interrupted", "interrupted", work=Work.DATA),
+    Fault("interrupted alone", "interrupted alone", work=Work.LANGUAGE_FORWARD),
     Fault("wrong shape", "wrong shape", work=Work.DATA, flags=("--check-p2p",)),
 )

@@ -36,7 +36,8 @@ def said(jobs: Path, fault: str) -> str:
 def test_all_ranks_end(fault, jobs: Path) -> None:
     """By themselves: nobody kills them but the fault, and after a minute the guard."""
     found = json.loads((jobs / fault.name / "found.json").read_text())
-    status = 2 if fault.name in ("user's mistake", "refused before the start") else 1
+    refused = fault.name in ("user's mistake", "refused before the start")
+    status = 130 if fault.name.startswith("interrupted") else 2 if refused else 1
     expected = [status, status]
     if fault.name.startswith("killed"):
         expected[fault.rank] = -9
@@ -80,6 +81,12 @@ def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
     report = said(jobs, "killed before the start")
     assert report.startswith("error: rank 0 died without a word: ")
     assert "\n  it " in report and "Traceback" not in report
+
+
+@pytest.mark.parametrize("name", ["interrupted", "interrupted alone"])
+def test_an_interruption_is_one_line(name: str, jobs: Path) -> None:
+    """Of all ranks at once, as a terminal does it, and of one alone."""
+    assert said(jobs, name) == "Interrupted: nothing is kept, because there is no --save.\n"
 
 
 def test_a_stalled_step_says_what_every_rank_is_at(jobs: Path) -> None:

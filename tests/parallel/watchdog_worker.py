@@ -40,7 +40,7 @@ class FaultyTrainer(run.Trainer):
     fault: Fault
 
     def run_steps(self) -> None:
-        if self.mesh.rank == self.fault.rank:
+        if self.mesh.rank == self.fault.rank or self.fault.kind == "interrupted":
             self.parts.stage.journal.listener = self
         super().run_steps()
 
@@ -53,6 +53,8 @@ class FaultyTrainer(run.Trainer):
         match self.fault.kind:
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "interrupted" | "interrupted alone":
+                os.kill(os.getpid(), signal.SIGINT)
             case "raises":
                 raise IndexError("seventeen is too many")
             case "sleeps":
