@@ -105,7 +105,7 @@ class Dataset:
         most_bad = None if skips_bad else MAX_PROBLEMS
         records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self._notes)
         index, records.entry = records.index, source.entry
-        self.notes += file.remarks()
+        self._notes += file.remarks()
         if not len(index.rows) and not index.problems:
             problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object a "
                             f"line.")
