@@ -11,6 +11,7 @@ import torch
 
 from mm.device.attention import torch_npu
 from mm.device.device import Device
+from mm.device.kernels import AddNorm
 from mm.device.partial_attention import PartialAttention
 
 _PACKAGES = ("torch", "torch_npu", "megatron-core", "transformer_engine", "apex", "flash-attn")
@@ -81,7 +82,7 @@ def _name(kernel: Any) -> str | bool | None:
     the forward function where there is a pair; a kernel that the device does without, None, and a switch stay so."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
-    kernel = kernel.forward if isinstance(kernel, PartialAttention) else kernel
+    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNorm) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel
     return f"{kernel.__module__}.{kernel.__qualname__}"
