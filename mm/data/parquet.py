@@ -60,6 +60,8 @@ class Embedded(Inline):
     """A file of media inside a row.  Equal to another one if it stands in the same place of the same file, so that
     caches know it without reading it; pickles without its bytes."""
 
+    _key: tuple[str, Version, int, int, str, int | None]
+
     def __init__(self, name: str, file: str, version: Version, group: int, row: int, column: str,
                  place: int | None) -> None:
         """``place``: in the row's list; None where the column holds one."""
@@ -200,8 +202,8 @@ def _nulls(path: str, version: Version, group: int, leaf: int) -> tuple[int | No
 
     with pyarrow.parquet.ParquetFile(path) as file:
         column = file.metadata.row_group(group).column(leaf)
-    known = column.statistics is not None and column.statistics.has_null_count
-    return (column.statistics.null_count if known else None), column.num_values
+    statistics = column.statistics
+    return (statistics.null_count if statistics is not None and statistics.has_null_count else None), column.num_values
 
 
 @lru_cache(maxsize=2)
@@ -242,6 +244,7 @@ class _Stream:
             except (pyarrow.ArrowException, OSError) as error:
                 self._rows = None
                 raise UserError(f"{self._path}: row group {self._group} cannot be read: {error}.") from error
+            assert self._rows is not None, "it was begun"
             return self._rows[row - self._first].as_py()
 
     def _begin(self) -> None:

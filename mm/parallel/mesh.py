@@ -172,15 +172,7 @@ def build_mesh(
     placement = model.placement()
     pp_size = placement.num_stages
     limits = {} if max_message_ctas is None else {"pp": {"max_ctas": max_message_ctas}}
-    with _file_of(limits) as limits_path:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp_size,
-            pipeline_model_parallel_size=pp_size,
-            context_parallel_size=cp_size,
-            nccl_communicator_config_path=limits_path,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        )
+    _make_groups_of_megatron(tp_size, pp_size, cp_size, timeout, limits)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dp_size = world_size // (tp_size * cp_size * pp_size)
 
@@ -229,6 +221,20 @@ def build_mesh(
         gradient_group=gradient_group,
         replica_owner=at(0, dp_rank, 0, 0),
     )
+
+
+def _make_groups_of_megatron(
+    tp_size: int, pp_size: int, cp_size: int, timeout: timedelta, limits: dict[str, dict[str, int]]
+) -> None:
+    with _file_of(limits) as limits_path:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp_size,
+            pipeline_model_parallel_size=pp_size,
+            context_parallel_size=cp_size,
+            nccl_communicator_config_path=limits_path,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
 
 
 @contextmanager

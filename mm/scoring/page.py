@@ -81,7 +81,9 @@ def _answer(one: Scored) -> str:
 
 def _picture(part: Media | Cell) -> str:
     if not isinstance(part, Image | Cell):
-        return f"<p>[video {html.escape(Path(part.path).name)}]</p>"
+        first, *others = map(str, part.contents)
+        more = f" and {len(others)} more frames" if others else ""
+        return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
     image = load_image(part.path if isinstance(part, Image) else Inline(part.where, part.content()))
     image.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Pillow.Resampling.LANCZOS)
     stream = io.BytesIO()

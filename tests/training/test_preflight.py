@@ -1,6 +1,5 @@
 """What is refused before any device is touched: broken or foreign files, and targets that must not be written."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -9,52 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from checkpoint import convert
 from checkpoint.convert import Options
-from checkpoint.formats import training as files
 from checkpoint.formats.layout import Layout
 from checkpoint.formats.storage import Format, Storage
-from demo.tiny_checkpoint import build
-from mm.config.run import load_run
-from mm.data.contents import TrainedOn
-from mm.data.dataset import Dataset
-from mm.data.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
-from mm.training.preflight import file_problems, question_problems, sample_problems
 from tests.files import EXAMPLES, ROOT
-from tests.tiny_inputs import write_data, write_model
+from tests.training.preflight_runs import flags, make_inputs, problems
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """A checkpoint, one sample without pictures, and JSON files for one stage."""
-    samples = [{"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]}]
-    (tmp_path / "samples.json").write_text(json.dumps(samples))
-    build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
-    write_data(tmp_path, tmp_path / "samples.json")
-    write_model(tmp_path, "1")
-    return tmp_path
-
-
-def flags(inputs: Path, *more: str) -> list[str]:
-    return ["--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
-            "--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "1", "--lr", "1e-3",
-            "--log-dir", str(inputs / "logs"), *more]
-
-
-def problems(inputs: Path, *more: str) -> list[str]:
-    run = load_run(flags(inputs, *more), environment={})
-    return file_problems(run, []) + sample_problems(run, [])
-
-
-def set_preprocessing(inputs: Path, **keys: object) -> None:
-    """Keys of the data JSON's preprocess_parameters."""
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["preprocess_parameters"] |= keys
-    (inputs / "data.json").write_text(json.dumps(data))
+    return make_inputs(tmp_path)
 
 
 def test_a_good_run_has_no_problems_and_only_the_index_of_the_samples_is_written(inputs: Path):
@@ -62,7 +29,7 @@ def test_a_good_run_has_no_problems_and_only_the_index_of_the_samples_is_written
     assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
                     str(inputs / "new")) == []
     assert sorted(path for path in inputs.rglob("*") if ".mm-index" not in path.parts) == before
-    assert len(list((inputs / ".mm-index").glob("*.npy"))) == 1
+    assert len(list((inputs / ".mm-index").glob("*.rows"))) == 1
 
 
 def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
@@ -115,91 +82,6 @@ def test_features_are_kept_of_a_frozen_vit_only(inputs: Path):
     (problem,) = problems(inputs, "--vision-feature-cache", str(inputs / "data.json"), "--freeze-modules",
                           "image_encoder.encoder")
     assert problem.startswith("--vision-feature-cache is ") and "is a file; give a directory" in problem
-
-
-def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
-    Image.new("RGB", (1000, 4)).save(inputs / "strip.png")
-    records = json.loads((inputs / "samples.json").read_text())
-    records[0] |= {"images": ["strip.png"]}
-    records[0]["messages"][0]["content"] = "<image>?"
-    (inputs / "samples.json").write_text(json.dumps(records))
-    (problem,) = problems(inputs)
-    assert "record 0" in problem and "strip.png: one side is more than 200 times the other" in problem
-    set_preprocessing(inputs, image_resize="llamafactory")
-    assert problems(inputs, "--seq-length", "512") == []
-
-
-def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
-    Image.new("RGB", (640, 480)).save(inputs / "large.png")
-    records = [{"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}],
-                "images": ["large.png"]}] * 3
-    (inputs / "samples.json").write_text(json.dumps(records))
-    set_preprocessing(inputs, image_max_pixels=262144)
-
-    def told() -> list[str]:
-        notes: list[str] = []
-        assert sample_problems(load_run(flags(inputs, "--seq-length", "512"), 1, {}), notes) == []
-        return notes
-
-    (note,) = told()
-    assert "large.png becomes 315 tokens" in note and "which makes 336" in note
-    for rule in ("transformers", "llamafactory"):
-        set_preprocessing(inputs, image_resize=rule)
-        assert told() == []
-
-
-def test_fewer_samples_than_a_step_takes_are_noted(inputs: Path):
-    notes: list[str] = []
-    run = load_run(flags(inputs, "--global-batch-size", "4"), 1, {})
-    assert sample_problems(run, notes) == []
-    assert "1 samples are fewer than the 4 of one step: each step repeats some" in notes
-
-
-def test_other_data_than_the_checkpoints_are_found(inputs: Path):
-    """By a rate, here; an older version's checkpoint does not say, and what is missing is told elsewhere."""
-    run = load_run(flags(inputs), environment={})
-    (contents,) = Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64)).contents()
-
-    def saved(data: dict | None) -> str:
-        folder = files.begin(inputs / "save", 1, 0)
-        files.commit(folder, files.Manifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
-        return str(inputs / "save")
-
-    def found(*more: str) -> tuple[list[str], list[str]]:
-        notes: list[str] = []
-        return sample_problems(load_run(flags(inputs, *more), environment={}), notes), notes
-
-    for data in (None, TrainedOn((contents,)).to_json()):
-        assert found("--load", saved(data)) == ([], [])
-    other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
-    load = ("--load", saved(TrainedOn((other,)).to_json()))
-    (problem,), _ = found(*load)
-    what = f"other samples of {inputs}/samples.json are taken (2 then, 1 now)"
-    assert problem.startswith(f"the data are not those of the checkpoint: {what}") and "--allow-new-data" in problem
-    assert found(*load, "--finetune") == ([], [])
-    (none, (note,)) = found(*load, "--allow-new-data")
-    assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
-    (inputs / "nothing").mkdir()
-    assert found("--load", str(inputs / "hf")) == found("--load", str(inputs / "nothing")) == ([], [])
-
-
-def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
-    (inputs / "val.json").write_text('[{"messages": []}]')
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(inputs / "val.json")
-    (inputs / "data.json").write_text(json.dumps(data))
-    (problem,) = problems(inputs)
-    assert problem.startswith(f"{inputs}/val.json:1: record 0 (counted from 0): 'messages' is []")
-    (inputs / "val.json").unlink()
-    with pytest.raises(UserError, match=r"val_dataset is '.*val.json', which is not a file"):
-        problems(inputs)
-
-
-def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"]["val_rate"] = 0.1
-    (inputs / "data.json").write_text(json.dumps(data))
-    assert problems(inputs) == ["val_rate = 0.1 leaves no sample for validation; change it."]
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
@@ -305,8 +187,8 @@ def test_an_export_over_its_base_is_refused(inputs: Path):
 
 def test_a_damaged_base_is_reported_once(inputs: Path):
     os.truncate(inputs / "hf/model.safetensors", 1000)
-    for flags in ((), ("--load", str(inputs / "hf"))):
-        (problem,) = problems(inputs, "--export-hf", str(inputs / "new"), *flags)
+    for more in ((), ("--load", str(inputs / "hf"))):
+        (problem,) = problems(inputs, "--export-hf", str(inputs / "new"), *more)
         assert "model.safetensors (1000 bytes) is truncated" in problem
 
 
@@ -358,77 +240,3 @@ def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_act": "gelu"}))
     (found,) = problems(inputs, "--load", str(directory))
     assert found.startswith(f"{named_by} and --load: {directory / 'config.json'}: hidden_act is 'gelu'; expected ")
-
-
-@pytest.mark.parametrize("bad_sample", ["error", "skip"])
-def test_settings_of_videos_are_asked_for_where_there_are_videos(inputs: Path, bad_sample: str):
-    """Their absence is one problem of the checkpoint, not one of each sample, which could be left out."""
-    settings = json.loads((inputs / "hf/preprocessor_config.json").read_text())
-    (inputs / "hf/preprocessor_config.json").unlink()
-    (inputs / "hf/processor_config.json").write_text(json.dumps({"image_processor": settings}))
-    assert problems(inputs, "--bad-sample", bad_sample) == []
-    (inputs / "clip.mp4").write_bytes(b"looked at by nobody")
-    samples = json.loads((inputs / "samples.json").read_text())
-    shown = [{"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "1"}],
-              "videos": ["clip.mp4"]}] * 2
-    (inputs / "samples.json").write_text(json.dumps(samples + shown))
-    (problem,) = problems(inputs, "--bad-sample", bad_sample)
-    assert problem.startswith(f"{inputs / 'clip.mp4'} is a video, but {inputs / 'hf/processor_config.json'}: has no "
-                              f"video_processor, and ")
-
-
-def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
-    """A picture whose header is right and whose pixels are not, a question that is too long, and one without answer."""
-    Image.new("RGB", (56, 56), "red").save(inputs / "whole.png")
-    (inputs / "cut.png").write_bytes((inputs / "whole.png").read_bytes()[:60])
-    asked = [{"question": "What?", "image": "whole.png", "answer": "red"}, {"question": "What?", "answer": ["1", "2"]}]
-    path = inputs / "questions.json"
-
-    def found(*more: dict) -> list[str]:
-        path.write_text(json.dumps([*asked, *more]))
-        run = load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", str(path),
-                             "--eval-generate-rule", "exact"), environment={})
-        return question_problems(run, [])
-
-    assert found() == []
-    cut, long = found({"question": "What?", "image": "cut.png", "answer": "a"}, {"question": "x" * 9000, "answer": "a"})
-    assert cut.startswith(f"{path}:1: question 2 (counted from 0): ") and "cut.png" in cut
-    assert long.startswith(f"{path}:1: question 3 (counted from 0): has ")
-    assert "the model has positions for 4096, the answer included" in long
-    (missing,) = found({"question": "What?", "image": "whole.png"})
-    assert missing.startswith(f"{path}:1: question 2 (counted from 0): has no 'answer' nor 'answers'")
-    with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is no file"):
-        load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
-                       "--eval-generate-rule", "exact"), environment={})
-
-
-def test_samples_that_are_left_out_are_counted_beforehand(inputs: Path, capsys):
-    """4 of 10 for training and 1 of 2 for validation; too many end with status 2, as training would."""
-    (good,) = json.loads((inputs / "samples.json").read_text())
-    records = [{"id": f"bad-{number}", "messages": []} if number in (0, 3, 4, 7) else good for number in range(10)]
-    (inputs / "samples.json").write_text(json.dumps(records))
-    (inputs / "val.json").write_text(json.dumps([records[1], {"messages": []}]))
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"] |= {"val_dataset": str(inputs / "val.json"), "val_rate": None}
-    (inputs / "data.json").write_text(json.dumps(data))
-    given = flags(inputs, "--bad-sample", "skip", "--check")
-    assert main([*given, "--max-bad-fraction", "0.5"]) == 0
-    told = capsys.readouterr().out
-    for note in ("4 of 10 samples for training cannot be used and are left out (--bad-sample skip)",
-                 "1 of 2 samples for validation cannot be used and are left out (--bad-sample skip)"):
-        assert f"note: {note}\n" in told
-    assert main([*given[:-1], "--dry-run", "--max-bad-fraction", "0.5"]) == 0
-    told = capsys.readouterr().out
-    assert "Notes:\n" in told and "  - 4 of 10 samples for training cannot be used" in told
-    assert main([*given, "--max-bad-fraction", "0.4"]) == 2
-    (problem,) = capsys.readouterr().err.splitlines()
-    assert problem.startswith("error: validation: 1 of 2 samples cannot be used, more than --max-bad-fraction 0.4 ")
-    assert main([*given, "--max-bad-fraction", "0.3"]) == 2
-    training, _ = capsys.readouterr().err.splitlines()
-    assert "4 of 10 samples cannot be used" in training
-    assert f"{inputs}/samples.json:1: record 0 (counted from 0, id 'bad-0'): 'messages' is []" in training
-
-
-def test_a_dry_run_shows_the_notes_of_the_preflight(inputs: Path, capsys):
-    assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
-    assert "  - 1 samples are fewer than the 4 of one step: each step repeats some\n" in capsys.readouterr().out
