@@ -1,20 +1,24 @@
 """Scoring, top to bottom: flags and JSON -> questions -> weights -> answers -> scores, page and the peer's files.
 
-Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m mm.evaluate FLAGS`` on any layout.
+Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m mm.evaluate FLAGS`` on any layout.  With
+``--check`` it needs neither launcher nor device.
 """
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
+from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
 from mm.errors import UserError
 
 if TYPE_CHECKING:
+    from mm.data.sample import Sample
     from mm.generation.prompts import Prompt
     from mm.generation.session import Session
     from mm.generation.source import Found
@@ -43,9 +47,31 @@ def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
         evaluating = load_evaluating(words)
+        if evaluating.asking.args.check:
+            check(evaluating)
     except UserError as error:
         return refused(error)
+    if evaluating.asking.args.check:
+        return 0
     return status_of(lambda: evaluate(evaluating))
+
+
+def check(evaluating: Evaluating) -> None:
+    """Say all notes, and that all is in order; raises UserError with all that is wrong.  Needs no device."""
+    from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
+    from mm.scoring.questions import read_items
+
+    notes: list[str] = []
+    with TemporaryDirectory() as folder:
+
+        def read() -> "tuple[Iterator[Sample], list[str]]":
+            items = read_items(evaluating)
+            notes.extend(items.notes)
+            return (sample for _, sample, _ in items.as_prompts(Path(folder))), []
+
+        found = rehearse(evaluating.asking, read, evaluating.output)
+    say_notes(sorted_notes((*evaluating.asking.notes, *notes, *found.notes)), sys.stderr)
+    print(ALL_IN_ORDER)
 
 
 def evaluate(evaluating: Evaluating) -> int:
@@ -62,8 +88,7 @@ def evaluate(evaluating: Evaluating) -> int:
         store = watchdog.meet()
         found = found or find(evaluating.asking)
         if items is not None:
-            notes = (*evaluating.asking.notes, *items.notes, *found.notes)
-            say_notes(notes, sys.stderr)
+            say_notes(notes_at_start((*evaluating.asking.notes, *items.notes, *found.notes)), sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)

@@ -1,15 +1,22 @@
 """Asking the model, top to bottom: flags and JSON -> weights -> device -> mesh -> stage -> answers.
 
 Run by ``python -m mm.generate FLAGS`` in one process, or by ``torchrun ... -m mm.generate FLAGS`` on any layout.
-Answers to one question or in a talk go to the standard output; all else goes to the standard error.
+Answers to one question or in a talk go to the standard output; all else goes to the standard error.  With ``--check``
+it needs neither launcher nor device.
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mm.config.generate import Asking, load_asking
+from mm.config.generate import Asking, GenerateArguments, load_asking
+from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
 from mm.errors import UserError
+
+if TYPE_CHECKING:
+    from mm.data.sample import Sample
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +39,32 @@ def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
         asking = load_asking(words)
+        if asking.args.check:
+            check(asking)
     except UserError as error:
         return refused(error)
+    if asking.args.check:
+        return 0
     return status_of(lambda: answer(asking))
+
+
+def check(asking: Asking[GenerateArguments]) -> None:
+    """Say all notes, and that all is in order; raises UserError with all that is wrong.  Needs no device."""
+    from mm.generation.prompts import prompt_of, read_prompts
+    from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
+
+    args = asking.args
+    output = None if args.output is None else str(Path(args.output).parent)
+
+    def read() -> "tuple[list[Sample], list[str]]":
+        if args.prompts is not None:
+            prompts, problems = read_prompts(args.prompts, args.media_roots)
+            return [prompt.sample for prompt in prompts], problems
+        return [] if args.chat else [prompt_of(asking)], []
+
+    found = rehearse(asking, read, output, decodes=args.prompts is None)
+    say_notes(sorted_notes((*asking.notes, *found.notes)), sys.stderr)
+    sys.stderr.write(f"{ALL_IN_ORDER}\n")
 
 
 def answer(asking: Asking) -> int:
@@ -49,7 +79,7 @@ def answer(asking: Asking) -> int:
         store = watchdog.meet()
         found = found or find(asking)
         if is_first_rank():
-            say_notes((*asking.notes, *found.notes), sys.stderr)
+            say_notes(notes_at_start((*asking.notes, *found.notes)), sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)

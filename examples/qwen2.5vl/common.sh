@@ -15,8 +15,8 @@
 # --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.  MAX_RESTARTS lets torchrun start all ranks again so many
 # times after a failure.
 #
-# Flags after the script's name are passed on; with --dry-run or --check nothing is launched.  Else one process checks
-# everything first, so that a mistake is told once and ends the script with status 2.
+# Flags after the script's name are passed on; with --dry-run (of a training) or --check nothing is launched.  Else one
+# process checks everything before several are launched, so that a mistake is told once and ends the script with status 2.
 # All paths are relative to the repository root.
 #
 # From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, GBS, OVERLAP, SAVE_PATH, LOG_DIR, MAX_RESTARTS, PYTHON,
@@ -184,6 +184,16 @@ ask() {
     done
     ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
     if ((NPUS_PER_NODE * NNODES == 1)); then exec "$PYTHON" "$program" "${flags[@]}"; fi
+    local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" "$program" "${flags[@]}"
+        --world-size "$((NPUS_PER_NODE * NNODES))")
+    local flag status rehearsal
+    for flag in "$@"; do
+        if [[ " --check --help -h " == *" $flag "* ]]; then
+            exec "${rehearse[@]}"
+        fi
+    done
+    # The ranks say the notes again; a rehearsal is seen where it fails.
+    rehearsal=$("${rehearse[@]}" --check 2>&1) || { status=$? && echo "$rehearsal" >&2 && exit "$status"; }
     exec "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" \
         --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$program" "${flags[@]}"
 }

@@ -18,7 +18,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.flags import Arguments, DeviceName, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.launcher import launched_ranks, launcher_problems
+from mm.config.launcher import launched_ranks, world_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, Read, fields_of
 from mm.errors import UserError, collected, refuse
 
@@ -40,6 +40,7 @@ class ModelArguments:
 
     # Machines
     device: DeviceName = Field("auto", description="what to run on")
+    world_size: Count | None = Field(None, description="ranks for --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(None, description=(
         "pipeline stages; absent = as the model JSON's lists say where so many ranks are there, else 1"))
@@ -70,6 +71,11 @@ class ModelArguments:
     repetition_penalty: Positive | None = Field(None, description="above 1: tokens that were there become less likely")
     stop_tokens: Patterns = Field((), description="tokens or their ids that end an answer, in place of the files'")
     seed: NaturalNumber = Field(1234, description="seed of drawn tokens")
+
+    # Before the ranks are started
+    check: bool = Field(False, description=(
+        "check everything that can be checked beforehand, every question too (pictures of a file by their headers), "
+        "and stop"))
 
     @property
     def precision(self) -> str:
@@ -239,8 +245,10 @@ def read_asking(
         raise UserError(problems)
     (args,) = found
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
-    asking = Asking(args, inference and inference.value, data and data.value, launched_ranks(environment) or 1, notes)
-    return asking, [*problems, *launcher_problems(environment), *_problems(args)]
+    world_size = launched_ranks(environment) or args.world_size or 1
+    asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
+    wrong = world_problems(environment, args.world_size, None if args.check else "--check")
+    return asking, [*problems, *wrong, *_problems(args)]
 
 
 def _problems(args: ModelArguments) -> Iterator[str]:

@@ -14,3 +14,24 @@ def launcher_problems(environment: Mapping[str, str]) -> Iterator[str]:
     text = environment.get("WORLD_SIZE")
     if text is not None and launched_ranks(environment) is None:
         yield f"The environment variable WORLD_SIZE is {text!r}; expected the number of ranks"
+
+
+def world_problems(environment: Mapping[str, str], world_size: int | None, rehearsal: str | None) -> Iterator[str]:
+    """How the launcher's environment contradicts itself or ``--world-size``: ranks would wait for missing ones.
+
+    ``rehearsal``: the flag that would only check, for messages; None where it is given, so that nothing is launched.
+    """
+    launched = environment.get("WORLD_SIZE")
+    given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
+    if rehearsal is not None:
+        if len(given) == 1 and (given[0] == "RANK" or launched != "1"):
+            missing = "RANK" if given[0] == "WORLD_SIZE" else "WORLD_SIZE"
+            yield (f"The environment variable {given[0]} is set, but {missing} is not; start the ranks with torchrun, "
+                   f"which sets both, or unset {given[0]} to run on one rank")
+        if not given and world_size not in (None, 1):
+            yield (f"--world-size is {world_size}, but no launcher started these ranks (WORLD_SIZE is not set); start "
+                   f"them with torchrun, or add {rehearsal}")
+    yield from launcher_problems(environment)
+    if launched_ranks(environment) is not None and world_size not in (None, launched_ranks(environment)):
+        yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); leave the flag "
+               f"out, or unset the variable to check beforehand")

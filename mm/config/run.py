@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory
-from mm.config.launcher import launched_ranks, launcher_problems
+from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
 from mm.config.notes import NoEffect
@@ -148,7 +148,8 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     problems += [] if is_dry_run else missing
     if not (args and model and data):
         raise UserError(problems)
-    problems += _world_problems(args, environment)
+    is_rehearsal = args.dry_run or args.check
+    problems += world_problems(environment, args.world_size, None if is_rehearsal else "--dry-run")
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *_frozen_notes(args, model.value),
@@ -179,24 +180,6 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
     with collected(problems):
         return read(given) if given else None
     return None
-
-
-def _world_problems(args: Arguments, environment: Mapping[str, str]) -> Iterator[str]:
-    """How the launcher's environment contradicts itself or the flags: a run would wait in vain for missing ranks."""
-    launched = environment.get("WORLD_SIZE")
-    given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]
-    if not (args.dry_run or args.check):
-        if len(given) == 1 and (given[0] == "RANK" or launched != "1"):
-            missing = "RANK" if given[0] == "WORLD_SIZE" else "WORLD_SIZE"
-            yield (f"The environment variable {given[0]} is set, but {missing} is not; start the ranks with torchrun, "
-                   f"which sets both, or unset {given[0]} to train on one rank")
-        if not given and args.world_size not in (None, 1):
-            yield (f"--world-size is {args.world_size}, but no launcher started these ranks (WORLD_SIZE is not set); "
-                   f"start them with torchrun, or add --dry-run")
-    yield from launcher_problems(environment)
-    if launched_ranks(environment) is not None and args.world_size not in (None, launched_ranks(environment)):
-        yield (f"--world-size is {args.world_size}, but the launcher started {launched} ranks (WORLD_SIZE); leave the "
-               f"flag out, or unset the variable for a dry run")
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:

@@ -18,10 +18,10 @@ from mm.config.generate import Asking, Decoding
 from mm.config.model import LanguageConfig, ModelConfig
 from mm.data.encode import SampleEncoder
 from mm.device.device import Device
-from mm.errors import UserError, nearest, refuse
+from mm.errors import UserError
 from mm.generation.decode import Answer, Answerer, Listener
 from mm.generation.prompts import Prompt
-from mm.generation.source import Found
+from mm.generation.source import Found, named_tokens
 from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
@@ -56,11 +56,7 @@ def with_stop_tokens(
     def find() -> tuple[int, ...]:
         assert encoder is not None, "rank 0 owns data"
         vocabulary = encoder.chat.tokenizer.get_vocab()
-        found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
-        most = language.vocab_size
-        refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
-               f"{most}" for word, one in zip(words, found, strict=True) if one is None or one >= most)
-        named = tuple(one for one in found if one is not None)
+        named = named_tokens(words, vocabulary, language.vocab_size)
         return named or decoding.stop_token_ids or (vocabulary["<|im_end|>"],)
 
     return replace(decoding, stop_token_ids=on_first(mesh, find))

@@ -3,6 +3,7 @@
 Only headers and JSON files are read.  Every rank does it, and finds the same.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
-from mm.errors import UserError, naming, refuse
+from mm.errors import UserError, naming, nearest, refuse
 from mm.generation.layout import placed
 
 
@@ -102,3 +103,11 @@ def settings_in(*folders: Path) -> GenerationSettings:
         if (folder / "generation_config.json").is_file():
             return read_generation(folder / "generation_config.json")
     return GenerationSettings()
+
+
+def named_tokens(words: Sequence[str], vocabulary: Mapping[str, int], vocab_size: int) -> tuple[int, ...]:
+    """The ids of ``--stop-tokens``, which are tokens or ids; raises UserError naming each word that is neither."""
+    found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
+    refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
+           f"{vocab_size}" for word, one in zip(words, found, strict=True) if one is None or one >= vocab_size)
+    return tuple(one for one in found if one is not None)

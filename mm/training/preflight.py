@@ -5,7 +5,6 @@ none, calls it.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from checkpoint.formats.source import Kind, find_kind
 from checkpoint.formats.training import LATEST_FILE, Manifest, find_checkpoint
 from mm.config.command_line import flag_name
 from mm.config.evaluate import evaluating_in_training
+from mm.config.outputs import folder_problems
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
 from mm.data.contents import TrainedOn
@@ -204,13 +204,8 @@ def _output_problems(run: Run) -> Iterator[str]:
                    "--wandb-save-dir": args.wandb_save_dir, "--swanlab-save-dir": args.swanlab_save_dir,
                    "--vision-feature-cache": args.vision_feature_cache}
     for flag, path in directories.items():
-        if path is None:
-            continue
-        folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
-        if not folder.is_dir():
-            yield f"{flag} is {path!r}, but {folder} is a file; give a directory"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            yield f"{flag} is {path!r}, but {folder} cannot be written; give another directory, or mend its permissions"
+        if path is not None:
+            yield from folder_problems(flag, path)
     if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
         yield (f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside them would "
                f"take the place of what {LATEST_FILE} names: give another directory")

@@ -40,13 +40,28 @@ def asking(tmp_path: Path, *argv: str):
 @pytest.mark.parametrize(("text", "number"), [("2", 2), ("0", None), ("x", None), ("", None)])
 def test_a_broken_number_of_ranks_is_refused(tmp_path: Path, text: str, number: int | None):
     def load():
-        return load_asking(["--load", str(tmp_path), "--prompt", "Hello"], environment={"WORLD_SIZE": text})
+        environment = {"WORLD_SIZE": text, "RANK": "0"}
+        return load_asking(["--load", str(tmp_path), "--prompt", "Hello"], environment)
 
     if number is not None:
         assert load().world_size == number
         return
     with pytest.raises(UserError, match=rf"The environment variable WORLD_SIZE is '{text}'; expected the number of ra"):
         load()
+
+
+def test_ranks_are_counted_for_a_rehearsal_and_launched_for_answers(tmp_path: Path):
+    def load(*argv: str, **environment: str):
+        return load_asking(["--load", str(tmp_path), "--prompt", "Hello", *argv], environment)
+
+    assert load("--check", "--world-size", "4").world_size == 4
+    for argv, environment, what in (
+        (("--world-size", "4"), {}, "--world-size is 4, but no launcher started these ranks .* or add --check"),
+        (("--world-size", "4"), {"WORLD_SIZE": "2", "RANK": "0"}, "--world-size is 4, but the launcher started 2"),
+        ((), {"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+    ):
+        with pytest.raises(UserError, match=what):
+            load(*argv, **environment)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,47 @@
+"""A rehearsal of asking: everything that can be checked without a device, without other ranks and without weights.
+
+Neither megatron nor torch.distributed is needed.  What is asked, and by which program, is not known here.
+"""
+
+from collections.abc import Callable, Iterable
+
+from mm.config.generate import Asking
+from mm.config.outputs import folder_problems
+from mm.data.encode import SampleEncoder
+from mm.data.sample import Sample
+from mm.errors import collected, refuse
+from mm.generation.source import Found, find, named_tokens
+
+ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
+
+Read = Callable[[], tuple[Iterable[Sample], list[str]]]
+"""What is asked, and what is wrong with the rest."""
+
+
+def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> Found:
+    """Find weights and layout, read what is asked, and encode it; returns what was found.
+
+    Pictures and videos are measured by their headers, as the training's check does; ``decodes`` reads their pixels too.
+    ``output`` is the directory that ``--output`` needs.  Raises UserError with all that is wrong.
+    """
+    problems: list[str] = []
+    samples: Iterable[Sample] = ()
+    found = None
+    with collected(problems):
+        found = find(asking)
+    with collected(problems):
+        samples, wrong = read()
+        problems += wrong
+    if found is not None:
+        with collected(problems):
+            language = found.model.language
+            encoder = SampleEncoder.from_config(
+                asking.media_config(found.directory), found.model, language.max_position_embeddings)
+            with collected(problems):
+                named_tokens(asking.args.stop_tokens, encoder.chat.tokenizer.get_vocab(), language.vocab_size)
+            for sample in samples:
+                with collected(problems):
+                    encoder.encode_prompt(sample) if decodes else encoder.prompt_length(sample)
+    refuse([*problems, *(folder_problems("--output", output) if output is not None else ())])
+    assert found is not None, "else there is a problem"
+    return found
