@@ -1,16 +1,20 @@
 """mm-convert against a plain copy of the same files, side by side in one run.
 
     python -m benchmarks.convert [--size 3b|small|tiny] [--rounds 3] [--caches warm cold] [--folder DIR]
+    python -m benchmarks.convert --reads 72b
 
 Makes a random Hugging Face checkpoint of the given shape, then times in turn: copying its files with fsync, and each
 command at TP 1 and TP 2.  ``warm`` reads its input from the page cache, ``cold`` has it dropped before (posix_fadvise).
 Times are of the work itself, planning and checksums included; starting Python and importing torch is not.  Memory is
 the anonymous memory of the whole process tree, sampled.  Prints JSON; exit status 1 when a target is missed, of which
 ``tiny`` says nothing: it only shows that the benchmark runs.
+
+``--reads`` times nothing: it counts what ranks read when the example of that size starts from bf16 weights.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -30,6 +34,8 @@ MAX_MEMORY_BYTES = 512 << 20
 SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 16 << 20
 SAMPLE_SECONDS = 0.02
+EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
+BF16_BYTES = 2
 
 SIZES = {
     # (ViT layers, LLM layers, the rest of the 3B or 7B config)
@@ -215,18 +221,50 @@ def measure(size: str, rounds: int, folder: Path, caches: list[str]) -> dict:
     return results
 
 
+def reads(size: str, tp_size: int = 2, replicas: Sequence[int] = (1, 8, 64)) -> str:
+    """A table of what ranks of the example's stages read, where each replica reads its own weights and where all read
+    them once."""
+    from mm.config.model import read_model
+    from mm.weights.memory import memory_shape
+    from mm.weights.readers import readers
+    from mm.weights.table import local_shape, stage_weights
+
+    model = read_model(EXAMPLES / f"model_{size}.json").value
+    placement = model.placement()
+    stages = [[weight for spec in placement.slots if spec.stage == stage for weight in stage_weights(model, spec)]
+              for stage in range(placement.num_stages)]
+    read_bytes = [[BF16_BYTES * math.prod(local_shape(weight, tp_size)) for weight in stage] for stage in stages]
+    memory_bytes = [[BF16_BYTES * math.prod(memory_shape(weight, tp_size)) for weight in stage] for stage in stages]
+    one_replica = [sum(stage) for stage in read_bytes]
+    lines = [f"| TP {tp_size} PP {len(stages)} at DP | each replica: a rank, at most | in all | once: a rank, at most "
+             "| in all |", "| --- | --- | --- | --- | --- |"]
+    for num_replicas in replicas:
+        shares = []
+        for read, memory in zip(read_bytes, memory_bytes, strict=True):
+            chosen = readers(memory, num_replicas)
+            shares += [sum(one for one, reader in zip(read, chosen, strict=True) if reader == rank)
+                       for rank in range(num_replicas)]
+        figures = (max(one_replica), num_replicas * tp_size * sum(one_replica), max(shares), tp_size * sum(shares))
+        lines.append(f"| {num_replicas} | " + " | ".join(f"{figure / 1e9:,.2f} GB" for figure in figures) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="3b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--caches", nargs="+", choices=MAX_RATIO, default=list(MAX_RATIO),
                         help="input in the page cache, or not")
+    parser.add_argument("--reads", metavar="SIZE", help="count what ranks of this example read: 3b, 7b, 32b or 72b")
     parser.add_argument("--folder", help="where to make the files (default: the temporary directory)")
     for name in ("child", "source", "made", "target"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments)
+        return 0
+    if arguments.reads:
+        print(reads(arguments.reads))
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = measure(arguments.size, arguments.rounds, Path(folder), arguments.caches)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import workload
+from benchmarks.convert import reads
 from benchmarks.device_hour import STEPS, Step, chosen, run
 from benchmarks.floors import ExpectedMemory, Params
 from benchmarks.goals import goals
@@ -206,6 +207,11 @@ def test_the_document_shows_the_records_that_are_kept() -> None:
     assert f"{BEGIN}\n\n{text}\n{END}" in page
     if not kept.exists():
         assert "Nothing was measured yet" in text and text.count("| not measured |") == len(list(goals(Results(()))))
+
+
+def test_the_document_shows_what_ranks_read() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    assert reads("72b") in page
 
 
 def test_records_of_two_devices_are_refused() -> None:

@@ -35,6 +35,7 @@ def results(tmp_path_factory) -> dict:
             convert.hf_to_mm(root / name / "hf", root / name / directory, layout, kind).run(Options(num_workers=1))
         (root / name / "mm-without-manifest" / "manifest.json").unlink()
     damage(root / "untied" / "mm-without-manifest", root / "damaged")
+    damage_one(root / "untied" / "mm-one-file-torch", root / "damaged-for-one")
     run_ranks(4, "tests.parallel.converted_worker", str(root))
     return json.loads((root / "results.json").read_text())
 
@@ -45,9 +46,19 @@ def damage(source: Path, target: Path) -> None:
     model = HFDirectory.open(source.parent / "hf").model_config()
     copies = [other.stored for _, other in open_source(target, model=model).index.copies]
     twin = next(other for other in copies if other.name.endswith("final_layernorm.weight"))
-    path = target / twin.file
+    flip(target / twin.file, twin.offset)
+
+
+def damage_one(source: Path, target: Path) -> None:
+    """A bit of one norm, which has a checksum, is not as it was."""
+    shutil.copytree(source, target)
+    norms = [one.stored for one in open_source(target).views if one.stored.name.endswith("final_layernorm.weight")]
+    flip(target / norms[0].file, norms[0].offset)
+
+
+def flip(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
-    content[twin.offset] ^= 1
+    content[offset] ^= 1
     path.write_bytes(content)
 
 
@@ -71,3 +82,23 @@ def test_a_copy_that_differs_is_told_by_every_rank(results):
     for (problem,) in results["damaged"]:
         assert "mp_rank_01_002/model_optim_rng.pt" in problem
         assert "final_layernorm.weight differs from the one in" in problem
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp2-cp2", "tp2-dp2", "pp2-vpp2-dp2-bf16", "tied", "masters"])
+def test_replicas_read_a_model_once_and_hold_the_same_bits(layout, results):
+    """Of every kind of directory, and of adapters: as many bytes in all as one rank reads alone, in even shares."""
+    directories = {"masters": {"training checkpoint"}}.get(layout, {"hf", *DIRECTORIES, "adapters"})
+    assert set(results["replicas"][layout]) == directories
+    for measured in results["replicas"][layout].values():
+        assert measured["different"] == [] and measured["num_compared"] > 20
+        for counts in measured["counts"]:
+            read, alone, largest = zip(*counts, strict=True)
+            assert len(read) == (4 if layout in ("dp4", "dp2-cp2") else 2)
+            assert {sum(read)} == set(alone) and sum(read) > 0
+            assert max(read) - min(read) <= max(largest)
+
+
+def test_damage_that_one_replica_reads_ends_all_with_one_message(results):
+    (problem,), *others = results["damaged for one"]
+    assert others == [[problem]] * 3
+    assert "final_layernorm.weight is damaged" in problem

@@ -5,9 +5,10 @@ Every rank calls these functions together; a mistake on one raises the same User
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.formats.source import Source
@@ -16,6 +17,7 @@ from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.progress import Progress
 from mm.weights.memory import MemoryLayout
+from mm.weights.readers import readers
 from mm.weights.table import Weight, shard, stored_name
 
 
@@ -43,20 +45,42 @@ def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, s
 
 
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
-    """Set ``weights`` of this rank's ``stage``; each rank reads only what it holds, and what has a checksum in whole.
+    """Set ``weights`` of this rank's ``stage`` to those of ``source``, which are read once for all replicas.
 
-    Raises UserError when a tensor is damaged, two copies of a weight differ, or padding is not zero.
+    A rank reads only what it holds, and what has a checksum in whole.  Raises UserError when a tensor is damaged, two
+    copies of a weight differ, or padding is not zero.
     """
     if not source.has_checksums:
         on_first(mesh, source.check)
 
-    def read() -> None:
-        progress = Progress("loading weights", len(weights), "tensors", is_shown=mesh.rank == 0)
-        for weight in progress.each(weights):
-            dtype = stage.get_parameter(weight.name).dtype
-            set_weight(stage, weight, source.read(weight, mesh.tp_size, mesh.tp_rank, dtype), mesh)
+    def read(weight: Weight) -> Tensor:
+        return source.read(weight, mesh.tp_size, mesh.tp_rank, stage.get_parameter(weight.name).dtype)
 
-    together(mesh, read)
+    read_once(stage, weights, read, mesh)
+
+
+def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], Tensor], mesh: Mesh) -> None:
+    """Set ``weights`` to what ``read`` gives for them: this rank's shards, as files hold them.
+
+    Of the ranks that hold the same shards, over the data and context axes, each reads an even share of the bytes and
+    broadcasts it to the others, from parameter to parameter: that takes no memory.  Nothing is broadcast before every
+    rank has read its share, so a file that one rank cannot read is the same UserError on all and no rank is left
+    waiting.
+    """
+    group = mesh.groups.dp_cp
+    parameters = [stage.get_parameter(weight.name) for weight in weights]
+    chosen = readers([one.numel() * one.element_size() for one in parameters], group.size())
+    share = [weight for weight, reader in zip(weights, chosen, strict=True) if reader == group.rank()]
+
+    def read_share() -> None:
+        progress = Progress("loading weights", len(share), "tensors", is_shown=mesh.rank == 0)
+        for weight in progress.each(share):
+            set_weight(stage, weight, read(weight), mesh)
+
+    together(mesh, read_share)
+    if group.size() > 1:
+        for parameter, reader in zip(parameters, chosen, strict=True):
+            dist.broadcast(parameter.detach(), dist.get_global_rank(group, reader), group)
 
 
 def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:

@@ -27,7 +27,7 @@ from checkpoint.formats.training_reader import TrainingDirectory
 from mm.data.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
-from mm.model.load import fill, set_weight
+from mm.model.load import fill, read_once
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
@@ -35,7 +35,7 @@ from mm.training.schedule import Schedule
 from mm.training.step import Parts
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
-from mm.weights.table import local_shape
+from mm.weights.table import Weight, local_shape
 from mm.weights.trained import saved_among, saved_weights
 
 
@@ -208,11 +208,13 @@ def load(
     held = saved_among(stage.weights, stored.manifest.model)
     fill(stage, [weight for weight in held if weight not in from_master], source, mesh)
 
+    def read_master(weight: Weight) -> Tensor:
+        size = math.prod(local_shape(weight, mesh.tp_size))
+        return stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size)
+
+    read_once(stage, from_master, read_master, mesh)
+
     def restore() -> tuple[str, ...]:
-        for weight in from_master:
-            size = math.prod(local_shape(weight, mesh.tp_size))
-            values = stored.read_state(weight, "master", mesh.tp_size, mesh.tp_rank, 0, size)
-            set_weight(stage, weight, values, mesh)
         parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
         if load_optim and not finetune:
             _load_optimizer(stored, source, parts)

@@ -32,11 +32,12 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Layout:
-    """How the small model is laid out on two ranks and trained."""
+    """How the small model is laid out on the ranks and trained."""
 
     vision: Lists = (4,)
     language: Lists = (4,)
     tp: int = 1
+    cp: int = 1
     tied: bool = False
     freeze: tuple[str, ...] = ()
     freeze_layers: tuple[str, str] = ("", "")
@@ -58,13 +59,13 @@ class CurrentMesh:
     mesh: parallel.Mesh | None = None
 
     def of(self, layout: Layout) -> parallel.Mesh:
-        key = (layout.vision, layout.language, layout.tp, layout.tied)
+        key = (layout.vision, layout.language, layout.tp, layout.cp, layout.tied)
         if key != self.key:
             parallel.stop_mesh()
             gc.collect()
             for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
-            self.mesh = parallel.build_mesh(layout.model, layout.tp, parallel.timedelta(minutes=2))
+            self.mesh = parallel.build_mesh(layout.model, layout.tp, parallel.timedelta(minutes=2), layout.cp)
             self.key = key
         return self.mesh
 
