@@ -194,7 +194,8 @@ class _Packing:
         return Column(self.name, dtype, self.of, unit, width, lows_at, at)
 
     def bytes_of(self, column: Column, first: int, rows: np.ndarray) -> bytes:
-        least = self.lows[first // _BLOCK_ROWS :].repeat(_BLOCK_ROWS)[: len(rows)]
+        block = first // _BLOCK_ROWS
+        least = self.lows[block : block - (-len(rows) // _BLOCK_ROWS)].repeat(_BLOCK_ROWS)[: len(rows)]
         above = (self.values(rows) - least) // column.unit
         return above.astype("<u8").view(np.uint8).reshape(-1, 8)[:, : column.width].tobytes()
 
