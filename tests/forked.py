@@ -137,6 +137,9 @@ def _become(asked: dict, files: list[int]) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        # as a new process has them: those of before remember whether the files of before could seek
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         os.environ.clear()
         os.environ |= asked["environment"]
         os.chdir(asked["directory"])
