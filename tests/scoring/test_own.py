@@ -88,10 +88,12 @@ def test_samples_as_they_are_trained_on(folder):
     ({"question": "q", "answer": "C", "options": ["x", "y"]}, "choice",
      "'answer' is 'C'; expected the letter or the text of an option: A, B."),
     ({"question": "q", "answer": "1", "image": "words.png"}, "exact",
-     "{folder}/words.png: is no picture that Pillow reads: it is a web page; give a JPEG or PNG file."),
+     "{folder}/words.png: is no picture that Pillow reads: it is a web page; "
+      "the download failed: fetch the file itself."),
     ({"conversations": [{"from": "human", "value": "<image>Who?"}, {"from": "gpt", "value": "Me."},
                         {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}], "image": "words.png"},
-     "exact", "{folder}/words.png: is no picture that Pillow reads: it is a web page; give a JPEG or PNG file."),
+     "exact", "{folder}/words.png: is no picture that Pillow reads: it is a web page; "
+      "the download failed: fetch the file itself."),
 ])  # fmt: skip
 def test_records_that_cannot_be_asked(folder, record, rule, expected):
     with pytest.raises(UserError) as caught:

@@ -96,7 +96,8 @@ def test_pictures_that_are_none(tmp_path):
     assert found == (
         "3: picture 1 of column 'image': is no base64 (Only base64 data is allowed), beginning with "
         "b'!!!!!!!!!!!!!!!!!!!!!!!!'; write the bytes of a picture file as base64.",
-        "4: picture 1 of column 'image': is no picture that Pillow reads: it is a web page; give a JPEG or PNG file.",
+        "4: picture 1 of column 'image': is no picture that Pillow reads: it is a web page; "
+         "the download failed: fetch the file itself.",
         "5: picture 2 of column 'image': is empty; write the bytes of a picture file as base64.")
     good = [{**ROW}, {**ROW, "index": "4", "image": "1x"}, {**ROW, "index": "5", "image": "6"},
             {**ROW, "index": "6", "image": "5"}]
