@@ -12,15 +12,13 @@
 # random states and data; else it starts from the weights in LOAD_PATH.  Every SAVE_INTERVAL steps a checkpoint is saved,
 # and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each takes 2 bytes for each weight and 12 more for
 # each that is trained.  MindSpeed-MM's scripts save weights alone, and only at the end: add --no-save-optim
-# --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.  MAX_RESTARTS lets torchrun start all ranks again so many
-# times after a failure.
+# --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
 #
 # Flags after the script's name are passed on; with --dry-run (of a training) or --check nothing is launched.  Else one
 # process checks everything before several are launched, so that a mistake is told once and ends the script with status 2.
 # All paths are relative to the repository root.
 #
-# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, GBS, OVERLAP, SAVE_PATH, LOG_DIR, MAX_RESTARTS, PYTHON,
-# CANN_ENV, ATB_ENV.
+# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -96,8 +94,6 @@ nodes_from_hostfile() {
 # WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP), OVERLAP_ARGS and LOAD_ARGS from the variables of the script.
 derive_sizes() {
     local name wrong=()
-    MAX_RESTARTS=${MAX_RESTARTS:-0}
-    [[ "$MAX_RESTARTS" =~ ^[0-9]{1,8}$ ]] || wrong+=("MAX_RESTARTS is '$MAX_RESTARTS'; expected an integer.")
     for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP SAVE_INTERVAL KEEP_CHECKPOINTS MASTER_PORT \
         ${GBS:+GBS}; do
         [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
@@ -160,8 +156,7 @@ launch() {
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     set +e
     "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
-        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS" \
-        -m mm.train "${flags[@]}" 2>&1 | tee "$log"
+        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" -m mm.train "${flags[@]}" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
     set -e
     chmod 440 "$log"
