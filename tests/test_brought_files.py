@@ -251,7 +251,7 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "inference.json").write_text(json.dumps(inference))
     done = run_script(INFERENCE, tmp_path, warm_programs(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ": no effect: it concerns training" in done.stderr
+    assert "settings have no effect here; the same command with --check lists them" in done.stderr
     alone = run([str(warm_python()), "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
                  "--mm-model", str(tmp_path / "inference.json")])
     assert alone.returncode == 0 and len(alone.stdout) > 1, alone.stderr
@@ -314,7 +314,7 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("records", "flags", "what"), [
-    ([{"id": 9, "conversations": [{"from": "system", "value": "x"}]}], [], "record 9 has turns from ['system']"),
+    ([{"id": 9, "conversations": [{"from": "system", "value": "x"}]}], [], "has turns from ['system']"),
     (LLAVA[:2], [], "none of the 2 records has its picture"),
     ("{", [], "Expecting property name"),
     ([], ["--llava_json_path", "none.json"], "none.json"),

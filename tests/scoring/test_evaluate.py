@@ -144,7 +144,7 @@ def test_the_peers_json(root, done):
     settings = json.loads((root / "peer/settings.json").read_text())
     assert settings["use_custom_prompt"] and settings["benchmark"] == "ai2d"
     assert settings["decoding"]["repetition_penalty"] != 2 and settings["media"]["image_min_pixels"] == 784
-    assert "--seq-length, --micro-batch-size: no effect" in found["err"]
+    assert "settings have no effect here; the same command with --check lists them" in found["err"]
 
 
 def test_bad_questions_are_told_and_results_stay(root, done):
