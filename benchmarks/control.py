@@ -28,7 +28,7 @@ ADDRESS_BYTES = 154
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all ranks together."""
+    """What one group costs, summed over all ranks."""
 
     store_calls: int
     store_bytes: int

@@ -9,7 +9,7 @@ chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen
 samples a second.  Prints JSON, and appends it to F.
 
 With ``--rows`` no file is read: an index of so many made-up rows is packed, and steps of 4096 replicas are planned from
-it, as a node would; what is told is memory, and the processor time of an owner's thread.
+it, as a node would; the output has memory and the processor time of an owner's thread.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def planning(folder: Path, in_planner: bool) -> dict[str, float]:
 
 
 def at_scale(num_rows: int) -> dict[str, Any]:
-    """Of ``num_rows`` samples on one node."""
+    """Memory and planning times of one node that trains on ``num_rows`` samples."""
     with tempfile.TemporaryDirectory() as folder:
         packs = in_fresh_process(packing, Path(folder), num_rows)
         owner = in_fresh_process(planning, Path(folder), False)

@@ -31,7 +31,7 @@ BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
 """Size -> samples of a microbatch and microbatches of a replica's step, as the script has them; 3B has one stage."""
 SEQ_LENGTH = 1024
 LEAST_GAIN = 1e-4
-"""Of utilisation, for which a layer moves."""
+"""A layer moves only if utilisation rises by at least this much."""
 
 Lists = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers of the ViT and of the LLM on every stage."""

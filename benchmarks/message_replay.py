@@ -95,7 +95,7 @@ class _Run:
         self._host, self._device = [0] * len(programs), [0] * len(programs)
         """The next event of each stage."""
         self._clock = [0.0] * len(programs)
-        """Of each device."""
+        """The time on each stage's device."""
         self._queues: defaultdict[tuple[int, str], list[Key]] = defaultdict(list)
         """Batches of a stage and group that have not begun, and before them the one that has."""
         self._reached: dict[Key, float] = {}

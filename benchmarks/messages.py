@@ -47,7 +47,7 @@ class Mode(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of the passes of a stage, for one microbatch."""
+    """How long a stage's passes over one microbatch take."""
 
     forward: float
     backward: float
@@ -188,7 +188,7 @@ def _plan(layout: Layout, model: Any, reads_pixels: bool) -> Any:
 
 VISION = ("vision", "projector")
 MESSAGE_SECONDS = 0.01
-"""Of a message, in units of an even stage's forward pass."""
+"""How long one message takes; the forward pass of an even stage takes 1."""
 CASES = {
     # name: layout, and seconds of each stage; frozen stages have no backward pass
     "PP 2, 7B's list, ViT frozen": (

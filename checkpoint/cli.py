@@ -3,7 +3,8 @@
     mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
-The commands are in ``checkpoint.commands``, which loads torch: an interruption of that is told like any other.
+The commands are in ``checkpoint.commands``.  They are imported inside ``run_command``, so that Ctrl-C while
+torch loads is one line as well.
 """
 
 import sys

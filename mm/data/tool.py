@@ -7,7 +7,8 @@
     mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
     mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
 
-The commands are in ``mm.data.commands``, which loads torch: an interruption of that is told like any other.
+The commands are in ``mm.data.commands``.  They are imported inside ``run_command``, so that Ctrl-C while
+torch loads is one line as well.
 """
 
 import sys
