@@ -3,6 +3,8 @@
 A frame is shown on white, as FFmpeg shows a GIF.  Which frames are chosen is not known here.
 """
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -23,8 +25,13 @@ _LEAST_GIF_MS = 20
 
 
 def is_animation(path: str) -> bool:
-    """Whether the first bytes are those of an animated picture; a GIF is one also with a single frame."""
+    """Whether the first bytes are those of an animated picture; a GIF is one also with a single frame.
+
+    Only a regular file is opened: opening a pipe would wait for somebody to write to it.
+    """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False  # who opens it as a video says what it is
         with open(path, "rb") as file:
             start = file.read(1 << 16)
     except OSError:
