@@ -22,13 +22,17 @@ def write_clip(
     path: Path, ticks: Sequence[int], size: tuple[int, int] = (96, 64), codec: str = "libx264", gop: int = 8,
     rotation: int = 0, time_base: Fraction = TICK, options: dict[str, str] | None = None, bit_rate: int = 4_000_000,
 ) -> Path:
-    """A clip whose frame ``i`` is shown from ``ticks[i]`` on; a bar moves with the number of the frame."""
+    """A clip whose frame ``i`` is shown from ``ticks[i]`` on; a bar moves with the number of the frame.
+
+    One thread encodes it: encoders write another file for another number of threads.
+    """
     container_options = {key: value for key, value in (options or {}).items() if key == "movflags"}
     with av.open(str(path), "w", options=container_options) as container:
         stream = container.add_stream(codec, rate=30)
         stream.width, stream.height = size
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.time_base = stream.codec_context.time_base = time_base
+        stream.codec_context.thread_count = 1
         stream.codec_context.gop_size, stream.codec_context.bit_rate = gop, bit_rate
         stream.options = {key: value for key, value in (options or {}).items() if key != "movflags"}
         if rotation:

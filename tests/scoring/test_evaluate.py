@@ -65,7 +65,7 @@ def commands(root: Path) -> dict[str, dict[str, Any]]:
     }
     asked = {name: {"program": "mm.evaluate", "argv": argv} for name, argv in argvs.items()}
     for name in ("killed", "unfinished"):
-        asked[name] |= {"kill_after": 1, "answers": str(root / name / "answers.jsonl")}
+        asked[name] |= {"kill_after": 1}
     asked["generated"] = {"argv": [
         "--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--greedy", "--repetition-penalty", "1",
         *SIZES, "--batch-size", "2", "--prompts", str(root / "prompts.json"), "--output", str(root / "own.jsonl")]}
