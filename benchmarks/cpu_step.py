@@ -248,7 +248,7 @@ def _alternate(trainer: "Trainer", peer: Peer | None, rounds: int, num_stages: i
     from mm.training.step import step
 
     times = []
-    for number, plan in enumerate(trainer.data(rounds + NUM_WARMUP)):
+    for number, plan in enumerate(trainer.feed(rounds + NUM_WARMUP).plans):
         dist.barrier()
         start = time.perf_counter()
         result = step(trainer.parts, plan, LR)

@@ -4,12 +4,15 @@ When that is due, and where the score is told, is not known here.
 """
 
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
+from mm.config.validation import asks
 from mm.errors import refuse
 from mm.generation.batches import answer_batches, in_batches
 from mm.generation.prompts import Prompt, in_order
@@ -23,12 +26,21 @@ from mm.training.step import Parts
 from mm.training.validation import evaluating
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What the answers of the model in training are worth."""
+
+    scores: Mapping[str, Any]
+    """As ``write_results`` gives them."""
+    seconds: float
+
+
 class QuestionSet:
     """The questions, which rank 0 has, and the model in training, ready to be asked."""
 
     def __init__(self, run: Run, parts: Parts) -> None:
         """Raises UserError, the same on every rank."""
-        self._parts = parts
+        self._run, self._parts = run, parts
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(parts.mesh, parts.stage.has_patch_embedding, args.distributed_timeout_minutes)
@@ -40,17 +52,23 @@ class QuestionSet:
         self._session = Session(parts.stage, mesh, encoder, media, decoding)
         self._answers: dict[int, Answer] = {}
 
-    def ask(self, iteration: int) -> dict[str, Any]:
+    def is_due(self, iteration: int) -> bool:
+        """Whether the model answers the questions after this step."""
+        return asks(self._run.args, iteration)
+
+    def ask(self, iteration: int) -> Scored:
         """Ask all questions and write predictions and scores to a folder of this iteration; returns the scores.
 
         Every rank calls it.  Nothing of the training is changed.  Raises AgreedError with what is wrong with questions
         that cannot be asked any more.
         """
-        session, folder = self._session, Path(self._asked.output) / f"iter_{iteration:07d}"
+        started, session = time.perf_counter(), self._session
+        folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
         with evaluating(self._parts):
             problems += answer_batches(session, batches, self._keep)
-        return on_first(session.mesh, lambda: self._finish(folder, problems))
+        scores = on_first(session.mesh, lambda: self._finish(folder, problems))
+        return Scored(scores, time.perf_counter() - started)
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
         """On rank 0: the questions in batches, with their pictures as files; what an earlier run has left is gone."""

@@ -5,7 +5,8 @@ A step that none of them wants is not listened to and costs nothing.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +60,37 @@ class Recorder:
 
 
 class StepObserver:
-    """Switches what measures on and off around the steps of a run; ``first`` and ``last`` are those of this run."""
+    """Measures the steps of a run, ``first`` to ``last``: how long each takes, and what else the user asks for."""
 
-    def __init__(self, args: Arguments, stage: Stage, mesh: Mesh, first: int, last: int) -> None:
-        self._args, self._stage, self._mesh = args, stage, mesh
+    def __init__(
+        self, args: Arguments, stage: Stage, mesh: Mesh, first: int, last: int, say: Callable[[str], None]
+    ) -> None:
+        """``say`` tells the user which files are written, and what is asked for and will not be."""
+        self._args, self._stage, self._mesh, self._say = args, stage, mesh, say
+        self._began = 0.0
+        """When the step began by the host's clock, later by as much as it was paused."""
         self._recorder = Recorder(stage.device)
         self._spans: tuple[Span, ...] = ()
         self._profiler: Any = None
         window = range(max(first, args.profile_step_start), min(last + 1, args.profile_step_end))
         self._window = window if args.profile else range(0)
-        self.notes: list[str] = []
-        """What is asked for and will not be."""
         if args.profile_pipeline is not None and not first <= args.profile_pipeline <= last:
-            self.notes.append(f"--profile-pipeline {args.profile_pipeline} is none of the iterations of this run, "
-                              f"{first} to {last}: no timeline is written")
+            say(f"note: --profile-pipeline {args.profile_pipeline} is none of the iterations of this run, {first} to "
+                f"{last}: no timeline is written")
         if args.profile and not self._window:
-            self.notes.append(f"--profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, "
-                              f"and this run has {first} to {last}: nothing is profiled")
+            say(f"note: --profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, and this "
+                f"run has {first} to {last}: nothing is profiled")
+
+    def start(self) -> None:
+        """Start the clock, before the first step."""
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside counts in no step."""
+        started = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - started
 
     def begin(self, iteration: int) -> None:
         """Before a step."""
@@ -86,8 +101,18 @@ class StepObserver:
             self._profiler = self._stage.device.profiler(self._profile_path, f"rank{self._mesh.rank}")
             self._profiler.start()
 
-    def end(self) -> Mapping[str, float] | None:
-        """After a step, on every rank: with --log-timers, seconds of each kind of work on the rank that had most."""
+    def end(self) -> tuple[float, Mapping[str, float] | None]:
+        """After a step, on every rank: its seconds, and with --log-timers those of each kind of work on the rank that
+        had most.
+
+        A step lasts from the end of the one before, when that had read its gradients' norm; Adam, still running, is
+        part of the next one.
+        """
+        ended = time.perf_counter()
+        seconds, self._began = ended - self._began, ended
+        return seconds, self._timers()
+
+    def _timers(self) -> Mapping[str, float] | None:
         if self._stage.journal.listener is not self._recorder:
             return None
         self._stage.journal.listener = None
@@ -98,18 +123,16 @@ class StepObserver:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._mesh.control_group)
         return {seconds_key(work): most for work, most in zip(TIMED, seconds.tolist(), strict=True)}
 
-    def write(self, iteration: int) -> list[str]:
-        """What this step is the last of goes to files, on every rank; returns what to say of them."""
-        said: list[str] = []
+    def write(self, iteration: int) -> None:
+        """On every rank: write what this step is the last of to files."""
         if iteration == self._args.profile_pipeline:
-            said.append(f"wrote {self._write_timeline(iteration)}, .json and .svg")
+            self._say(f"wrote {self._write_timeline(iteration)}, .json and .svg")
         if self._window and iteration == self._window[-1]:
             if self._profiler is not None:
                 flag = "--profile-save-path" if self._args.profile_save_path else "--log-dir"
                 with writing(self._profile_path, flag):
                     self._profiler.stop()
-            said.append(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
-        return said
+            self._say(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
 
     @property
     def _profile_path(self) -> str:

@@ -5,12 +5,16 @@ and what becomes of the loss, is not known here.
 """
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from mm.batch import StepPlan
+from mm.config.flags import Arguments
+from mm.config.validation import is_due
+from mm.data.validation import ValidationPlan
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
 from mm.parallel.schedule import run_forward
@@ -49,6 +53,44 @@ class ValidationLoss:
     num_samples: int
     """Those with a target token."""
     num_target_tokens: int
+    seconds: float
+
+
+class Validator:
+    """The validations of a run, which may end it early."""
+
+    def __init__(
+        self, args: Arguments, parts: Parts, watchdog: Watchdog, plan: ValidationPlan | None, say: Callable[[str], None]
+    ) -> None:
+        """``plan`` is None without validation; ``say`` tells the user."""
+        self._args, self._parts, self._watchdog, self._plan, self._say = args, parts, watchdog, plan, say
+
+    def begin(self, best: BestSoFar) -> BestSoFar:
+        """The lowest loss before the run's first step, which counts only for the same samples."""
+        plan = self._plan
+        if plan is None:
+            return best
+        known = best.of(plan.fingerprint)
+        if best.loss is not None and known.loss is None:
+            self._say("note: the validation samples changed: best loss reset")
+        if plan.num_samples < plan.num_of_all:
+            self._say(f"note: a validation takes {plan.num_samples} of {plan.num_of_all} samples, the same each time "
+                      f"(--eval-iters {self._args.eval_iters})")
+        return known
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a validation follows this step."""
+        return self._plan is not None and is_due(self._args, iteration)
+
+    def validate(self, plans: Iterator[StepPlan], iteration: int) -> ValidationLoss:
+        """The loss of the weights as they are; takes one validation's plans from ``plans``."""
+        assert self._plan is not None, "it is due only with a plan"
+        return validate(self._parts, plans, self._plan.num_plans, self._watchdog, iteration)
+
+    def ends(self, best: BestSoFar) -> bool:
+        """Whether so many validations had no lower loss that the run ends.  The same on every rank, as losses are."""
+        patience = self._args.early_stopping_patience
+        return self._plan is not None and patience is not None and best.num_since >= patience
 
 
 def validate(
@@ -58,6 +100,7 @@ def validate(
 
     Sums of microbatches are added exactly, so that it does not matter which replica computes which.
     """
+    started = time.perf_counter()
     own: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
     counts = parts.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in parts.stage.chunks)
@@ -73,7 +116,7 @@ def validate(
     sums = [value for _, value in all_of(((parts.mesh.rank, own),), parts.mesh.control_group)]
     is_known = num_target_tokens > 0 and None not in sums
     loss = float(sum(value for value in sums if value is not None) / num_target_tokens) if is_known else None
-    return ValidationLoss(loss, num_samples, num_target_tokens)
+    return ValidationLoss(loss, num_samples, num_target_tokens, time.perf_counter() - started)
 
 
 def _added(total: Fraction | None, values: list[float]) -> Fraction | None:

@@ -27,6 +27,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.parallel.activity import Activity  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
+from mm.training.feed import Feed  # noqa: E402
 
 GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
@@ -65,10 +66,12 @@ class FaultyTrainer(run.Trainer):
     def end(self, activity: Activity) -> None:
         pass
 
-    def data(self, num_steps: int) -> Iterator[StepPlan]:
+    def feed(self, num_steps: int) -> Feed:
         """A rank of the wrong shape works on a plan in which a picture is smaller."""
-        plans = super().data(num_steps)
-        return _Smaller(plans) if self.fault.kind == "wrong shape" and self.mesh.rank == self.fault.rank else plans
+        feed = super().feed(num_steps)
+        if self.fault.kind != "wrong shape" or self.mesh.rank != self.fault.rank:
+            return feed
+        return replace(feed, plans=_Smaller(feed.plans))
 
 
 class _Smaller(Iterator[StepPlan]):

@@ -72,8 +72,8 @@ def train(directory: Path, name: str, *flags: str) -> Result:
                 trainer.run_steps()
             sends = [one for one in trace.operations if one["name"] == "send"]
             result.epochs.append(Epoch(trace.num_vision_layer_runs, len(sends), trace.num_read_back))
-        if trainer.metrics is not None:
-            trainer.metrics.close()
+        trainer.reporter.close()
+        if mesh.rank == mesh.world_size - 1:
             result.metrics = json_lines(Path(run.args.log_dir) / "metrics.jsonl")
         result.weights = {one: parameter.detach().clone() for one, parameter in trainer.parts.stage.named_parameters()}
         if trainer.fingerprint is not None:

@@ -42,17 +42,16 @@ def train(directory: Path, name: str) -> Result:
     with Watchdog(Meeting.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
         trainer = Trainer(run, DEVICE, mesh, watchdog)
-        data = trainer.data(NUM_STEPS)
+        data = trainer.feed(NUM_STEPS).plans
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
         data.close()
         trainer.run_steps()
-        if trainer.metrics is not None:
-            trainer.metrics.close()
+        trainer.reporter.close()
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (mesh.dp_rank, own))
         parallel.stop_mesh()
     by_replica = dict(of_ranks)
-    return Result(json_lines(Path(run.args.log_dir) / "metrics.jsonl") if trainer.reports else [],
+    return Result(json_lines(Path(run.args.log_dir) / "metrics.jsonl") if mesh.rank == mesh.world_size - 1 else [],
                   [[by_replica[replica][step] for replica in sorted(by_replica)] for step in range(NUM_STEPS)])
 
 

@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 
 from mm.errors import AgreedError, UserError
+from mm.training.claim import Claim
 from tests.checkpoint.formats.test_training import write_small
 
 
 def test_an_export_that_fails_removes_the_checkpoint_that_it_was_made_of(one_rank: Any, tmp_path: Path) -> None:
     """A run without --save writes the weights for the export alone."""
-    from mm.training.run import Trainer
+    from mm.training.saver import Saver
 
-    class Failing(Trainer):
+    class Failing(Saver):
         def __init__(self) -> None:
-            args = SimpleNamespace(export_hf=str(tmp_path / "hf"), export_merged_hf=None, train_iters=3)
-            self.run, self.mesh, self.reports = SimpleNamespace(args=args), one_rank, False  # type: ignore[assignment]
-            self.progress, self.checkpoint = SimpleNamespace(iteration=3), None  # type: ignore[assignment]
+            args = SimpleNamespace(export_hf=str(tmp_path / "hf"), export_merged_hf=None)
+            run, parts = SimpleNamespace(args=args), SimpleNamespace(mesh=one_rank)
+            super().__init__(run, parts, Claim(), print, None, None)  # type: ignore[arg-type]
             self.seen: list[bool] = []
 
-        def _save(self, directory: str, *, weights_only: bool = False, keep_last: int | None = None) -> Path:
+        def _save(self, directory: str, *others: Any, **settings: Any) -> Path:
             write_small(Path(directory), 3)
             return Path(directory) / "iter_0000003"
 
@@ -31,5 +32,5 @@ def test_an_export_that_fails_removes_the_checkpoint_that_it_was_made_of(one_ran
 
     failing = Failing()
     with pytest.raises(AgreedError, match="the disk is full"):
-        failing.export()
+        failing.export(SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
     assert failing.seen == [True] and list(tmp_path.iterdir()) == []

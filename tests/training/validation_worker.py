@@ -41,8 +41,7 @@ def train(parts: list[list[str]], meeting: Meeting) -> dict:
                 trainer.run_steps()
             except UserError as error:
                 problems += error.problems
-        if trainer.metrics is not None:
-            trainer.metrics.close()
+        trainer.reporter.close()
         states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in random_states().items()}
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (problems, states))

@@ -1,0 +1,120 @@
+"""The plans of a run's steps, and between them those of its validations, opened on every rank together."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mm.config.run import Run
+from mm.config.validation import is_due, validates
+from mm.data.contents import TrainedOn
+from mm.data.dataset import Dataset
+from mm.data.features import FeatureCache
+from mm.data.gauge import Gauge
+from mm.data.loader import StepLoader
+from mm.data.order import Order, Step
+from mm.data.owner import DataOwner, planned_steps
+from mm.data.quarantine import LEDGER, BadSample, Quarantine
+from mm.data.sampler import order_of, told_order
+from mm.data.validation import ValidationPlan, ValidationReader, in_between
+from mm.ending import say_notes
+from mm.model.stage import Stage
+from mm.parallel.agreement import all_of, together
+from mm.parallel.mesh import Mesh
+from mm.training.checkpoint import Progress
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the steps of a run take."""
+
+    plans: DataOwner
+    """One for each step, and after each step that a validation follows, the validation's."""
+    trained_on: TrainedOn | None
+    """None on ranks that read no data."""
+    validation: ValidationPlan | None
+    """None without validation."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a rank that owns data reads from."""
+
+    open_loader: Callable[[Iterable[Step]], StepLoader]
+    data: TrainedOn
+    make_order: Callable[[], Order]
+    validation: ValidationReader | None
+    quarantine: Quarantine | None
+    validation_quarantine: Quarantine | None
+
+
+def open_feed(
+    run: Run, mesh: Mesh, stage: Stage, progress: Progress, num_steps: int, fingerprint: str | None
+) -> Feed:
+    """The next ``num_steps`` steps' plans, read on the owning rank and shared within the replica.
+
+    ``fingerprint``: that of the ViT, with ``--vision-feature-cache``.  Raises the same AgreedError on every rank for
+    data that cannot be read or are not those of the checkpoint.
+    """
+    due = [validates(run.args, run.data) and is_due(run.args, progress.iteration + 1 + number)
+           for number in range(num_steps)]
+
+    def open_own() -> _Opened | None:
+        return _open(run, mesh, stage, progress, any(due), fingerprint) if mesh.owns_data else None
+
+    opened = together(mesh, open_own)
+    reader = opened and opened.validation
+    found = all_of((reader.plan(),) if reader else (), mesh.control_group)
+    assert len(found) <= 1, "ranks that own data see the same samples"
+    validation = found[0] if found else None
+    # Without workers the calling thread plans the steps too.
+    planned = planned_steps(mesh, opened and opened.make_order) if run.args.num_workers else None
+    loader = together(mesh, lambda: opened and opened.open_loader(planned or opened.make_order().steps()))
+    steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
+    num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
+    plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
+                      opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
+    return Feed(plans, opened and opened.data, validation)
+
+
+def _open(
+    run: Run, mesh: Mesh, stage: Stage, progress: Progress, validates_now: bool, fingerprint: str | None
+) -> _Opened:
+    """On a rank that owns data."""
+    args = run.args
+    gauge = Gauge.from_config(run.data, run.model, args.seq_length)
+    known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
+    dataset = Dataset(known, skips, gauge, args.seed)
+    quarantine = _quarantine(run, mesh, dataset, dataset.skipped) if skips else None
+    then, now, order = progress.data, dataset.contents(), told_order(run)
+    consumed = progress.consumed_samples
+    data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
+    own_run = replace(run, notes=())  # notes do not pickle
+    make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
+    reader = ValidationReader.open(run, gauge, mesh.dp_rank) if validates_now else None
+    validation_quarantine = None if reader is None or not skips else (
+        _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
+    open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,
+                          prefetch_factor=run.data.prefetch_factor, features=_feature_cache(run, stage, fingerprint))
+    return _Opened(open_loader, data, make_order, reader, quarantine, validation_quarantine)
+
+
+def _feature_cache(run: Run, stage: Stage, fingerprint: str | None) -> FeatureCache | None:
+    """What earlier steps and runs have kept of the ViT's work."""
+    if run.args.vision_feature_cache is None:
+        return None
+    assert fingerprint is not None, "it is made with the stage"
+    row_bytes = run.model.vision.hidden_size * stage.config.params_dtype.itemsize
+    return FeatureCache(run.args.vision_feature_cache, fingerprint, row_bytes)
+
+
+def _quarantine(run: Run, mesh: Mesh, dataset: Dataset, skipped: Sequence[BadSample]) -> Quarantine:
+    """Begins with ``skipped``, which the check of the records has found."""
+    ledger = None
+    if mesh.rank == 0:
+        ledger = Path(run.args.log_dir) / LEDGER
+        if skipped:
+            say_notes([f"{len(skipped)} samples are left out; {ledger} lists them"])
+    quarantine = Quarantine(len(dataset) + len(skipped), run.args.max_bad_fraction, ledger)
+    quarantine.add(skipped)
+    return quarantine

@@ -1,0 +1,129 @@
+"""What the user is told of a run: its steps, validations and scores, by the last rank, as in Megatron."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mm.batch import StepPlan
+from mm.config.run import Run, resolved
+from mm.device.facts import device_facts, sdpa_backend
+from mm.errors import printable
+from mm.model import flops
+from mm.parallel.mesh import Mesh
+from mm.training.checkpoint import Progress
+from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
+from mm.training.questions import Scored
+from mm.training.schedule import Schedule
+from mm.training.step import Parts
+from mm.training.update import StepResult, clips_in_adam
+from mm.training.validation import ValidationLoss
+from mm.weights.groups import group_facts
+
+Say = Callable[[str], None]
+"""Tells the user one thing, once for all ranks."""
+
+
+def sayer(mesh: Mesh) -> Say:
+    """Prints on the last rank."""
+
+    def say(text: str) -> None:
+        if mesh.rank == mesh.world_size - 1:
+            print(printable(text), flush=True)
+
+    return say
+
+
+class Reporter:
+    """Writes the run's file, metrics and log lines on the last rank; on the others, nothing."""
+
+    def __init__(self, run: Run, parts: Parts, schedule: Schedule, first_iteration: int, say: Say) -> None:
+        """``first_iteration``: where the run goes on from; rows of later ones are dropped."""
+        self._run, self._parts, self._say = run, parts, say
+        self._writer = None
+        mesh = parts.mesh
+        if mesh.rank == mesh.world_size - 1:
+            facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, parts),
+                     "optimizer_groups": group_facts(run.args, run.model)}
+            self._writer = MetricsWriter(run.args, facts, first_iteration)
+
+    def report_step(
+        self, progress: Progress, plan: StepPlan, result: StepResult, seconds: float,
+        timers: Mapping[str, float] | None,
+    ) -> None:  # fmt: skip
+        """After a step, which took ``seconds``."""
+        run, totals, mesh, device = self._run, plan.totals, self._parts.mesh, self._parts.stage.device
+        if totals.num_target_tokens == 0:
+            self._say(f"note: iteration {progress.iteration} has no token to learn: its loss is 0. Look at the roles "
+                      f"of the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
+        if totals.num_cut_images:
+            self._say(f"note: iteration {progress.iteration}: {totals.num_cut_images} pictures are left out, because "
+                      f"--seq-length {run.args.seq_length} would have cut them")
+        if self._writer is None:
+            return
+        peak = device.peak_flops
+        rate = flops.training_flops(run.model, totals) / seconds / mesh.world_size
+        self._writer.write(StepMetrics(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            step_seconds=seconds,
+            global_batch_size=run.global_batch_size,
+            num_tokens=totals.num_tokens,
+            num_target_tokens=totals.num_target_tokens,
+            num_patches=totals.num_patches,
+            num_images=totals.num_images,
+            num_cut_images=totals.num_cut_images,
+            tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
+            model_flops_per_second_per_device=rate,
+            mfu=rate / peak if peak else None,
+            max_memory_bytes=device.max_memory_bytes(),
+            timers=timers,
+            num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
+            **asdict(result),
+        ))
+
+    def report_validation(self, progress: Progress, found: ValidationLoss) -> None:
+        """After a validation, whose loss ``progress.best`` knows already."""
+        if found.loss is None:
+            self._say(f"note: the validation after iteration {progress.iteration} has no loss: " + (
+                "it is not finite" if found.num_target_tokens else "no sample can be used"))
+        if self._writer is not None:
+            self._writer.write_validation(ValidationMetrics(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                validation_loss=found.loss,
+                num_samples=found.num_samples,
+                num_target_tokens=found.num_target_tokens,
+                validation_seconds=found.seconds,
+                best_validation_loss=progress.best.loss,
+                best_iteration=progress.best.iteration,
+            ))
+
+    def report_scores(self, progress: Progress, found: Scored) -> None:
+        """After the model has answered the questions."""
+        scores = found.scores
+        if self._writer is not None:
+            self._writer.write_score(ScoreMetrics(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                validation_score_percent=scores["headline"]["score_percent"],
+                num_questions=scores["headline"]["num_questions"],
+                num_cut_answers=scores["num_cut_answers"],
+                answer_seconds=found.seconds,
+            ), scores["benchmark"])
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _ran_on(run: Run, parts: Parts) -> dict[str, Any]:
+    """Device, versions and kernels of this rank, for the run's file."""
+    vision, language, tp_size = run.model.vision, run.model.language, run.tp_size
+    towers = {"vision": (vision.num_attention_heads, vision.num_attention_heads, vision.head_dim, False),
+              "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels, True)}
+    device, dtype = parts.stage.device, parts.stage.config.params_dtype
+    sdpa = {name: sdpa_backend(device, dtype, heads // tp_size, kv_heads // tp_size, head_dim, causal)
+            for name, (heads, kv_heads, head_dim, causal) in towers.items()}
+    adam = next((one.optimizer for one in parts.optimizer.chained_optimizers), None)
+    return {**device_facts(device, adam), "sdpa": sdpa, "clips_in_adam": clips_in_adam(parts.optimizer, device)}

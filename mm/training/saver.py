@@ -1,0 +1,118 @@
+"""Saves a run's checkpoints when they are due, and exports its model at the end."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoint import convert
+from checkpoint.adapters import export_peft, merge, open_base, open_saved
+from checkpoint.formats.training import remove
+from mm.config.run import Run, resolved
+from mm.parallel.activity import Work
+from mm.parallel.agreement import on_first, together
+from mm.training import checkpoint as state
+from mm.training.checkpoint import Progress
+from mm.training.claim import Claim
+from mm.training.reporter import Say
+from mm.training.saves import BEST
+from mm.training.sources import qkv_order
+from mm.training.step import Parts
+
+
+class Saver:
+    """Knows which checkpoint holds the weights as they are."""
+
+    def __init__(
+        self, run: Run, parts: Parts, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None
+    ) -> None:
+        """``claim`` is this rank's hold on the directories that the run writes; ``checkpoint`` holds the weights that
+        training starts from, if it is a training checkpoint; ``base`` is that of adapters, as ``Manifest`` has it."""
+        self._run, self._parts, self._claim, self._say, self._base = run, parts, claim, say, base
+        self._checkpoint = checkpoint
+
+    def is_due(self, iteration: int, is_last: bool) -> bool:
+        """Whether a checkpoint is saved after this step; ``is_last``: of those that the run makes now."""
+        args = self._run.args
+        return args.save is not None and (
+            is_last or (args.save_interval is not None and iteration % args.save_interval == 0))
+
+    def is_best(self, progress: Progress) -> bool:
+        """Whether the validation after this step had the lowest loss so far, and its weights are to be kept."""
+        return self._run.args.save_best and progress.best.iteration == progress.iteration
+
+    def save(self, progress: Progress) -> None:
+        """Save all that training needs to go on."""
+        assert self._run.args.save is not None, "a save is due only with --save"
+        self._save(self._run.args.save, progress, keep_last=self._run.args.keep_last_checkpoints)
+
+    def save_best(self, progress: Progress) -> None:
+        """The same in the directory of the best checkpoint, whose earlier one is deleted."""
+        assert self._run.args.save is not None, "checked with the settings"
+        self._save(str(Path(self._run.args.save) / BEST), progress, keep_last=1)
+
+    def weights_change(self) -> None:
+        """A step begins: no checkpoint holds the weights any more."""
+        self._checkpoint = None
+
+    def export(self, progress: Progress, has_ended: bool) -> None:
+        """Write the model in Hugging Face format if the run has come to its end and that is asked for.
+
+        Of adapters: a PEFT directory, the model with them added, or both.
+        """
+        args = self._run.args
+        targets = {flag: path for flag, path in (("--export-hf", args.export_hf),
+                                                 ("--export-merged-hf", args.export_merged_hf)) if path is not None}
+        if not targets:
+            return
+        if not has_ended:
+            for flag, path in targets.items():
+                self._say(f"note: nothing was exported to {path}: the run stands at iteration {progress.iteration} of "
+                          f"{args.train_iters}; resume it with the same {flag}")
+            return
+        passing, is_saved = f"{next(iter(targets.values()))}.checkpoint", self._checkpoint is not None
+
+        def write(source: Path) -> None:
+            for flag, path in targets.items():
+                self._export(source, path, flag == "--export-merged-hf")
+
+        try:
+            source = self._checkpoint or self._save(passing, progress, weights_only=True)
+            self._say(f"exporting {source} to {' and '.join(targets.values())}")
+            on_first(self._parts.mesh, lambda: write(source))
+        finally:
+            if not is_saved and self._parts.mesh.rank == 0 and Path(passing).is_dir():
+                remove(passing)
+
+    def _save(
+        self, directory: str, progress: Progress, *, weights_only: bool = False, keep_last: int | None = None
+    ) -> Path:
+        args, parts = self._run.args, self._parts
+        with parts.stage.journal.during(Work.SAVE):
+            together(parts.mesh, self._claim.check)
+            saved = state.save(
+                directory,
+                progress,
+                parts,
+                resolved(self._run),
+                save_optim=not (args.no_save_optim or weights_only),
+                save_rng=not (args.no_save_rng or weights_only),
+                keep_last=keep_last,
+                base=self._base,
+            )
+        self._checkpoint = saved
+        self._say(f"saved {saved}")
+        return saved
+
+    def _export(self, source: Path, target: str, is_merged: bool) -> None:
+        run = self._run
+        hf_dir = run.data.model_name_or_path
+        if not run.model.lora.is_on:
+            convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
+            return
+        adapters = open_saved(source)
+        if not is_merged:
+            export_peft(adapters, target, hf_dir).run(convert.Options())
+            return
+        assert self._base is not None, "checked before the run: there is a base model to merge with"
+        base = open_base(self._base["path"], run.model, qkv_order(run))
+        merge(adapters, base, hf_dir, target).run(convert.Options())
