@@ -34,6 +34,10 @@ _DOUBT_SECONDS = 1.0
 """How long a broken connection waits for the end of a rank that explains it."""
 _ANSWER_SECONDS = 5.0
 """How long the hub waits for what ranks tell; one that holds Python's lock, or is stopped, tells nothing."""
+_LATE_SECONDS = 10.0
+"""How long the hub waits, when a run ends before all ranks have joined, to tell those that still come: without it they
+would look for a store that is gone until their own time limit.  torch's client of the store tries again after half a
+second, and then less and less often."""
 _OTHER_FILES = 512
 """Open files of rank 0 beside its connections to all ranks."""
 
@@ -67,6 +71,7 @@ class Hub:
         """Without it nobody can join: the port is open to the network."""
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "it has not said")
+        self._joined: set[int] = set()
         self._ready: set[int] = set()
         self._left: set[int] = set()
         self._start_ends = float("inf")
@@ -100,8 +105,7 @@ class Hub:
                     case None if rank >= 0:
                         return Cause(rank, death_of(rank))
                     case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
-                        self._lines.rename(rank, joining)
-                        self._lines.send(joining, "welcome")
+                        self._let_in(rank, joining)
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
                     case ["ready"]:
@@ -133,6 +137,11 @@ class Hub:
     def _may_join(self, token: str, rank: int) -> bool:
         is_free = 0 <= rank < self._num_ranks and rank not in self._left and rank not in self._lines.ranks
         return is_free and secrets.compare_digest(token.encode(), self.token.encode())
+
+    def _let_in(self, caller: int, rank: int) -> None:
+        self._lines.rename(caller, rank)
+        self._lines.send(rank, "welcome")
+        self._joined.add(rank)
 
     def _note_ready(self, rank: int) -> None:
         self._ready.add(rank)
@@ -173,8 +182,23 @@ class Hub:
             if cause.is_riddle:
                 _write("".join(f"\nStacks of rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)))
         for rank in self._lines.ranks:
-            self._lines.send(rank, "ends", cause.status, cause.rank)
+            if rank != 0:
+                self._lines.send(rank, "ends", cause.status, cause.rank)
+        self._end_late_ranks(cause)
+        self._lines.send(0, "ends", cause.status, cause.rank)  # last, because this process has the hub and the store
         end(cause.status, self._at_end)
+
+    def _end_late_ranks(self, cause: Cause) -> None:
+        """Wait a little for ranks that have not joined yet, and send them away."""
+        until = time.monotonic() + _LATE_SECONDS
+        while len(self._joined) < self._num_ranks and (left := until - time.monotonic()) > 0:
+            for rank, words in self._lines.receive(left):
+                match words:
+                    case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
+                        self._let_in(rank, joining)
+                        self._lines.send(joining, "ends", cause.status, cause.rank)
+                    case _ if rank < 0:
+                        self._lines.drop(rank)  # a stranger
 
     def _ask(self) -> dict[int, str]:
         """The stacks of every rank that answers in time; brings the places up to date."""

@@ -31,6 +31,7 @@ from mm.training.feed import Feed  # noqa: E402
 
 GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
+LATE_SECONDS = 2.0
 ITERATION = 2
 JOBS_AT_ONCE = 2
 
@@ -99,6 +100,8 @@ def run_with(fault: Fault, inputs: Path) -> int:
     os.dup2(output, 2)
     FaultyTrainer.fault = fault
     run.Trainer = FaultyTrainer
+    if fault.kind == "refused" and os.environ["RANK"] != str(fault.rank):
+        time.sleep(LATE_SECONDS)  # it comes when the other rank wants to end
     if fault.kind == "killed before":
         train.check_files = partial(die_once_expected, inputs / fault.name)
         Watchdog.meet = lambda _: wait(inputs / fault.name)
