@@ -7,12 +7,16 @@ looks at; recomputation does not count, because it is no part of the model.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from mm.batch import BatchTotals, Grid, image_pairs, window_pairs
 from mm.config.model import LanguageConfig, ModelConfig, VisionConfig
 from mm.parallel.simulation import SlotCost
 from mm.weights.table import Place, model_weights, owns
 from mm.weights.trained import GradientPath, is_frozen
+
+BlockPlace = tuple[Place, int | None]
+"""Place and layer of a block."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,7 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
     it to something trained before it, else one.  The adapters' own products are not counted.
     """
     path, slots = GradientPath.of(model), model.placement().slots
-    matrices = [one for one in model_weights(model) if len(one.shape) > 1 and not is_frozen(one, model)]
-    trained = {(one.place, one.layer) for one in matrices if not one.is_adapter}
-    adapted = {(one.place, one.layer) for one in matrices if one.is_adapter}
-    if model.language.tied and (Place.EMBEDDING, None) in trained:
-        trained.add((Place.HEAD, None))
+    trained, adapted = _trained_blocks(model)
     costs = []
     for totals in batches:
         forward, backward = [0.0] * len(slots), [0.0] * len(slots)
@@ -78,6 +78,17 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
             backward[slot] += block.forward * (2 if place in trained else 1 if passes or place in adapted else 0)
         costs.append([SlotCost(*both) for both in zip(forward, backward, strict=True)])
     return costs
+
+
+@cache
+def _trained_blocks(model: ModelConfig) -> tuple[set[BlockPlace], set[BlockPlace]]:
+    """Which blocks have a trained matrix of their own, and which a trained adapter."""
+    matrices = [one for one in model_weights(model) if len(one.shape) > 1 and not is_frozen(one, model)]
+    trained = {(one.place, one.layer) for one in matrices if not one.is_adapter}
+    adapted = {(one.place, one.layer) for one in matrices if one.is_adapter}
+    if model.language.tied and (Place.EMBEDDING, None) in trained:
+        trained.add((Place.HEAD, None))
+    return trained, adapted
 
 
 def _vision_of(model: ModelConfig, totals: BatchTotals) -> Iterator[Block]:

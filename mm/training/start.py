@@ -70,9 +70,11 @@ def start(
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base, whole = None, sources.model
+    # The whole model of a training checkpoint comes with its optimizer, in _progress.
+    fills_whole = whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on)
     if whole is None:
         load.initialize(stage, own, mesh, args.seed, run.model.language.init_method_std)
-    elif whole.kind is not Kind.TRAINING or run.model.lora.is_on:
+    elif fills_whole:
         load.fill(stage, own, whole, mesh)
     if run.model.lora.is_on and whole is not None:
         base = {"path": str(whole.path), "crc32": on_first(mesh, lambda: check_base(sources.adapters, whole))}
@@ -83,8 +85,7 @@ def start(
     parts = Parts.build(stage, mesh, args)
     started = _progress(run, parts, sources)
     loaded = sources.adapters or whole
-    is_loaded = whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on)
-    for note in whole.notes if whole is not None and is_loaded else ():
+    for note in whole.notes if whole is not None and fills_whole else ():
         say(f"note: {note}")
     if loaded is not None:
         beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""

@@ -10,6 +10,7 @@ local ones).  Hugging Face names are the published ones (``visual.*``, ``model.l
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -89,10 +90,11 @@ class Weight(Cut):
         return self.scale is not None
 
 
+@cache
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Every tensor of the model once, in model order, each linear weight followed by its adapters.
 
-    A tied model has no output layer.
+    A tied model has no output layer.  The table of a model is made once: a run asks for it in many places.
     """
     weights = _own_weights(model)
     if not model.lora.is_on:
