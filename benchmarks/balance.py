@@ -23,13 +23,13 @@ from benchmarks.lengths import SEQ_LENGTH, SETS, llava, totals_of
 from benchmarks.lists import with_lists
 from benchmarks.measure import versions
 from mm.config.model import ModelConfig, read_model
-from mm.data.bucket import bucket_stream, sorted_in_turn
-from mm.data.cost import SampleSizes
 from mm.data.lengths import Lengths
-from mm.data.order import Step, Stream, in_turn, shuffled
-from mm.data.pack import Budget, fullest_packs
-from mm.data.sampler import balanced, packed, packed_evenly
-from mm.data.sequence import pipeline_order
+from mm.data.order.bucket import bucket_stream, sorted_in_turn
+from mm.data.order.cost import SampleSizes
+from mm.data.order.pack import Budget, fullest_packs
+from mm.data.order.sampler import balanced, packed, packed_evenly
+from mm.data.order.sequence import pipeline_order
+from mm.data.order.stream import Step, Stream, in_turn, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 

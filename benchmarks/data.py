@@ -26,10 +26,10 @@ from transformers import Qwen2VLImageProcessorPil
 
 from mm.batch import normalised
 from mm.config.data import DataConfig
-from mm.data.decoder import Decoder
-from mm.data.image import ImageProcessor
+from mm.data.media.decoder import Decoder
+from mm.data.media.image import ImageProcessor
+from mm.data.media.video import VideoProcessor
 from mm.data.sample import Video
-from mm.data.video import VideoProcessor
 
 SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
 MAX_PIXELS = 1_003_520

@@ -24,10 +24,10 @@ from benchmarks.results import Results
 from demo.tiny_checkpoint import build
 from mm.config.data import DataConfig, read_data
 from mm.config.model import read_model
-from mm.data.dataset import Dataset
-from mm.data.encode import SampleEncoder
-from mm.data.loader import StepLoader
-from mm.data.order import Order
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.feed.loader import StepLoader
+from mm.data.index.dataset import Dataset
+from mm.data.order.stream import Order
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 MAX_TOKENS = 4096

@@ -35,19 +35,19 @@ from benchmarks.measure import append, versions
 from demo.tiny_checkpoint import Sizes, build
 from mm.config.data import DataConfig, read_data
 from mm.config.model import ModelConfig, read_model
-from mm.data.columns import Columns
-from mm.data.cost import SampleSizes
-from mm.data.dataset import Dataset
-from mm.data.gauge import COUNTED_FROM, ROW, Gauge
-from mm.data.index import Checker, Index, Reader
-from mm.data.media import MediaRoots
-from mm.data.order import Order, shuffled
-from mm.data.pack import Budget
-from mm.data.planner import PlannedSteps, Seat, start_planner
-from mm.data.records import RecordFile
-from mm.data.rows import CHUNK_ROWS, packed
-from mm.data.sampler import packed_evenly
-from mm.data.store import Store
+from mm.data.feed.planner import PlannedSteps, Seat, start_planner
+from mm.data.index.columns import Columns
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import COUNTED_FROM, ROW, Gauge
+from mm.data.index.index import Checker, Index, Reader
+from mm.data.index.rows import CHUNK_ROWS, packed
+from mm.data.index.store import Store
+from mm.data.order.cost import SampleSizes
+from mm.data.order.pack import Budget
+from mm.data.order.sampler import packed_evenly
+from mm.data.order.stream import Order, shuffled
+from mm.data.read.records import RecordFile
+from mm.data.read.roots import MediaRoots
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 SEQ_LENGTH = 4096

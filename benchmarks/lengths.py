@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mm.batch import BatchTotals, image_pairs, window_pairs
-from mm.data.image import smart_resize
 from mm.data.lengths import Lengths
+from mm.data.media.image import smart_resize
 
 SEQ_LENGTH = 8192
 WINDOW = 8

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.lengths import llava, totals_of
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig, read_model
-from mm.data.sequence import pipeline_order
+from mm.data.order.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import SlotCost, step_cost
 

@@ -138,7 +138,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
-    from mm.data.owner import deal_images
+    from mm.data.feed.owner import deal_images
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
     from mm.parallel.schedule import run_forward

@@ -93,7 +93,7 @@ def model_of(case: Case, sizes: dict[str, int]) -> Any:
 def plan_of(case: Case, model: Any) -> Any:
     from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
-    from mm.data.sequence import in_pipeline_order
+    from mm.data.order.sequence import in_pipeline_order
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
     factors = [spread[(5 * number) % 8] for number in range(NUM_MICROBATCHES)]

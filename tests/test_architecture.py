@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.test_layering import FLOORS, ROOT
+from tests.test_layering import FLOORS, ROOMS, ROOT
 
 PAGE = ROOT / "docs/architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -23,26 +23,37 @@ def folders() -> set[str]:
     return {f"{path.parent.relative_to(ROOT)}/" for path in files} - {"mm/"}
 
 
-def rooms() -> list[str]:
-    return re.findall(r"^\| `([^`]+)` \|", TEXT, flags=re.MULTILINE)
+def rooms(text: str = TEXT) -> list[str]:
+    return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
 
 
-def test_the_picture_has_the_floors_of_the_layering_test():
+def plans() -> list:
+    """The part of the page with each floor plan, and the floors that it has to show."""
+    _, *parts = re.split(r"^## Inside `", TEXT, flags=re.MULTILINE)
+    inside = {part.partition("`")[0]: part.partition("\n## ")[0] for part in parts}
+    house = TEXT.partition("\n## Inside ")[0]
+    return [pytest.param(house, FLOORS, id="house"),
+            *(pytest.param(inside[as_path(folder)], floors, id=folder) for folder, floors in ROOMS.items())]
+
+
+@pytest.mark.parametrize(("text", "floors"), plans())
+def test_each_picture_has_the_floors_of_the_layering_test(text: str, floors: dict[str, int]):
     drawn = {}
-    for floor, names in re.findall(r"^floor (\d+) +(.+)$", TEXT, flags=re.MULTILINE):
+    for floor, names in re.findall(r"^floor (\d+) +(.+)$", text, flags=re.MULTILINE):
         drawn |= {name: int(floor) for name in names.split()}
-    assert drawn == {as_path(room): floor for room, floor in FLOORS.items()}
+    assert drawn == {as_path(room): floor for room, floor in floors.items()}
 
 
 def test_every_folder_has_one_sentence():
     named = rooms()
     assert len(named) == len(set(named))
-    assert set(named) == folders() | {as_path(room) for room in FLOORS}
+    assert set(named) == folders() | {as_path(room) for floors in (FLOORS, *ROOMS.values()) for room in floors}
 
 
-def test_rooms_stand_in_the_order_of_the_floors():
-    floors = {as_path(room): floor for room, floor in FLOORS.items()}
-    order = [floors[room] for room in rooms() if room in floors]
+@pytest.mark.parametrize(("text", "floors"), plans())
+def test_rooms_stand_in_the_order_of_the_floors(text: str, floors: dict[str, int]):
+    of_path = {as_path(room): floor for room, floor in floors.items()}
+    order = [of_path[room] for room in rooms(text) if room in of_path]
     assert order == sorted(order)
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from demo.tiny_checkpoint import build
-from mm.data import quarantine
+from mm.data.record_name import record_place
 from mm.ending import run_command, say_notes
 from mm.errors import UserError, printable
 from mm.version import VERSION
@@ -29,7 +29,7 @@ def test_what_a_terminal_would_obey_is_escaped(capsys) -> None:
     assert UserError([odd]).problems == (escaped,)
     say_notes([odd])
     assert capsys.readouterr().out == f"note: {escaped}\n"
-    assert quarantine.record_place("a.json", 3, odd) == f"a.json: record 3 (id '{escaped}')"
+    assert record_place("a.json", 3, odd) == f"a.json: record 3 (id '{escaped}')"
 
 
 def test_an_interruption_is_told_with_what_is_kept(capsys) -> None:
@@ -61,7 +61,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
     """As a terminal sends it: to the command and to all of its workers, while they check records."""
-    command = [sys.executable, "-m", "mm.data.tool", "check", "--mm-data", str(inputs / "data.json"), "--mm-model",
+    command = [sys.executable, "-m", "mm.data_tool.cli", "check", "--mm-data", str(inputs / "data.json"), "--mm-model",
                str(EXAMPLES / "model_tiny.json"), "--seq-length", "256"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
@@ -77,7 +77,7 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [("mm.train", "mm.train"), ("mm.generate", "mm.generate"),
-                                              ("mm.evaluate", "mm.evaluate"), ("mm.data.tool", "mm-data"),
+                                              ("mm.evaluate", "mm.evaluate"), ("mm.data_tool.cli", "mm-data"),
                                               ("checkpoint.cli", "mm-convert")])
 def test_every_command_says_its_version(module: str, name: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True,

@@ -28,7 +28,7 @@ INSTALLED = {program: f"'{Path(sys.executable).with_name(program)}'" for program
 def warm() -> dict[str, str]:
     """``INSTALLED`` in forks of the warm process; that the console scripts are installed is shown by other commands."""
     python = f"'{warm_python()}'"
-    return {"python": python, "mm-convert": f"{python} -m checkpoint.cli", "mm-data": f"{python} -m mm.data.tool"}
+    return {"python": python, "mm-convert": f"{python} -m checkpoint.cli", "mm-data": f"{python} -m mm.data_tool.cli"}
 
 
 def run(command: str, cwd: Path = ROOT, python: str = sys.executable) -> subprocess.CompletedProcess:

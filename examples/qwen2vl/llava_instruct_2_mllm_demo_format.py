@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, it does not see mm
 
-from mm.data.llava import convert_llava, told
+from mm.data_tool.llava import convert_llava, told
 from mm.errors import UserError
 
 LLAVA_JSON_PATH = "./data/llava_instruct_150k.json"

@@ -40,7 +40,7 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 class Attributes:
     """Names of the columns and roles in the dataset, by LLaMA-Factory's words and with its defaults.
 
-    ``mm.data.formats`` also knows the usual names, and looks for them where a record has none of these.
+    ``mm.data.read.formats`` also knows the usual names, and looks for them where a record has none of these.
     """
 
     formatting: Formatting = "sharegpt"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 @dataclass(frozen=True)
 class Inline:
     """The file of a picture, where the record itself holds it.  A kind of its own may read ``content`` when it is
-    asked for (``mm.data.parquet``)."""
+    asked for (``mm.data.read.parquet``)."""
 
     name: str
     """What messages call it: the beginning of its address."""

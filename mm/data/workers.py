@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_PRELOADED = ["mm.data.loader", "mm.data.planner", "mm.data.sampler"]
+_PRELOADED = ["mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler"]
 """All that processes need."""
 _WORTH_A_START = 16
 """Items; with fewer, the work is done before the processes are up."""

@@ -13,11 +13,11 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.generate import Asking
-from mm.data.formats import num_media, read_sample
-from mm.data.media import KnownMedia, MediaRoots
-from mm.data.parts import parts_of, with_places
-from mm.data.quarantine import name_of, numbered
-from mm.data.records import RecordFile
+from mm.data.read.formats import num_media, read_sample
+from mm.data.read.parts import parts_of, with_places
+from mm.data.read.records import RecordFile
+from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
 

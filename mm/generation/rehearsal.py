@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from mm.config.generate import Asking
 from mm.config.outputs import folder_problems
-from mm.data.encode import SampleEncoder
+from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Sample
 from mm.errors import collected, refuse
 from mm.generation.source import Found, find, named_tokens

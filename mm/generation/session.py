@@ -16,7 +16,7 @@ from mm.batch import Microbatch
 from mm.config.data import DataConfig
 from mm.config.generate import Asking, Decoding
 from mm.config.model import LanguageConfig, ModelConfig
-from mm.data.encode import SampleEncoder
+from mm.data.encode.encoder import SampleEncoder
 from mm.device.device import Device
 from mm.errors import UserError
 from mm.generation.decode import Answer, Answerer, Listener

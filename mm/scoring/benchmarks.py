@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm.config.evaluate import BenchmarkName, Rule
-from mm.data.media import MediaRoots
+from mm.data.read.roots import MediaRoots
 from mm.data.sample import Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, collected, refuse
 from mm.scoring.prompts import Form, max_mark, prompt

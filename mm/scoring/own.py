@@ -15,12 +15,12 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.formats import HALF_CHARACTER, num_media, read_sample
-from mm.data.media import KnownMedia, MediaRoots
-from mm.data.parts import shown, with_places
-from mm.data.picture import image_size
-from mm.data.quarantine import name_of, numbered
-from mm.data.records import Raw, RecordFile
+from mm.data.media.picture import image_size
+from mm.data.read.formats import HALF_CHARACTER, num_media, read_sample
+from mm.data.read.parts import shown, with_places
+from mm.data.read.records import Raw, RecordFile
+from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items

@@ -12,9 +12,9 @@ from typing import Any
 
 from PIL import Image as Pillow
 
-from mm.data.picture import load_image
-from mm.data.report import Report, Table, page
+from mm.data.media.picture import load_image
 from mm.data.sample import Image, Inline, Media
+from mm.report import Report, Table, page
 from mm.scoring.results import Scored
 from mm.scoring.tsv import Cell
 

@@ -24,7 +24,7 @@ from checkpoint.formats import training as files
 from checkpoint.formats.source import Source, open_training
 from checkpoint.formats.training import Manifest, Piece
 from checkpoint.formats.training_reader import TrainingDirectory
-from mm.data.contents import TrainedOn
+from mm.data.index.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.model.load import fill, read_once

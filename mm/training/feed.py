@@ -7,16 +7,17 @@ from pathlib import Path
 
 from mm.config.run import Run
 from mm.config.validation import is_due, validates
-from mm.data.contents import TrainedOn
-from mm.data.dataset import Dataset
-from mm.data.features import FeatureCache
-from mm.data.gauge import Gauge
-from mm.data.loader import StepLoader
-from mm.data.order import Order, Step
-from mm.data.owner import DataOwner, planned_steps
-from mm.data.quarantine import LEDGER, BadSample, Quarantine
-from mm.data.sampler import order_of, told_order
-from mm.data.validation import ValidationPlan, ValidationReader, in_between
+from mm.data.feed.features import FeatureCache
+from mm.data.feed.loader import StepLoader
+from mm.data.feed.owner import DataOwner, planned_steps
+from mm.data.feed.quarantine import LEDGER, Quarantine
+from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
+from mm.data.index.contents import TrainedOn
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
+from mm.data.order.sampler import order_of, told_order
+from mm.data.order.stream import Order, Step
+from mm.data.record_name import BadSample
 from mm.ending import say_notes
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together

@@ -20,13 +20,13 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.outputs import folder_problems
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
-from mm.data.contents import TrainedOn
-from mm.data.dataset import Dataset, Part, datasets, notes_of
-from mm.data.encode import SampleEncoder, image_processor
-from mm.data.gauge import Gauge
-from mm.data.quarantine import too_many_bad
+from mm.data.encode.encoder import SampleEncoder, image_processor
+from mm.data.feed.quarantine import too_many_bad
+from mm.data.index.contents import TrainedOn
+from mm.data.index.dataset import Dataset, Part, datasets, notes_of
+from mm.data.index.gauge import Gauge
+from mm.data.order.sampler import told_order
 from mm.data.sample import Image
-from mm.data.sampler import told_order
 from mm.errors import UserError, collected
 from mm.scoring.questions import read_items
 from mm.training.saves import save_problems

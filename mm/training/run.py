@@ -5,6 +5,7 @@ from dataclasses import replace
 from mm.batch import StepPlan
 from mm.config.run import Run
 from mm.config.validation import asks
+from mm.data.feed.keeper import FeatureKeeper
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.dropout import seed_of
@@ -16,7 +17,6 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training.claim import Claim
 from mm.training.feed import Feed, open_feed
-from mm.training.keeper import FeatureKeeper
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
 from mm.training.reporter import Reporter, sayer

@@ -14,7 +14,7 @@ from fractions import Fraction
 from mm.batch import StepPlan
 from mm.config.flags import Arguments
 from mm.config.validation import is_due
-from mm.data.validation import ValidationPlan
+from mm.data.feed.validation import ValidationPlan
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
 from mm.parallel.schedule import run_forward

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from demo import digits
 from demo.evaluate import read_video
 from mm.config.data import read_data
-from mm.data.dataset import Dataset
+from mm.data.index.dataset import Dataset
 
 
 @pytest.fixture(scope="module")

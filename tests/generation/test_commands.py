@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.data.encode import SampleEncoder
+from mm.data.encode.encoder import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.data.oracle import photo
 from tests.files import json_lines

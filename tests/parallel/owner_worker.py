@@ -1,6 +1,6 @@
 """Shares the steps of small random batches in every layout and writes what each of four ranks received.
 
-Launched by tests/data/test_owner.py: ``owner_worker DIRECTORY``.  Each rank writes
+Launched by tests/data/feed/test_owner.py: ``owner_worker DIRECTORY``.  Each rank writes
 DIRECTORY/RANK.json as it goes; nothing is judged here.
 """
 
@@ -18,7 +18,7 @@ from mm.batch import Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.errors import AgreedError, UserError
-from tests.data.planning import order
+from tests.data.feed.planning import order
 from tests.tiny import microbatch, our_config, random_sample
 
 
@@ -130,7 +130,7 @@ class Loader:
         return self
 
     def __next__(self) -> "ReadStep":  # noqa: F821
-        from mm.data.loader import ReadStep
+        from mm.data.feed.loader import ReadStep
 
         self.num_asked += 1
         if self.failure is not None and self.num_asked > FAILING_STEP:
@@ -152,7 +152,7 @@ class PinsOnCpu(Device):
 
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
-    from mm.data.owner import DataOwner
+    from mm.data.feed.owner import DataOwner
     from mm.parallel import mesh as parallel
 
     config = layout.config
@@ -189,8 +189,8 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
 
 def plan() -> dict:
     """What this rank is given when the process that plans for both replicas is killed after a few steps."""
-    from mm.data.loader import ReadStep
-    from mm.data.owner import DataOwner, planned_steps
+    from mm.data.feed.loader import ReadStep
+    from mm.data.feed.owner import DataOwner, planned_steps
     from mm.parallel import mesh as parallel
 
     layout = LAYOUTS[2]

@@ -28,7 +28,7 @@ from benchmarks.context_axis import own_pixels  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
-from mm.data.owner import deal_images  # noqa: E402
+from mm.data.feed.owner import deal_images  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.message_replay import Event, Message, Program, Start, Wait, replay
 from mm.batch import BatchTotals
-from mm.data.owner import deal_images
+from mm.data.feed.owner import deal_images
 from mm.device.device import Device
 from mm.parallel.context import even_rows
 from mm.parallel.pieces import piece_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.picture import load_image
+from mm.data.media.picture import load_image
 from mm.errors import UserError
 from mm.scoring.tsv import listed, read_table
 from tests.scoring.tables import encoded, write_table

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mm.config.flags import parse
-from mm.data.quarantine import LEDGER, BadSample, Quarantine
+from mm.data.feed.quarantine import LEDGER, Quarantine
+from mm.data.record_name import BadSample
 from mm.errors import UserError
 from mm.parallel.activity import Activity, Work
 from mm.training.metrics import (

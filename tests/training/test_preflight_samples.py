@@ -9,9 +9,9 @@ from PIL import Image
 
 from checkpoint.formats import training as files
 from mm.config.run import load_run
-from mm.data.contents import TrainedOn
-from mm.data.dataset import Dataset
-from mm.data.gauge import Gauge
+from mm.data.index.contents import TrainedOn
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
 from mm.errors import UserError
 from mm.train import main
 from mm.training.preflight import question_problems, sample_problems

@@ -1,0 +1,1 @@
+"""What does the model see of a sample?  Token ids, labels, positions and patches."""

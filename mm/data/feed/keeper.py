@@ -1,0 +1,94 @@
+"""Writes what a frozen ViT has made of pictures and videos, beside the training: a step never waits for the disk.
+
+What the files look like, and who reads them, is ``mm.data.feed.features``'s.
+"""
+
+import sys
+from collections.abc import Sequence
+from queue import Queue
+from threading import Lock, Thread
+
+from mm.data.feed.features import HEAD_BYTES, path_of, used_bytes, write_features
+from mm.model.stage import MadeFeatures
+
+MAX_WAITING_BYTES = 1 << 30
+"""On their way to the disk, of the steps before: while there are more, what a step makes is not kept, and computed once
+more in the next epoch."""
+
+
+class FeatureKeeper:
+    """Of one rank.  A picture or video that is there is not written again.
+
+    When the folder takes no more (it is full, or ``max_bytes`` are reached), that is said once, and training goes on.
+    """
+
+    def __init__(self, directory: str, rank: int, max_bytes: int | None, num_keepers: int) -> None:
+        """``max_bytes``: most that the folder may hold in all; ``num_keepers`` write into it, each as much."""
+        self._directory, self._rank = directory, rank
+        self._max_bytes, self._num_keepers = max_bytes, num_keepers
+        self._room: float | None = None
+        """Bytes that this rank may still write; None before the folder was looked at."""
+        self._waiting_bytes, self._lock = 0, Lock()
+        self._has_ended = False
+        self._said: set[str] = set()
+        self._failure: Exception | None = None
+        self._made: Queue[MadeFeatures | None] = Queue()
+        self._thread = Thread(target=self._run, name="features", daemon=True)
+        self._thread.start()
+
+    def keep(self, made: Sequence[MadeFeatures]) -> None:
+        """Take over what was made in a step; raises what went wrong before, if that was no matter of the disk."""
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            is_slow = self._waiting_bytes > MAX_WAITING_BYTES
+            self._waiting_bytes += 0 if is_slow else sum(one.num_bytes for one in made)
+        if is_slow and made:
+            self._say(f"the disk of {self._directory} is slower than the ViT: some features are not kept, and computed "
+                      f"again in the next epoch")
+        for one in () if is_slow else made:
+            self._made.put(one)
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._made.put(None)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while (made := self._made.get()) is not None:
+            try:
+                if not self._has_ended:
+                    self._write(made)
+            except OSError as error:
+                self._end(f"{error.filename or self._directory}: {error.strerror}")
+            except Exception as error:  # raised again by the thread that trains
+                self._failure, self._has_ended = error, True
+            with self._lock:
+                self._waiting_bytes -= made.num_bytes
+
+    def _write(self, made: MadeFeatures) -> None:
+        if self._room is None:
+            self._room = float("inf") if self._max_bytes is None else (
+                (self._max_bytes - used_bytes(self._directory)) / self._num_keepers)
+        parts = made.read().split([num_patches for _, num_patches in made.images])
+        for (key, _), rows in zip(made.images, parts, strict=True):
+            if not key or path_of(self._directory, key).exists():
+                continue
+            if HEAD_BYTES + rows.nbytes > self._room:
+                self._end(f"{self._directory} holds as much as --vision-feature-cache-gib allows")
+                return
+            write_features(self._directory, key, rows)
+            self._room -= HEAD_BYTES + rows.nbytes
+
+    def _end(self, why: str) -> None:
+        self._has_ended = True
+        self._say(f"no more features of the ViT are kept, and training goes on without: {why}")
+
+    def _say(self, text: str) -> None:
+        """Once."""
+        if text not in self._said:
+            self._said.add(text)
+            sys.stderr.write(f"warning: rank {self._rank}: {text}\n")
+            sys.stderr.flush()

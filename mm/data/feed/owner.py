@@ -1,0 +1,299 @@
+"""Hands each step's data from the one rank that reads it to every rank of its replica, ahead of time.
+
+The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
+labels, positions, segment lengths, image grids, numbers of the samples) goes to the whole replica in one CPU broadcast;
+pixels go only to the ranks that hold the patch embedding, as bytes, of which the device makes numbers.  What was kept
+of a frozen ViT's work goes in their place, to the ranks that hold the projector.  A thread does this for step n+1 while
+step n computes; it alone uses the mesh's replica, owners, pixel and feature groups.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from queue import Queue, SimpleQueue
+from threading import Thread
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm.batch import BatchTotals, Microbatch, Normalisation, StepPlan
+from mm.config.model import ModelConfig, VisionConfig
+from mm.data.feed.loader import ReadStep
+from mm.data.feed.planner import MakeOrder, PlannedSteps, Seat, start_planner
+from mm.data.feed.quarantine import Quarantine
+from mm.data.order.sequence import in_pipeline_order
+from mm.data.record_name import BadSample
+from mm.device.device import Device
+from mm.errors import AgreedError, printable
+from mm.model.flops import image_flops
+from mm.parallel.agreement import all_of, attempt, together
+from mm.parallel.context import deal, images_of
+from mm.parallel.mesh import Mesh
+
+_NO_KEY = "0" * 32
+"""Stands for "" among ``Microbatch.feature_keys``, on the way."""
+
+
+def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | None:
+    """The steps of this rank's replica on a rank that owns data, which gives ``make_order``; None elsewhere.
+
+    One process plans for all owners of a node.  Every rank must call it.  Raises AgreedError on all ranks when such a
+    process does not start.
+    """
+    own = None if make_order is None else Seat.here(mesh.rank)
+    seats = all_of((own,) if own else (), mesh.control_group)
+    neighbours = sorted((seat for seat in seats if own and seat.node == own.node), key=lambda seat: seat.rank)
+
+    def start() -> None:
+        if make_order is not None and neighbours[0] == own:
+            start_planner(make_order, neighbours[0], len(neighbours))
+
+    together(mesh, start)
+    return together(mesh, lambda: PlannedSteps(neighbours[0], mesh.dp_rank) if neighbours else None)
+
+
+class DataOwner(Iterator[StepPlan]):
+    """Yields ``StepPlan``s for ``num_steps`` steps.
+
+    ``steps`` is the loader's iterator on the owning rank and None elsewhere, like both quarantines: of the training's
+    samples and of those for validation.
+    ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector`` whether it needs what was kept of
+    the ViT's work; ``model`` says how wide pixels are and what a microbatch costs, and ``device`` is what both will be
+    copied to.  A sample that one owner cannot use raises the same AgreedError on every rank, at that step.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[ReadStep] | None,
+        mesh: Mesh,
+        num_steps: int,
+        holds_patch_embedding: bool,
+        model: ModelConfig,
+        device: Device,
+        quarantine: Quarantine | None = None,
+        holds_projector: bool = False,
+        validation_quarantine: Quarantine | None = None,
+    ) -> None:
+        assert (steps is not None) == mesh.owns_data
+        self._steps, self._mesh, self._num_left = steps, mesh, num_steps
+        self._quarantine, self._validation_quarantine = quarantine, validation_quarantine
+        self._holds_patch_embedding, self._holds_projector = holds_patch_embedding, holds_projector
+        self._model = model
+        self._device = device
+        self._shared: Queue[StepPlan | Exception] = Queue()
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        """True: another step.  The first at once, so that the coming one is made while the caller computes."""
+        self._wanted.put(True)
+        # A daemon, so that a rank that fails can leave while this waits for other ranks.
+        self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> StepPlan:
+        if self._num_left == 0:
+            raise StopIteration
+        self._num_left -= 1
+        shared = self._shared.get()
+        if isinstance(shared, Exception):
+            raise shared
+        self._wanted.put(True)
+        return shared
+
+    def close(self) -> None:
+        """Wait for the thread, which ends after the step that it is at, if any are left.
+
+        Every rank must call it after the same step: the threads talk with each other in each.
+        """
+        self._num_left = 0
+        self._wanted.put(False)
+        self._thread.join()
+
+    def _share_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if not self._wanted.get():
+                return
+            try:
+                self._shared.put(self._share_step())
+            except Exception as error:  # raised again by the thread that takes it
+                self._shared.put(error)
+                return
+
+    def _share_step(self) -> StepPlan:
+        mesh = self._mesh
+        step, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
+        for note in step.notes if step else ():
+            sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
+        microbatches = None if step is None else in_pipeline_order(self._model, step.microbatches)
+        totals, bad = astuple(BatchTotals.of(microbatches or [], self._model.vision)), step.bad if step else ()
+        counts = torch.tensor([bool(problems), len(bad), *totals], dtype=torch.int64)
+        if mesh.owns_data and mesh.dp_size > 1:
+            dist.all_reduce(counts, group=mesh.owners_group)
+            problems = all_of(problems, mesh.owners_group) if counts[0] else ()
+        if mesh.owns_data and counts[1]:
+            is_validation = step is not None and step.is_validation
+            problems = self._leave_out(
+                bad, problems, self._validation_quarantine if is_validation else self._quarantine)
+            counts[0] = bool(problems)
+        payload = None
+        if mesh.owns_data:
+            message = torch.tensor(list(json.dumps(problems).encode()))
+            payload = torch.cat([counts, *([message] if problems else _to_numbers(microbatches or []))])
+        if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
+            payload = _share(payload, mesh)
+        assert payload is not None, "a rank without peers owns the data"
+        counts, contents = payload[: len(counts)], payload[len(counts) :]
+        if counts[0]:
+            raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
+        light = [deal_images(one, self._model.vision, mesh.cp_size) for one in _from_numbers(contents)]
+        owned = [None] * len(light) if microbatches is None else microbatches
+        whole = tuple(self._share_media(one, mine) for one, mine in zip(light, owned, strict=True))
+        return StepPlan(whole, BatchTotals(*counts[2:].tolist()))
+
+    def _leave_out(
+        self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
+    ) -> tuple[str, ...]:
+        """On every owner: tell the quarantine what any of them has found.  Returns the problems, one more perhaps."""
+        assert quarantine is not None, "bad samples are left out only where there is one"
+        group = self._mesh.owners_group if self._mesh.dp_size > 1 else None
+        found = bad if group is None else all_of(bad, group)
+        _, further = attempt(self._mesh, partial(quarantine.add, found))
+        return problems + (further if group is None else all_of(further, group))
+
+    def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:
+        """``light`` with pixels, or what was kept in their place, where this rank needs them, ready to be copied.
+
+        ``owned``: the same with those of all images, on the owner.
+        """
+        mesh, vision = self._mesh, self._model.vision
+        if light.skips_vision:
+            features = self._share_rows(light, owned and owned.features, light.feature_bytes, mesh.feature_groups)
+            return replace(light, features=self._pinned(features) if self._holds_projector else None)
+        pixels = self._share_rows(light, owned and owned.pixel_values, vision.patch_elements, mesh.pixel_groups)
+        return replace(light, pixel_values=self._pinned(pixels) if self._holds_patch_embedding else None)
+
+    def _pinned(self, rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else self._device.pin(rows)
+
+    def _share_rows(
+        self, microbatch: Microbatch, owned: Tensor | None, width: int,
+        groups: Sequence[dist.ProcessGroup | None],
+    ) -> Tensor | None:
+        """The owner, which has the rows of all images, sends to each rank of the context axis what that holds.
+
+        ``groups``: for each of these ranks, the owner and whoever needs them.
+        """
+        mesh, kept = self._mesh, None
+        for rank, group in enumerate(groups):
+            images = images_of(microbatch, rank if mesh.cp_size > 1 else None)
+            if not images or (group is None and owned is None):
+                continue
+            if owned is None:
+                num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
+                rows = torch.empty(num_patches, width, dtype=torch.uint8)
+            else:
+                rows = _rows_of(owned, microbatch, images)
+            if group is not None:
+                dist.broadcast(rows, src=mesh.replica_owner, group=group)
+            kept = rows if rank == mesh.cp_rank else kept
+        return kept
+
+
+def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) -> Microbatch:
+    """``microbatch`` with a rank of the context axis for each image, so that the ViT's work is even.
+
+    A function of the grids: every rank finds the same.
+    """
+    if num_ranks == 1:
+        return microbatch
+    costs = [image_flops(vision, grid) for grid in microbatch.image_grids]
+    return replace(microbatch, image_ranks=deal(costs, num_ranks))
+
+
+def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
+    """Those of some images, in their order."""
+    parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
+    return rows if len(images) == len(parts) else torch.cat([parts[image] for image in images])
+
+
+def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
+    """Broadcast an int64 vector whose length only the owner knows."""
+    size = torch.tensor([0 if payload is None else payload.numel()])
+    dist.broadcast(size, src=mesh.replica_owner, group=mesh.replica_group)
+    payload = torch.empty(int(size), dtype=torch.int64) if payload is None else payload
+    dist.broadcast(payload, src=mesh.replica_owner, group=mesh.replica_group)
+    return payload
+
+
+def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
+    """The light part as int64 vectors: a count of microbatches, then for each its six counts and its contents."""
+    parts = [torch.tensor([len(microbatches)])]
+    for m in microbatches:
+        parts += [
+            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples), m.feature_bytes,
+                          len(m.feature_keys)]),
+            m.token_ids,
+            m.labels,
+            m.positions.flatten(),
+            torch.tensor(m.segment_lengths, dtype=torch.int64),
+            torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
+            torch.tensor(m.samples, dtype=torch.int64),
+            _bits(m.normalisations),
+            _key_numbers(m.feature_keys),
+        ]
+    return parts
+
+
+def _bits(normalisations: Sequence[Normalisation]) -> Tensor:
+    """Seven float64 of each, as int64 of the same bits."""
+    values = [(one.divisor, *one.mean, *one.std) for one in normalisations]
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten()
+
+
+def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
+    rows = bits.clone().view(torch.float64).view(-1, 7).tolist()
+    return tuple(Normalisation(row[0], tuple(row[1:4]), tuple(row[4:])) for row in rows)
+
+
+def _key_numbers(keys: Sequence[str]) -> Tensor:
+    """Two int64 of each: its 16 bytes, which are zeros where there is none."""
+    numbers = np.frombuffer(bytes.fromhex("".join(key or _NO_KEY for key in keys)), dtype=np.int64)
+    return torch.from_numpy(numbers.copy())
+
+
+def _keys(numbers: Tensor) -> tuple[str, ...]:
+    found = (pair.tobytes().hex() for pair in numbers.numpy().reshape(-1, 2))
+    return tuple("" if key == _NO_KEY else key for key in found)
+
+
+def _from_numbers(payload: Tensor) -> list[Microbatch]:
+    """The inverse of ``_to_numbers``."""
+    offset = 0
+
+    def read(count: int) -> Tensor:
+        nonlocal offset
+        offset += count
+        return payload[offset - count : offset]
+
+    microbatches = []
+    for _ in range(int(read(1))):
+        num_tokens, num_segments, num_images, num_samples, feature_bytes, num_keys = read(6).tolist()
+        microbatches.append(
+            Microbatch(
+                token_ids=read(num_tokens),
+                labels=read(num_tokens),
+                positions=read(3 * num_tokens).view(3, num_tokens),
+                segment_lengths=tuple(read(num_segments).tolist()),
+                image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
+                pixel_values=None,
+                samples=tuple(read(num_samples).tolist()),
+                normalisations=_normalisations(read(7 * num_images)),
+                feature_bytes=feature_bytes,
+                feature_keys=_keys(read(2 * num_keys)),
+            )
+        )
+    assert offset == payload.numel()
+    return microbatches

@@ -1,0 +1,85 @@
+"""What is known of each sample of a dataset, column by column, from the indexes of its files.
+
+Nothing is in memory but what was asked for, and it pickles as the paths of files: so the process that plans the steps
+takes it without the readers and encoders of the dataset.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from mm.data.index.gauge import ROW
+from mm.data.index.rows import CHUNK_ROWS, Rows
+from mm.data.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Of the samples of some files."""
+
+    files: tuple[Rows, ...]
+    """The columns of ``mm.data.index.gauge.ROW`` of all their records."""
+    taken: Rows | None
+    """``number``: of the record of each sample, counted over all files; None: each record once, in their order."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.taken is None else len(self.taken)
+
+    def of(self, numbers: np.ndarray) -> Lengths:
+        """What some samples hold, in the given order; in memory."""
+        return Lengths(**{one.name: self.values(one.name, numbers) for one in fields(Lengths)})
+
+    def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
+        """One column of some samples, in the given order; in memory."""
+        records = self.records(numbers)
+        if len(self.files) == 1:
+            return self.files[0].of(name, records)
+        files, found = self._files_of(records), np.empty(len(records), ROW[name])
+        for file in np.unique(files).tolist():
+            is_here = files == file
+            found[is_here] = self.files[file].of(name, records[is_here] - self._first(file))
+        return found
+
+    def nonzero(self, name: str) -> np.ndarray:
+        """Numbers of the samples that have another number than 0 in a column."""
+        found = [np.empty(0, dtype=np.int64)]
+        for numbers in self.chunks():
+            found.append(numbers[self.values(name, numbers) != 0])
+        return np.concatenate(found)
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """The numbers of all samples, some at a time."""
+        for first in range(0, len(self), CHUNK_ROWS):
+            yield np.arange(first, min(first + CHUNK_ROWS, len(self)))
+
+    def records(self, numbers: np.ndarray) -> np.ndarray:
+        """int64: of the records of some samples, counted over all files."""
+        return numbers if self.taken is None else self.taken.of("number", numbers).astype(np.int64)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The file of a sample, and its record there.  Raises IndexError."""
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        record = number if self.taken is None else self.taken.at("number", number)
+        file = int(self._files_of(np.array([record]))[0])
+        return file, record - self._first(file)
+
+    def by_file(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Records of all samples in their order, some at a time: a file, and numbers in it."""
+        for numbers in self.chunks():
+            records = self.records(numbers)
+            files = self._files_of(records)
+            for file in np.unique(files).tolist():
+                yield file, records[files == file] - self._first(file)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(rows) for rows in self.files])
+
+    def _first(self, file: int) -> int:
+        return int(self._ends[file]) - len(self.files[file])
+
+    def _files_of(self, records: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._ends, records, side="right")

@@ -1,0 +1,162 @@
+"""What a sample will hold once it is encoded, from the headers of its media: nothing is decoded.
+
+The numbers are the encoder's own: it renders, tokenizes and cuts the text here as it does in training.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import zlib
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
+from mm.config.data import DataConfig
+from mm.config.model import ModelConfig
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.media.decoder import Decoder
+from mm.data.sample import Media, Sample, Video
+from mm.errors import UserError
+
+ROW = np.dtype([
+    ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
+    ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_frames", "<i4"), ("num_patches", "<i4"),
+    ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
+    ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
+])  # fmt: skip
+"""Of one record: its place (``mm.data.read.spans.Span``), its ``Lengths``, frames of videos, ``media_stamps`` of its
+files, and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the record
+cannot be used, and ``TOO_LONG`` where nothing of it would be left: then the tokens that it lost are those of
+``TooLongError``."""
+COUNTED_FROM = {"end": "start"}
+"""A record's end is near its beginning, which takes fewer bytes (``mm.data.index.rows``)."""
+BAD, TOO_LONG = -1, -2
+_BOX = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>|\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+
+
+def is_usable(num_tokens: np.ndarray) -> np.ndarray:
+    """Which records can be trained on, by ``ROW``'s ``num_tokens`` of each; bool."""
+    return num_tokens >= 0
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """Measures samples as ``encoder`` would encode them."""
+
+    encoder: SampleEncoder
+    window: int
+    """Patches along a side of a window of the ViT."""
+
+    @classmethod
+    def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Gauge":
+        """Raises UserError as ``SampleEncoder.from_config`` does."""
+        encoder = SampleEncoder.from_config(data, model, seq_length)
+        return cls(encoder, model.vision.window_attn_size // model.vision.patch_size)
+
+    def fingerprint(self) -> str:
+        """Of everything that its numbers depend on, beside the samples."""
+        return hashlib.sha256(json.dumps(_facts(self)).encode()).hexdigest()
+
+
+def _facts(value: Any) -> Any:
+    """What a part of an encoder is, as JSON."""
+    if isinstance(value, PreTrainedTokenizerBase):
+        backend: Any = value.backend_tokenizer  # of a fast one, as ``load_tokenizer`` insists on
+        code = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        return [code, value.chat_template, transformers.__version__, tokenizers.__version__]
+    if isinstance(value, DataConfig):  # of videos, which are planned by it; the rest is in other parts
+        names = ("image_resize", *(field.name for field in fields(value) if field.name.startswith("video_")))
+        return {name: getattr(value, name) for name in names if name not in ("video_backend", "video_timeout")}
+    if isinstance(value, Decoder):
+        return None  # every one gives the same frames
+    if is_dataclass(value):
+        return {field.name: _facts(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tuple[dict[str, int], tuple[Grid, ...]]:
+    """The columns of ``ROW`` that depend on the encoder, and the grids of all media, in order.
+
+    ``known`` remembers grids for the next samples.  Raises UserError for media that cannot be read, and for a sample of
+    which nothing is left to learn; TooLongError where whole turns are dropped and not one would be left.
+    """
+    encoder = gauge.encoder
+    for part in sample.media:
+        if part.files == part.contents and part not in known:  # pictures in records would fill the memory
+            known[part] = encoder.planned(part).grid
+    grids = tuple(known[part] if part in known else encoder.planned(part).grid for part in sample.media)
+    text = encoder.chat.encode(sample.turns, grids)
+    num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
+    kept = [grids[number] for number in text.media]
+    _check(gauge, sample, grids, num_targets)
+    return {
+        "num_tokens": num_tokens,
+        "num_target_tokens": num_targets,
+        "num_media": len(kept),
+        "num_frames": encoder.images.temporal_patch_size * sum(
+            grid[0] for grid, part in zip(grids, sample.media, strict=True) if isinstance(part, Video)),
+        "num_patches": sum(map(math.prod, kept)),
+        "num_image_pairs": sum(map(image_pairs, kept)),
+        "num_window_pairs": sum(window_pairs(grid, gauge.window) for grid in kept),
+        "num_dropped_tokens": text.num_dropped_tokens,
+        "num_dropped_turns": text.num_dropped_turns,
+        "num_control_words": text.num_control_words,
+    }, grids
+
+
+def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: int) -> None:
+    """Refuse a sample that cannot be shown whole media, or teaches nothing."""
+    chat = gauge.encoder.chat
+    limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
+    if num_visual > limit and not chat.drops_turns:
+        raise UserError(
+            f"its {len(grids)} images and videos alone take {num_visual} tokens, more than --seq-length {limit} holds, "
+            f"and a picture is never cut (docs/data.md, \"Samples that are too long\"); show fewer or smaller ones "
+            f"(image_max_pixels, video_max_pixels), or raise --seq-length above {num_visual}.")
+    if num_targets == 0:
+        raise UserError(
+            f"no token of its answers is left to learn after the cut at --seq-length {limit}; shorten the sample, or "
+            f"raise --seq-length.")
+
+
+def media_stamps(sample: Sample) -> dict[str, int]:
+    """The columns of ``ROW`` by which a change of media files after they were measured is seen: a checksum of their
+    sizes in bytes, and one of their modification times in ns.  Neither looks at what the files hold.
+
+    They only say whether the numbers of the index may still be trusted (``mm.data.index.index``).  Whether data are
+    those of a checkpoint (``mm.data.index.contents``) and whether kept features are those of a picture
+    (``mm.data.feed.features``) does not depend on them.  Raises UserError when a file is gone.
+    """
+    try:
+        found = [os.stat(one) if isinstance(one, str) else None for part in sample.media for one in part.contents]
+    except OSError as error:
+        raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
+    # A picture that stands in its record has that file's content, which names the index.
+    sizes = [one.st_size if one is not None else 0 for one in found]
+    times = [one.st_mtime_ns if one is not None else 0 for one in found]
+    return {"media_sizes_crc32": _crc32(sizes), "media_times_crc32": _crc32(times)}
+
+
+def _crc32(numbers: list[int]) -> int:
+    return zlib.crc32(np.array(numbers, dtype="<i8").tobytes()) if numbers else 0
+
+
+def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
+    """Whether an answer names a place beyond every picture as the model sees it: places of the pictures' files were
+    kept though these are made smaller.  Qwen2.5-VL counts pixels of what it sees."""
+    largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
+    if not largest:
+        return False
+    answers = (turn.text for turn in sample.turns if turn.role == "assistant")
+    places = (box[1] or box[2] for answer in answers for box in _BOX.finditer(answer))
+    return any(float(number) > largest for place in places for number in _NUMBER.findall(place))
+
+

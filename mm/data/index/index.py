@@ -1,0 +1,256 @@
+"""Every record of one file, checked and measured once: where it lies, what it holds, or why it cannot be used.
+
+The check reads a file block by block in several processes.  ``mm.data.index.store`` keeps the result.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from mm.batch import Grid
+from mm.config.data import Attributes
+from mm.data.encode.chat import TooLongError
+from mm.data.index.gauge import (
+    BAD,
+    COUNTED_FROM,
+    ROW,
+    TOO_LONG,
+    Gauge,
+    has_boxes_outside,
+    is_usable,
+    media_stamps,
+    sample_lengths,
+)
+from mm.data.index.rows import Row, Rows, packed
+from mm.data.media.video import VideoConstantsError
+from mm.data.read.formats import read_sample
+from mm.data.read.records import Block, Form, Raw, RecordFile
+from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.record_name import name_of, record_place, record_problem
+from mm.data.sample import Media, Sample
+from mm.data.workers import in_processes
+from mm.errors import UserError, naming
+from mm.progress import Progress
+
+_MAX_KNOWN = 100_000
+"""Pictures whose grid is remembered while a file is checked."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be used."""
+
+    index: int
+    """From 0 within the file."""
+    line: int
+    """Of Parquet 0."""
+    place: str
+    """``Raw.place``."""
+    has_media: bool
+    """Whether files of media were looked for, which may be others tomorrow."""
+    reason: str
+    name: str | int | None = None
+    """What the record calls itself."""
+
+    def told(self, path: str) -> str:
+        """``path`` is that of the file, which may be another one tomorrow."""
+        return f"{path}{self.place}: {record_problem(self.index, self.name, self.reason)}"
+
+
+@dataclass(frozen=True)
+class Index:
+    """The records of one file, in its order."""
+
+    rows: Rows
+    """The columns of ``ROW``."""
+    bad: tuple[Bad, ...]
+    problems: tuple[str, ...] = ()
+    """Why the file could not be read to its end."""
+    boxes_outside: tuple[int, ...] = ()
+    """Records whose answers name places beyond their pictures."""
+
+    def cut(self, num_good: int | None) -> "Index":
+        """The first records, with ``num_good`` that can be used; None: all."""
+        if num_good is None or self.num_usable <= num_good:
+            return self
+        end, left = 0, num_good
+        for usable in self.usable():
+            if left <= len(usable):
+                end = int(usable[left - 1]) + 1 if left else end
+                break
+            left -= len(usable)
+        return Index(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
+                     tuple(one for one in self.boxes_outside if one < end))
+
+    def usable(self) -> Iterator[np.ndarray]:
+        """Numbers of the records that can be trained on, some at a time."""
+        for first, num_tokens in self.rows.chunks("num_tokens"):
+            yield first + np.flatnonzero(is_usable(num_tokens))
+
+    @cached_property
+    def num_usable(self) -> int:
+        """Records that can be trained on."""
+        return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.chunks("num_tokens"))
+
+    @cached_property
+    def num_bad(self) -> int:
+        """Records that cannot be used."""
+        return self._count(BAD)
+
+    @cached_property
+    def num_too_long(self) -> int:
+        """Records of which no turn fits."""
+        return self._count(TOO_LONG)
+
+    def _count(self, num_tokens: int) -> int:
+        return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.chunks("num_tokens"))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """One block: its rows and its bad records, or why it could not be read."""
+
+    rows: np.ndarray
+    bad: list[Bad]
+    boxes_outside: list[int]
+    error: UserError | None = None
+
+
+class Reader:
+    """Makes samples of the records of one file.  With the ``gauge`` that measured them it sees what changed since."""
+
+    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
+        self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
+
+    def source(self, number: int) -> str:
+        """What messages call record ``number``."""
+        return record_place(self.file.path, number)
+
+    def read(self, number: int, row: Row) -> Sample:
+        """Record ``number``, which was found good.  Raises UserError when its file or its media have changed."""
+        source = self.source(number)
+        record = self.file.read((row["start"], row["end"]))
+        with naming(source):
+            sample = read_sample(record, self.attr, self.roots, source)
+            if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
+                paths = ", ".join(str(part.path) for part in sample.media)
+                raise UserError(f"an image or video of it was changed after it had been measured ({paths}); run "
+                                f"'mm-data index --again', and start again.")
+        return sample
+
+
+def _has_changed(gauge: Gauge, sample: Sample, row: Row) -> bool:
+    """Whether its media are no longer those that were measured.
+
+    Files of other sizes are.  Other times alone decide nothing: a copy of a dataset has times of its own.  Then the
+    sample is measured again from the headers of its media, and only other numbers count as a change.
+    """
+    stamps = media_stamps(sample)
+    if stamps["media_sizes_crc32"] != row["media_sizes_crc32"]:
+        return True
+    if stamps["media_times_crc32"] == row["media_times_crc32"]:
+        return False
+    columns, _ = sample_lengths(gauge, sample, {})
+    return any(row[name] != value for name, value in columns.items())
+
+
+@dataclass
+class Checker:
+    """Checks blocks of one file; where its reader has no ``gauge``, nothing is measured.  Pickles into workers."""
+
+    reader: Reader
+    _media: KnownMedia = field(init=False)
+    _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._media = KnownMedia(self.reader.roots)
+
+    def __call__(self, block: Block) -> _Checked:
+        rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
+        try:
+            for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
+                row["start"], row["end"] = raw.span
+                asked_before = self._media.num_asked
+                try:
+                    if self._measure(raw, row):
+                        boxes.append(raw.index)
+                except TooLongError as error:
+                    row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
+                except VideoConstantsError:  # every other video would fail by the same fault, which is not its own
+                    raise
+                except UserError as error:
+                    row["num_tokens"] = BAD
+                    has_media = self._media.num_asked > asked_before
+                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
+                            for problem in error.problems]
+        except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
+            return _Checked(rows, bad, boxes, error)
+        return _Checked(rows, bad, boxes)
+
+    def _measure(self, raw: Raw, row: np.void) -> bool:
+        """Fill in the row of one record; whether its answers name places outside its pictures."""
+        if raw.problem is not None:
+            raise UserError(raw.problem)
+        reader, gauge = self.reader, self.reader.gauge
+        sample = read_sample(raw.value, reader.attr, self._media, reader.source(raw.index))
+        if gauge is None:
+            return False
+        if len(self._grids) > _MAX_KNOWN:
+            self._grids.clear()
+        columns, grids = sample_lengths(gauge, sample, self._grids)
+        columns |= media_stamps(sample)
+        for name, value in columns.items():
+            row[name] = value
+        return has_boxes_outside(sample, grids, gauge.encoder.images.patch_size)
+
+
+def make_index(
+    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None,
+    folder: str | None = None,
+) -> Index:
+    """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
+
+    Rows go to a file without a name in ``folder`` (None: where the system keeps temporary files), so they take no
+    memory of this process.  Raises UserError when the file is changed meanwhile.
+    """
+    file = checker.reader.file
+    problems: list[str] = []
+    bad, boxes = [], []
+    total = None if file.form is Form.PARQUET else file.version[0]
+    num_rows = found = 0
+    unit = "records" if total is None else "B"
+    with (tempfile.TemporaryFile(dir=folder) as rows,
+          closing(in_processes(checker, file.blocks(problems), num_processes)) as checked,
+          Progress(f"checking {file.path}", total, unit) as progress):
+        for part in checked:
+            if part.error is not None:
+                raise part.error
+            rows.write(part.rows.tobytes())
+            num_rows += len(part.rows)
+            bad += part.bad
+            boxes += part.boxes_outside
+            found += int(is_usable(part.rows["num_tokens"]).sum())
+            progress.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - progress.done)
+            if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
+                break
+        with tempfile.TemporaryFile(dir=folder) as kept:
+            whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
+    return Index(whole, tuple(bad), tuple(problems), tuple(boxes)).cut(num_good)
+
+
+def still_bad(index: Index, checker: Checker) -> bool:
+    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since.
+
+    One that is bad without any media stays so: its file and the settings are those of the index.
+    """
+    return all(part.bad for part in map(checker, _bad_blocks(index)))
+
+
+def _bad_blocks(index: Index) -> Iterator[Block]:
+    for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
+        row = index.rows.row(one.index)
+        yield Block(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))

@@ -1,0 +1,118 @@
+"""One file of a dataset, checked, with what is known of its records: made once, by one process, and kept."""
+
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mm.config.data import DataConfig
+from mm.data.index.index import Checker, Index, Reader, make_index, still_bad
+from mm.data.index.store import Store, key_of
+from mm.data.record_name import BadSample, name_of, record_place
+from mm.errors import UserError, printable
+
+CACHE_DIR = ".mm-index"
+"""Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
+_MOST_CHARACTERS = 2000
+
+
+@dataclass
+class IndexedFile:
+    """One file, where its records lie, and how they are read.  Pickles without the rows where a file has them."""
+
+    reader: Reader
+    index: Index
+    identity: str | None = None
+    """Of the index, where it is kept."""
+    file_sha256: str | None = None
+    """Where it is known."""
+    entry: str = ""
+    """The dataset, as the data JSON names it."""
+    num_samples: int = 0
+    """That are taken of it, before some are kept for validation."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=())}
+
+    def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
+        """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
+
+        Raises UserError when the file itself is no longer the one that was checked.
+        """
+        file, row = self.reader.file, self.index.rows.row(number)
+        paths = []
+        # What is told of a record that cannot be read is without these; it may also be nested too deeply.
+        with suppress(UserError, ValueError, RecursionError):
+            paths = [path for item in self.reader.read(number, row).media for path in item.contents]
+        return BadSample(
+            file.path, (file.line((row["start"], row["end"])) if line is None else line) or None, number,
+            self.name(number),
+            min((path for path in map(printable, map(str, paths)) if path in reason), key=reason.find, default=None),
+            _cut(reason))
+
+    def name(self, number: int) -> str | int | None:
+        """What record ``number`` calls itself."""
+        row, record = self.index.rows.row(number), None
+        with suppress(UserError, ValueError, RecursionError):  # one that cannot be read has no name
+            record = self.reader.file.read((row["start"], row["end"]))
+        name = name_of(record)
+        return _cut(name) if isinstance(name, str) else name
+
+    def named(self, number: int) -> str:
+        """Record ``number`` in a sentence."""
+        return record_place(self.reader.file.path, number, self.name(number))
+
+    def named_of(self, numbers: np.ndarray, place: int) -> str:
+        """As ``named``, of the record ``numbers[place]``."""
+        return self.named(int(numbers[place]))
+
+
+def _cut(text: str) -> str:
+    """For a message: what stands in a record may be a whole book."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def open_indexed(
+    checker: Checker, config: DataConfig, gauge_key: str | None, limit: int | None, most_bad: int | None,
+    notes: list[str],
+) -> IndexedFile:
+    """The records of one file, from the store where it has them."""
+    reader = checker.reader
+    num_processes = config.preprocessing_num_workers or len(os.sched_getaffinity(0))
+    if gauge_key is None:
+        return IndexedFile(reader, make_index(checker, 1, limit, most_bad))
+    store = store_of(config)
+    facts = [asdict(reader.attr), [os.path.realpath(root) for root in reader.roots.all], gauge_key]
+    content, is_older = store.content_hash(reader.file)
+    keys = [key_of(content, *facts, one) for one in dict.fromkeys((None, limit))]
+
+    def loaded() -> IndexedFile | None:
+        for key in () if config.overwrite_cache else keys:
+            kept = store.load(key)
+            if kept is not None and still_bad(kept.index, checker):
+                return IndexedFile(reader, kept.index.cut(limit), kept.identity, content)
+        return None
+
+    if (records := loaded()) is not None:
+        return records
+    with store.making(keys[-1], f"the index of {reader.file.path}"):
+        if (records := loaded()) is not None:
+            return records
+        if is_older:
+            notes.append(f"{reader.file.path}: an older version made its index, which is now made again")
+        index = make_index(checker, num_processes, limit, most_bad, store.folder)
+        if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
+            return IndexedFile(reader, index)  # not to be used: the caller says why
+        note = store.save(keys[-1], index)
+    if note is not None and note not in notes:
+        notes.append(note)
+    kept = store.load(keys[-1])
+    if kept is None:  # no folder can be written
+        return IndexedFile(reader, index, None, content)
+    return IndexedFile(reader, kept.index, kept.identity, content)
+
+
+def store_of(config: DataConfig) -> Store:
+    return Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR))

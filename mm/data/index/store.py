@@ -1,0 +1,214 @@
+"""Where indexes are kept between runs: a folder of arrays, each found by what it was made of.
+
+An index is ``KEY.rows`` and ``KEY.json``, the latter written last.  Both are written beside and renamed, so a run that
+is killed leaves at most a temporary file.  A damaged one counts as absent.  Which records are taken of some files,
+where it is not all of them, is kept in the same way.  ``files/`` remembers the checksum of each file by its size and
+times, so that it is not read at every start.  Of the processes and nodes that need the same thing, one makes it.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from mm.data.index import lock
+from mm.data.index.gauge import ROW
+from mm.data.index.index import Bad, Index
+from mm.data.index.rows import Column, Piece, Rows, packed_numbers
+from mm.data.read.records import RecordFile
+
+_FORM = 4
+"""Goes up when the same words would be read or measured otherwise."""
+_SETTLED_SECONDS = 2.0
+"""A file that was changed later than this before it was read may be changed again within one tick of its clock."""
+_READ_BYTES = 1 << 24
+"""At a time."""
+
+
+def key_of(content_hash: str, *facts: Any) -> str:
+    """The name of an index of a file with this content, read and measured as ``facts`` (JSON values) say."""
+    return hashlib.sha256(json.dumps([_FORM, ROW.descr, content_hash, *facts]).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Folders of indexes: the first one that can be written is used, all are read."""
+
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, folder: str) -> "Store":
+        """``folder``, and the user's own cache where that cannot be written."""
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return cls((Path(folder), Path(home) / "mm-data"))
+
+    @property
+    def folder(self) -> str | None:
+        """The first one that can be written; None: none can."""
+        for folder in self.folders:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+                return str(folder)
+        return None
+
+    def content_hash(self, file: RecordFile) -> tuple[str, bool]:
+        """Of the bytes of ``file``, which are read only where its size or times are new; and whether an older version
+        of this program, whose indexes are not read, has made one of it.  Raises UserError when it cannot be read."""
+        real, status = os.path.realpath(file.path), os.stat(file.path)
+        stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}"
+
+        def remembered() -> tuple[str, bool] | None:
+            for folder in self.folders:
+                found = _json(folder / f"{name}.json")
+                if found is not None and found.get("stamp") == stamp:
+                    is_older = found.get("form") != _FORM
+                    if is_older:
+                        self._write({f"{name}.json": _text(found | {"form": _FORM})})
+                    return found["sha256"], is_older
+            return None
+
+        if (known := remembered()) is not None:
+            return known
+        with self.making(name, f"the checksum of {file.path}"):
+            if (known := remembered()) is not None:
+                return known
+            found = file.content_hash()
+            if time.time() - status.st_mtime > _SETTLED_SECONDS:
+                self._write({f"{name}.json": _text({"stamp": stamp, "sha256": found, "form": _FORM})})
+        return found, False
+
+    @contextmanager
+    def making(self, name: str, what: str) -> Iterator[None]:
+        """While this process alone makes the file ``name``.  It looks again: another may have made it meanwhile.
+
+        Where no folder can be written everyone makes his own.
+        """
+        with ExitStack() as stack:
+            for folder in self.folders:
+                with suppress(OSError):
+                    stack.enter_context(lock.making(folder / f"{name}.lock", what))
+                    break
+            yield
+
+    def load(self, key: str) -> "Kept | None":
+        """An index whose rows are mapped into memory; None where there is none."""
+        rows, manifest = self._load_rows(key)
+        if rows is None:
+            return None
+        bad = tuple(Bad(**one) for one in manifest["bad"])
+        return Kept(Index(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
+
+    def save(self, key: str, index: Index) -> str | None:
+        """Keep an index; returns what to say where that is not in the first folder, or nowhere."""
+        assert not index.problems, "a file that was not read to its end has no index"
+        return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
+                                                 "boxes_outside": list(index.boxes_outside)})
+
+    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:
+        """What ``choose`` gives, as the column ``number``; kept by the ``facts`` (JSON values) that decide it."""
+        key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
+        if (rows := self._load_rows(key)[0]) is not None:
+            return rows
+        with self.making(key, "the numbers of the samples that are taken"):
+            if (rows := self._load_rows(key)[0]) is not None:
+                return rows
+            rows = packed_numbers(choose(), self.folder)
+            self._save_rows(key, rows, {})
+        return self._load_rows(key)[0] or rows
+
+    def _load_rows(self, key: str) -> tuple[Rows | None, dict[str, Any]]:
+        """Rows and their manifest; a file that is not what the manifest says counts as absent."""
+        for folder in self.folders:
+            manifest, path, crc32 = _json(folder / f"{key}.json"), folder / f"{key}.rows", 0
+            if manifest is None:
+                continue
+            with suppress(OSError):
+                with path.open("rb") as stream:  # read through a map it would count as memory of this process
+                    while part := stream.read(_READ_BYTES):
+                        crc32 = zlib.crc32(part, crc32)
+                if crc32 == manifest["crc32"]:
+                    columns = tuple(Column(**one) for one in manifest["columns"])
+                    return Rows(Piece.map(str(path)), columns, manifest["num_packed"], manifest["num_rows"]), manifest
+        return None, {}
+
+    def _save_rows(self, key: str, rows: Rows, more: dict[str, Any]) -> str | None:
+        """Write rows, then their manifest; returns what to say of where they are kept."""
+        crc32, content = 0, rows.piece.content
+        facts = {"columns": [asdict(one) for one in rows.columns], "num_packed": rows.num_packed, "num_rows": len(rows)}
+
+        def write(stream: IO[bytes]) -> None:
+            nonlocal crc32
+            crc32 = 0
+            for first in range(0, len(content), _READ_BYTES):
+                part = content[first : first + _READ_BYTES].tobytes()
+                crc32 = zlib.crc32(part, crc32)
+                stream.write(part)
+
+        def describe(stream: IO[bytes]) -> None:  # after the rows, whose checksum it holds
+            _text({"crc32": crc32, **facts, **more})(stream)
+
+        return self._write({f"{key}.rows": write, f"{key}.json": describe})
+
+    def _write(self, files: dict[str, Callable[[IO[bytes]], Any]]) -> str | None:
+        """Write files into the first folder that takes them; returns a note where that was not the first."""
+        reasons: list[str] = []
+        for folder in self.folders:
+            try:
+                for name, write in files.items():
+                    replace_file(folder / name, write)
+            except OSError as error:
+                reasons.append(f"{folder} cannot be written ({error.strerror})")
+                continue
+            return f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
+        return (f"the index of the samples is kept in memory, so every start makes it again: "
+                f"{'; '.join(reasons)}.  Name a folder that can be written as basic_parameters.cache_dir")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the store has."""
+
+    index: Index
+    identity: str
+    """Another index has another one."""
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """What a file of ours holds; None where it is absent or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _text(value: Any) -> Callable[[IO[bytes]], Any]:
+    return lambda stream: stream.write(json.dumps(value).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """As ``replace_file``, where all of it is there."""
+    replace_file(path, lambda stream: stream.write(content))
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file beside and rename it: whoever reads ``path`` sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as stream:
+            write(stream)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

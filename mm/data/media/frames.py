@@ -1,0 +1,167 @@
+"""Which frames of a video are shown to the model, and how large: arithmetic on times and sizes.
+
+Two rules, as for pictures.  That of qwen-vl-utils, with which Qwen2.5-VL was published and which transformers leaves it
+to, and LLaMA-Factory's, which MindSpeed-MM has.  Both speak of frame numbers at an even rate; here a number stands for
+the time at which that frame would begin, so a video whose rate changes is sampled evenly in time.  Only LLaMA-Factory's
+rule counts frames, whatever their times, because its users want its frames.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from mm.data.media.video_file import VideoHeader, Wanted
+
+FRAME_FACTOR = 2
+"""qwen-vl-utils takes multiples of this many frames."""
+QWEN_FRAME_PIXELS = 768 * 28 * 28
+"""The most of a frame by qwen-vl-utils, which its users can only lower."""
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """How many frames are taken, and from where; those of the data JSON, or of the video itself."""
+
+    fps: float
+    """Frames of a second; without effect where ``num_frames`` is given."""
+    num_frames: int | None
+    min_frames: int
+    max_frames: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The span of a video that is looked at, and its frames as even steps.  Times are in units of ``time_base``."""
+
+    header: VideoHeader
+    first: int
+    """Number of the first frame of the span; ``last`` likewise."""
+    last: int
+    step: Fraction
+    """From one frame of the span to the next, on average."""
+
+    @classmethod
+    def of(cls, header: VideoHeader, start_seconds: float | None, end_seconds: float | None) -> "Clock":
+        """Raises ValueError when no frame begins between ``start_seconds`` and ``end_seconds``."""
+        times, base = header.times, header.time_base
+        length = int(times[-1] - times[0])
+        mean, after = _steps(header)
+        first = _first_at(header, start_seconds, 0)
+        last = _first_at(header, end_seconds, len(times), is_after=True) - 1
+        if first > last:
+            raise ValueError(f"no frame begins between video_start = {start_seconds or 0:g} and video_end = "
+                             f"{'its end' if end_seconds is None else f'{end_seconds:g}'}: it lasts "
+                             f"{float((length + after) * base):.2f} s")
+        is_whole = last - first + 1 == len(times)
+        span = int(times[last] - times[first]) + (after if is_whole else mean)
+        return cls(header, first, last, span / (last - first + 1))
+
+    @property
+    def num_frames(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def seconds(self) -> Fraction:
+        """Length of the span, to the end of its last frame."""
+        return self.step * self.num_frames * self.header.time_base
+
+    def shown(self, numbers: Sequence[int]) -> np.ndarray:
+        """For the numbers that frames would have at an even rate, those of the frames that are shown then."""
+        begin, slack = int(self.header.times[self.first]), _slack(self.step)
+        times = [begin + math.floor(self.step * (number - self.first) + slack) for number in numbers]
+        return np.searchsorted(self.header.times, np.array(times, dtype=np.int64), "right") - 1
+
+
+def _steps(header: VideoHeader) -> tuple[Fraction, Fraction]:
+    """From one frame to the next on average, and how long the last one is shown."""
+    times, count, stated = header.times, len(header.times), Fraction(header.last_duration)
+    mean = Fraction(int(times[-1] - times[0]), count - 1) if count > 1 else max(stated, Fraction(1))
+    # A stated rate is believed where all times agree with it: they are rounded, and it is not.
+    rates = (1 / (header.stated_rate * header.time_base), mean) if header.stated_rate else (mean,)
+    for step in rates:
+        if np.abs(times - times[0] - np.arange(count) * float(step)).max() <= 1:
+            return step, step if count > 1 else mean
+    # What a file says of its last frame alone is often a guess.
+    return mean, stated if mean <= 2 * stated <= 4 * mean else mean
+
+
+def _slack(step: Fraction) -> Fraction:
+    """How far a frame's time may be off: files round it to their time base."""
+    return min(Fraction(2), step / 4)
+
+
+def _first_at(header: VideoHeader, seconds: float | None, default: int, is_after: bool = False) -> int:
+    """Number of the first frame that begins at ``seconds`` from the first one or later; ``is_after``: only later."""
+    if seconds is None:
+        return default
+    times = header.times
+    slack = _slack(Fraction(int(times[-1] - times[0]), max(len(times) - 1, 1)))
+    ticks = Fraction(seconds) / header.time_base + (slack if is_after else -slack)
+    return int(np.searchsorted(times - times[0], float(ticks), "right" if is_after else "left"))
+
+
+def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
+    """Numbers of the frames that qwen-vl-utils takes (``smart_nframes``), rising; the same may stand twice.
+
+    A video of fewer frames than it takes at least, which it refuses, gives those that it has.  Raises ValueError when
+    ``rule.num_frames`` is more than there are.
+    """
+    total, factor = clock.num_frames, FRAME_FACTOR
+    if rule.num_frames is not None:
+        count = round(rule.num_frames / factor) * factor
+        if count > total:
+            raise ValueError(f"nframes = {rule.num_frames} of a video of {total} frames; ask for {total} at most")
+    else:
+        least = math.ceil(rule.min_frames / factor) * factor
+        most = math.floor(min(rule.max_frames, total) / factor) * factor
+        count = math.floor(min(max(float(clock.seconds) * rule.fps, least), most) / factor) * factor
+    numbers = torch.linspace(clock.first, clock.last, max(count, 1)).round().long().tolist()
+    return clock.shown(numbers)
+
+
+def llama_factory_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
+    """Numbers of the frames that LLaMA-Factory takes (``_get_video_sample_indices``), rising."""
+    count = max(rule.min_frames, math.floor(float(llama_factory_seconds(clock)) * rule.fps))
+    count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else max(rule.num_frames, 1)
+    if count > clock.num_frames:
+        raise ValueError(f"nframes = {count} of a video of {clock.num_frames} frames; ask for as many at most")
+    return np.linspace(clock.first, clock.last, count).astype(np.int32)
+
+
+def llama_factory_seconds(clock: Clock) -> Fraction:
+    """How long a video is for LLaMA-Factory: as the file says, where it does and the whole is looked at."""
+    header = clock.header
+    is_whole = clock.num_frames == len(header.times)
+    return header.stated_duration * header.time_base if is_whole and header.stated_duration else clock.seconds
+
+
+def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted:
+    """What a decoder needs to know to find these frames."""
+    header = clock.header
+    numbers = np.unique(numbers)
+    times = header.times[numbers]
+    keys = np.maximum(np.searchsorted(header.key_times, times, "right") - 1, 0)
+    reach = math.floor(_slack(clock.step)) if header.is_exact else int(header.times[-1] - header.times[0]) + 1
+    return Wanted(
+        numbers=tuple(numbers.tolist()),
+        times=tuple(times.tolist()),
+        starts=tuple(header.key_times[keys].tolist()),
+        seeks=tuple(header.key_seeks[keys].tolist()),
+        earlier_seeks=tuple(header.key_seeks[np.maximum(keys - 1, 0)].tolist()),
+        reach=reach,
+        time_base=header.time_base,
+        is_upright=is_upright,
+    )
+
+
+def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:
+    """The most pixels of a frame by qwen-vl-utils' rule, for a video of ``num_frames`` (its ``fetch_video``).
+
+    A share of ``total_pixels``, of which two frames count as one; but always 5 % above the least.
+    """
+    share = max(min(QWEN_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
+    return min(max_pixels, int(share))

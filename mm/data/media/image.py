@@ -1,0 +1,278 @@
+"""Pictures as the bytes that the ViT reads, once they are normalised.
+
+By default equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower; or, sooner still, by
+torch's way of resizing, which is that of transformers' processor on torchvision.  LLaMA-Factory, whose rule
+MindSpeed-MM has, makes another picture of it first.  What is in a file is ``picture.py``'s.
+"""
+
+import json
+import math
+import operator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Gt
+from PIL import Image
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from mm.batch import Grid, Normalisation
+from mm.config.data import ImageBackend, ResizeRule
+from mm.config.read import read_json
+from mm.config.schema import Count, NotNegative, Number, expected, fields_of
+from mm.data.media.picture import image_size, load_image, load_pixels
+from mm.data.sample import Image as ImageItem
+from mm.data.sample import Inline
+from mm.errors import UserError, refuse
+
+_CONFIG_FILES = {
+    "image": ("processor_config.json", "preprocessor_config.json"),
+    "video": ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"),
+}  # fmt: skip
+"""Where the settings of each may be, in transformers' order; the first has those of both."""
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
+    """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
+
+    The same numbers as transformers' function of this name, whose module takes seconds to import.  The aspect ratio is
+    kept as far as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError(f"one side is more than 200 times the other: {width} x {height} pixels")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+Step = tuple[tuple[int, int], Image.Resampling]
+"""A size (width, height) to which a picture is brought, and how."""
+
+
+def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[Step]:
+    """How LLaMA-Factory resizes a picture before transformers' processor does (its ``_preprocess_image``).
+
+    The area comes within the bounds, a side below 28 becomes 28, and a side ratio above 200 becomes 180.  Raises
+    ValueError when a side vanishes on the way.
+    """
+    steps: list[Step] = []
+    for bound, is_outside in ((max_pixels, operator.gt), (min_pixels, operator.lt)):
+        if is_outside(width * height, bound):
+            factor = math.sqrt(bound / (width * height))
+            width, height = int(width * factor), int(height * factor)
+            if 0 in (width, height):
+                raise ValueError(f"a side vanishes when {bound} pixels are made of it")
+            steps.append(((width, height), Image.Resampling.NEAREST))
+    if min(width, height) < 28:
+        width, height = max(width, 28), max(height, 28)
+        steps.append(((width, height), Image.Resampling.BICUBIC))
+    if max(width, height) / min(width, height) > 200:
+        width, height = min(width, height * 180), min(height, width * 180)
+        steps.append(((width, height), Image.Resampling.BICUBIC))
+    return steps
+
+
+_Positive = Annotated[Number, Gt(0)]
+_PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
+_PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
+class ImageProcessor:
+    """Sizes and constants of the image side, by their names in Hugging Face's files."""
+
+    min_pixels: Count
+    max_pixels: Count
+    patch_size: Count
+    temporal_patch_size: Count
+    merge_size: Count
+    image_mean: _PerChannel
+    image_std: _PositivePerChannel
+    is_upright: bool = True
+    """Whether photographs are turned upright."""
+    llama_factory: tuple[int, int] | None = None
+    """The least and most pixels of LLaMA-Factory's rule, where that is applied first."""
+    backend: ImageBackend = "pillow"
+    """What resizes."""
+
+    @classmethod
+    def from_directory(
+        cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
+        is_upright: bool = True, backend: ImageBackend = "pillow", media: str = "image",
+    ) -> "ImageProcessor":
+        """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
+
+        ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 is no bound.  Of two
+        bounds on one side the tighter holds; in LLaMA-Factory's rule both do, one after the other.  Constants come from
+        ``processor_config.json`` (its ``image_processor``), else ``preprocessor_config.json``: transformers' order.
+        ``media`` "video" reads those of videos.
+
+        Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
+        """
+        path, values = _read_config(Path(directory), media)
+        size: dict[str, Any] = values["size"] if isinstance(values.get("size"), dict) else {}
+        bounds: dict[str, Any] = {
+            "min_pixels": values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
+            "max_pixels": values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
+        }
+        found = replace(_checked(path, values | bounds), is_upright=is_upright, backend=backend)
+        if rule == "llamafactory":
+            return replace(found, llama_factory=(min_pixels, max_pixels))
+        lower, upper = max(found.min_pixels, min_pixels), min(found.max_pixels, max_pixels or found.max_pixels)
+        if lower > upper:
+            raise UserError(
+                f"image_max_pixels = {max_pixels} and image_min_pixels = {min_pixels} of the data JSON, together with "
+                f"min_pixels = {found.min_pixels} and max_pixels = {found.max_pixels} of {path}, leave no "
+                f"size: the lower bound {lower} is above the upper bound {upper}."
+            )
+        return replace(found, min_pixels=lower, max_pixels=upper)
+
+    def within(self, item: ImageItem) -> "ImageProcessor":
+        """For an image with bounds of its own."""
+        if item.min_pixels is None and item.max_pixels is None:
+            return self
+        lower, upper = self.llama_factory or (self.min_pixels, self.max_pixels)
+        bounds = lower if item.min_pixels is None else max(item.min_pixels, 1), item.max_pixels or upper
+        if bounds[0] > bounds[1]:
+            raise UserError(f"{item.path}: its min_pixels {bounds[0]} is above its max_pixels {bounds[1]}; change one.")
+        if self.llama_factory is not None:
+            return replace(self, llama_factory=bounds)
+        return replace(self, min_pixels=bounds[0], max_pixels=bounds[1])
+
+    def _grid(self, width: int, height: int) -> Grid:
+        """Patches of an image of this size in pixels.  Raises ValueError when the rule does not take it."""
+        width, height = [(width, height), *(size for size, _ in self._steps(width, height))][-1]
+        factor = self.patch_size * self.merge_size
+        new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def _steps(self, width: int, height: int) -> list[Step]:
+        return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
+
+    def image_grid(self, path: str | Inline) -> Grid:
+        """Patches of an image file, from its header alone.  Raises UserError as ``image_size`` does, and for strips."""
+        size = image_size(path, self.is_upright)
+        try:
+            return self._grid(*size)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; crop or remove the image.") from error
+
+    def patches(self, path: str | Inline) -> tuple[Tensor, Grid]:
+        """Decode, resize and cut an image file, uint8 [num_patches, channels x frames x patch_size x patch_size].
+
+        A still image is repeated to fill ``temporal_patch_size`` frames.  Raises UserError as ``load_image`` does.
+        """
+        pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
+        return self.cut(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
+
+    def cut(self, frames: Tensor) -> tuple[Tensor, Grid]:
+        """Frames, uint8 [num_frames, height, width, 3], as patches uint8 [num_patches, 3 x frames x side x side].
+
+        Patches that merge into one visual token lie together.
+        """
+        count, height, width, _ = frames.shape
+        side, merge, depth = self.patch_size, self.merge_size, self.temporal_patch_size
+        grid = count // depth, height // side, width // side
+        times, rows, columns = grid
+        pixels = frames.reshape(times, depth, rows // merge, merge, side, columns // merge, merge, side, 3)
+        return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
+
+    def joined(self, patches: Tensor, grid: Grid) -> Tensor:
+        """The inverse of ``cut``: the frames."""
+        (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
+        pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
+        return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
+
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(255.0, self.image_mean, self.image_std)
+
+    def _resized_by_pillow(self, path: str | Inline) -> Tensor:
+        """uint8 [height, width, 3]"""
+        image = load_image(path, self.is_upright, on_white=self.llama_factory is None)
+        _, rows, columns = self._grid(*image.size)
+        for size, how in self._steps(*image.size):
+            image = image.resize(size, how)
+        size = columns * self.patch_size, rows * self.patch_size
+        return torch.from_numpy(np.array(image.resize(size, resample=Image.Resampling.BICUBIC)))
+
+    def _resized_by_torch(self, path: str | Inline) -> Tensor:
+        """uint8 [height, width, 3], by torch's arithmetic on bytes: coefficients of 16 bits, where Pillow has 22."""
+        pixels = torch.from_numpy(load_pixels(path, self.is_upright))
+        _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])
+        size = rows * self.patch_size, columns * self.patch_size
+        resized = pixels.permute(2, 0, 1)[None]
+        lost_rows, lost_columns = pixels.shape[0] - size[0], pixels.shape[1] - size[1]
+        # The order of both sides shows after the rounding between them: Pillow's since version 13 (its Resample.c).
+        sizes = [(size[0], pixels.shape[1]), size] if lost_rows > max(0, 2 * lost_columns) else [size]
+        for one in sizes:
+            resized = interpolate(resized, size=list(one), mode="bicubic", antialias=True)
+        return resized[0].permute(1, 2, 0)
+
+
+def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
+    """The file that holds the settings of the image or video processor, and these."""
+    for name in _CONFIG_FILES[media]:
+        path = directory / name
+        if not path.is_file():
+            continue
+        values = read_json(path).root
+        if name == "processor_config.json" and isinstance(values, dict):
+            values = values.get(f"{media}_processor")
+        if not isinstance(values, dict | None):
+            raise UserError(f"{path}: holds {str(values)[:40]!r}; expected an object with the processor's settings.")
+        if values is not None:
+            _check_settings(path, values)
+            return path, values
+    shared = directory / "processor_config.json"
+    if shared.is_file():
+        others = " or ".join(_CONFIG_FILES[media][1:])
+        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so nothing says how "
+                        f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
+    raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
+
+
+def _check_settings(path: Path, values: dict[str, Any]) -> None:
+    """Refuse settings that would change the picture and that this code does not have."""
+    supported = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "resample": int(Image.Resampling.BICUBIC),
+        "rescale_factor": 1 / 255,
+    }
+    refuse(
+        f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
+        for key, value in supported.items()
+        if values.get(key, value) != value
+    )
+
+
+def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:
+    """``values`` as the constants of a processor; null counts as absent."""
+    given = {key: value for key, value in values.items() if value is not None}
+    try:
+        return TypeAdapter(ImageProcessor).validate_json(json.dumps(given))
+    except ValidationError as error:
+        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors())
+        missing = ", ".join(key for key in wrong if key not in given)
+        problems = [f"{path}: has no {missing}; copy the file from the published checkpoint."] if missing else []
+        problems += [
+            f"{path}: {key} is {given[key]!r}; expected {expected(fields_of(ImageProcessor)[key])}. Copy the file from "
+            f"the published checkpoint."
+            for key in wrong if key in given
+        ]
+        raise UserError(problems) from error

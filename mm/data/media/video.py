@@ -1,0 +1,247 @@
+"""Video files as the numbers that the ViT reads: chosen frames, resized, in pairs.
+
+Equal to the last bit to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and all frames in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from mm.batch import Grid, Normalisation
+from mm.config.data import DataConfig
+from mm.data.media.decoder import Decoder
+from mm.data.media.frames import (
+    Clock,
+    FrameRule,
+    llama_factory_frames,
+    llama_factory_seconds,
+    most_frame_pixels,
+    qwen_frames,
+    wanted_frames,
+)
+from mm.data.media.image import ImageProcessor, Step, llama_factory_steps, smart_resize
+from mm.data.media.picture import image_size, load_image
+from mm.data.media.video_file import Pixels, Wanted
+from mm.data.sample import Inline, Video
+from mm.errors import UserError
+
+_Chosen = tuple[np.ndarray, Fraction, Wanted]
+"""Numbers of frames, the seconds that they stand for, and what a decoder needs to know of them."""
+MAX_VIDEO_PIXELS = 1 << 28
+"""Of all resized frames of a video: they fill 768 MiB.  Decoded frames are in memory one at a time."""
+
+
+class VideoConstantsError(UserError):
+    """A video is to be read with a checkpoint that does not say how: a fault of the checkpoint, not of the sample."""
+
+
+@dataclass(frozen=True)
+class VideoPlan:
+    """What will be made of one video; nothing but its first frame is decoded yet."""
+
+    path: str | tuple[str | Inline, ...]
+    """As ``Video`` has it."""
+    grid: Grid
+    """Pairs of frames, and patches of a frame."""
+    seconds: float
+    """From one pair of frames to the next."""
+    wanted: Wanted
+    repeats: tuple[int, ...]
+    """How often each wanted frame is shown, one after another."""
+    steps: tuple[Step, ...]
+    """Sizes to which each frame is brought before its last one."""
+
+
+@dataclass(frozen=True)
+class VideoProcessor:
+    """Sizes, constants and settings of the video side.  Pickles into data workers, where each has its own decoder."""
+
+    constants: ImageProcessor
+    """As the checkpoint has them for videos."""
+    data: DataConfig
+    is_upright: bool
+    """Whether videos are turned as their files want it."""
+    decoder: Decoder
+
+    @classmethod
+    def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
+        """Raises UserError when the backend is not there, or the checkpoint's constants leave no size within those of
+        ``data``.
+
+        Where the checkpoint's constants for videos are missing or wrong, the first video raises VideoConstantsError:
+        data without videos do not need them.  ``images`` is what makes numbers of pictures.
+        """
+        is_upright, decoder = images.is_upright, Decoder(data.video_backend, data.video_timeout)
+        if data.video_backend not in (None, "pyav"):
+            decoder.check()
+        try:
+            constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
+        except UserError as error:
+            return _NoVideoProcessor(images, data, is_upright, decoder, error.problems)
+        if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
+            raise UserError(
+                f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
+                f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
+            )
+        return cls(constants, data, is_upright, decoder)
+
+    def plan(self, video: Video) -> VideoPlan:
+        """Choose frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for strips."""
+        name, is_listed = str(video.contents[0]), isinstance(video.path, tuple)
+        first, choose = self._listed(video) if is_listed else self._filed(video, name)
+        try:
+            numbers, length, wanted = choose()
+            pairing = self.constants.temporal_patch_size
+            num_frames = -(-len(numbers) // pairing) * pairing
+            steps = self._steps(video, *first)
+            width, height = [first, *(size for size, _ in steps)][-1]
+            height, width = self._last_size(video, height, width, num_frames)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}; change its settings, crop or remove the video.") from error
+        if num_frames * height * width > MAX_VIDEO_PIXELS:
+            raise UserError(f"{name}: {num_frames} frames of {width} x {height} pixels are more than "
+                            f"{MAX_VIDEO_PIXELS} pixels; lower video_max_pixels or "
+                            f"{'list fewer frames' if is_listed else 'video_maxlen'}.")
+        side = self.constants.patch_size
+        repeats = np.unique(numbers, return_counts=True)[1]
+        repeats[-1] += num_frames - len(numbers)  # the last frame fills the last pair
+        return VideoPlan(
+            video.path,
+            grid=(num_frames // pairing, height // side, width // side),
+            seconds=float(pairing * length / len(numbers)),
+            wanted=wanted,
+            repeats=tuple(repeats.tolist()),
+            steps=tuple(steps),
+        )
+
+    def _filed(self, video: Video, path: str) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
+        """Width and height of a video file, and what chooses its frames."""
+        header = self.decoder.header(path, self.is_upright)
+
+        def choose() -> _Chosen:
+            clock = Clock.of(header, video.video_start, video.video_end)
+            if _is_llama_factory(self.data):
+                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
+            else:
+                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
+            return numbers, length, wanted_frames(clock, numbers, self.is_upright)
+
+        return (header.width, header.height), choose
+
+    def _listed(self, video: Video) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
+        """The same of a list of frames, of which each is taken.  Raises UserError for frames of several sizes."""
+        sizes = [image_size(path, self.is_upright) for path in video.contents]
+        for path, size in zip(video.contents, sizes, strict=True):
+            if size != sizes[0]:
+                raise UserError(
+                    f"{path}: has {size[0]} x {size[1]} pixels, but the first frame of its video, {video.contents[0]}, "
+                    f"has {sizes[0][0]} x {sizes[0][1]}; save all frames in one size, or give them as images.")
+        rate = Fraction(video.sample_fps or video.fps or self.data.video_fps).limit_denominator(1_000_000)
+        numbers, zeros = tuple(range(len(sizes))), (0,) * len(sizes)
+        wanted = Wanted(numbers, numbers, zeros, zeros, zeros, 0, 1 / rate, self.is_upright)
+        return sizes[0], lambda: (np.array(numbers), len(numbers) / rate, wanted)
+
+    def patches(self, plan: VideoPlan) -> Tensor:
+        """Decode, resize and cut the frames of a plan.
+
+        Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that merge into one visual
+        token lie together.  Raises UserError naming the file.
+        """
+        (pairs, rows, columns), pairing = plan.grid, self.constants.temporal_patch_size
+        values = torch.empty(pairs, rows * columns, 3 * pairing * self.constants.patch_size**2, dtype=torch.uint8)
+        frames = self._resized(plan)
+        for pair in values:
+            pixels = torch.stack([next(frames) for _ in range(pairing)]).permute(0, 2, 3, 1)
+            pair.copy_(self.constants.cut(pixels)[0])
+        assert next(frames, None) is None
+        return values.view(-1, values.shape[-1])
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """As transformers rounds: one subtraction and one division, by 255 times what the checkpoint has."""
+        mean, std = ((torch.tensor(one) * 255.0).tolist() for one in
+                     (self.constants.image_mean, self.constants.image_std))
+        return Normalisation(1.0, tuple(mean), tuple(std))
+
+    def _resized(self, plan: VideoPlan) -> Iterator[Tensor]:
+        """The frames of a plan, uint8 [3, height, width], in their last size."""
+        size = [patches * self.constants.patch_size for patches in plan.grid[1:]]
+        for frame, count in zip(self._decoded(plan), plan.repeats, strict=True):
+            yield from [_resize(_stepped(frame, plan.steps), size)] * count
+
+    def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
+        if isinstance(plan.path, tuple):
+            return (np.array(load_image(path, self.is_upright)) for path in plan.path)
+        return self.decoder.frames(plan.path, plan.wanted)
+
+    def _rule(self, video: Video) -> FrameRule:
+        if video.fps is not None and video.nframes is not None:
+            raise ValueError("it has both fps and nframes, of which one says how many frames are taken")
+        data, is_theirs = self.data, _is_llama_factory(self.data)
+        most = video.max_frames or data.video_maxlen
+        return FrameRule(
+            fps=video.fps or data.video_fps,
+            num_frames=video.nframes,
+            min_frames=video.min_frames or (1 if is_theirs else min(data.video_min_frames, most)),
+            max_frames=most,
+        )
+
+    def _bounds(self, video: Video) -> tuple[int, int]:
+        """The least and most pixels of a frame that the user wants."""
+        least = self.data.video_min_pixels if video.min_pixels is None else video.min_pixels
+        return least, video.max_pixels or self.data.video_max_pixels
+
+    def _steps(self, video: Video, width: int, height: int) -> list[Step]:
+        return llama_factory_steps(width, height, *self._bounds(video)) if _is_llama_factory(self.data) else []
+
+    def _last_size(self, video: Video, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """Height and width in pixels.  Raises ValueError for strips, and where the bounds leave no size."""
+        constants = self.constants
+        lower, upper = constants.min_pixels, constants.max_pixels
+        if not _is_llama_factory(self.data):
+            least, most = self._bounds(video)
+            lower = max(lower, least)
+            upper = min(upper, most_frame_pixels(
+                most, lower, video.total_pixels or self.data.video_total_pixels, num_frames))
+        if lower > upper:
+            raise ValueError(f"its frames may have at most {upper} pixels and must have at least {lower}")
+        return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
+
+
+@dataclass(frozen=True)
+class _NoVideoProcessor(VideoProcessor):
+    """Stands in where the checkpoint does not say how videos are resized; ``constants`` are those of pictures."""
+
+    problems: tuple[str, ...]
+
+    def plan(self, video: Video) -> VideoPlan:
+        """Raises VideoConstantsError."""
+        raise VideoConstantsError(f"{video.contents[0]} is a video, but {problem}" for problem in self.problems)
+
+
+def _is_llama_factory(data: DataConfig) -> bool:
+    return data.image_resize == "llamafactory"
+
+
+def _stepped(frame: Pixels, steps: tuple[Step, ...]) -> Pixels:
+    """A frame after the resizing that LLaMA-Factory does with Pillow."""
+    if not steps:
+        return frame
+    image = Image.fromarray(frame)
+    for size, how in steps:
+        image = image.resize(size, how)
+    return np.array(image)
+
+
+def _resize(frame: Pixels, size: list[int]) -> Tensor:
+    """uint8 [3, height, width] of ``size`` (height, width), by torchvision's arithmetic, which is torch's own."""
+    pixels = torch.tensor(frame).permute(2, 0, 1)[None]
+    if list(pixels.shape[2:]) == size:
+        return pixels[0]
+    return F.interpolate(pixels.contiguous(), size, mode="bicubic", antialias=True, align_corners=False)[0]

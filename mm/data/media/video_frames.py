@@ -1,0 +1,186 @@
+"""Chosen frames of video files, by any of three libraries.  Runs in a process that can be killed.
+
+Which frames are chosen, and what becomes of them, is not known here.  Nothing here loads torch, but for torchcodec.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from mm.data.media.video_damage import Watch
+from mm.data.media.video_file import UNTURNED, Matrix, Pixels, Wanted, before_all, matrix_of, opened
+from mm.errors import UserError
+
+
+def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """The wanted frames by PyAV, one at a time; only they are converted to RGB.
+
+    Between two that are far apart it goes on at a key frame.  Raises UserError naming the file and the second at which
+    a frame is missing or damaged.
+    """
+    with opened(path) as (container, stream):
+        search = _Search(path, container, stream, wanted)
+        for number in range(len(wanted.times)):
+            yield search.pixels(number)
+
+
+def _check_sound(path: str, wanted: Wanted) -> Iterator[None]:
+    """For each wanted frame, in turn, that PyAV finds it undamaged: other libraries do not say what was hidden.
+
+    Raises UserError as ``pyav_frames`` does.
+    """
+    with opened(path) as (container, stream):
+        search = _Search(path, container, stream, wanted)
+        for number in range(len(wanted.times)):
+            search.find(number)
+            yield
+
+
+class _Search:
+    """Finds wanted frames, one after another, and decodes no more than they need."""
+
+    def __init__(self, path: str, container: Any, stream: Any, wanted: Wanted) -> None:
+        self._path, self._container, self._stream, self._wanted = path, container, stream, wanted
+        self._watch = Watch(path, container, stream)
+        self._frames: Iterator[Any] = iter(())
+        self._begin = 0
+        """The time that was sought last; decoding goes on from there."""
+        self._current: tuple[Any, str | None] | None = None
+        """The last frame that begins in time, and why it is damaged; then the one after it."""
+        self._following: tuple[Any, str | None] | None = None
+        self._matrix: Matrix | None = None
+
+    def pixels(self, number: int) -> Pixels:
+        """Those of the frame that ``find`` finds."""
+        frame = self.find(number)
+        return _turned(frame.to_ndarray(format="rgb24"), self._matrix or UNTURNED)
+
+    def find(self, number: int) -> Any:
+        """The wanted frame ``number``; they are asked for in rising order.
+
+        A seek can land too late, and a frame can lack what it is made of where its key frame is none for those before
+        (an open group of pictures): then decoding begins one key frame earlier, and where it still comes too late, at
+        the beginning.  Raises UserError for a frame that is missing or damaged.
+        """
+        wanted, problem = self._wanted, "is missing"
+        time, nearest, earlier = wanted.times[number], wanted.seeks[number], wanted.earlier_seeks[number]
+        begins = list(dict.fromkeys((nearest, earlier, before_all(self._stream))))
+        if self._is_near(wanted.starts[number] - wanted.reach):
+            begins = [self._begin, *(begin for begin in begins if begin != self._begin)]
+        else:
+            self._seek(nearest)
+        for begin in begins:
+            if begin != self._begin:
+                self._seek(begin)
+            found = self._advance(time)
+            if found is None:
+                continue
+            frame, damage = found
+            if time - frame.pts <= wanted.reach and damage is None:
+                return frame
+            cause = damage or self._watch.latest_sign
+            problem = "is missing" if cause is None else f"is damaged ({cause})"
+            if self._begin < nearest:
+                break  # it was decoded with all that it needs
+        raise UserError(f"{self._path}: the frame at {float(time * wanted.time_base):.2f} s {problem}; replace, "
+                        f"re-encode or remove the video.")
+
+    def _is_near(self, start: int) -> bool:
+        """Whether a frame is found by going on, without passing a key frame at ``start`` that would be sooner."""
+        if self._following is None:
+            return self._current is not None  # all was decoded
+        return self._following[0].pts >= start
+
+    def _seek(self, time: int) -> None:
+        self._frames, self._begin = iter(()), time
+        with contextlib.suppress(PermissionError):  # AVI files have nothing before their first frame
+            self._container.seek(time, stream=self._stream)
+            self._frames = self._watch.frames()
+        self._current, self._following = None, self._next()
+        # Asked of one frame only: PyAV keeps each one that was asked for what lies beside it.
+        if self._matrix is None and self._following is not None:
+            self._matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
+
+    def _advance(self, time: int) -> tuple[Any, str | None] | None:
+        """The last frame that begins at ``time`` or before; None where decoding began too late for it."""
+        while self._following is not None and self._following[0].pts <= time:
+            self._current, self._following = self._following, self._next()
+        return self._current
+
+    def _next(self) -> tuple[Any, str | None] | None:
+        frame = next(self._frames, None)
+        return None if frame is None else (frame, self._watch.damage)
+
+
+def _turned(pixels: Pixels, matrix: Matrix) -> Pixels:
+    """A frame turned by quarters of a circle and mirrored."""
+    a, b, c, d = matrix
+    if abs(b) > abs(a):
+        pixels, a, d = pixels.transpose(1, 0, 2), c, b
+    return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
+
+
+def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """The wanted frames by decord.  A file that turns its frames by quarters is refused: their rows come damaged."""
+    decord: Any = import_module("decord")
+    a, b, _, d = _first_matrix(path)
+    if abs(b) > abs(a) or (not wanted.is_upright and (a < 0 or d < 0)):
+        raise UserError(f"{path}: is turned by its metadata, which decord gets wrong; set video_backend to \"pyav\".")
+    try:
+        reader = decord.VideoReader(path, num_threads=1)
+        begins = reader.get_frame_timestamp(range(len(reader)))[:, 0]
+        for time, _ in zip(wanted.times, _check_sound(path, wanted), strict=True):
+            number = int(np.abs(begins - float(time * wanted.time_base)).argmin())
+            _check_time(path, float(begins[number]), time, wanted)
+            yield reader[number].asnumpy()
+    except decord.DECORDError as error:
+        raise UserError(f"{path}: decord cannot decode it ({str(error).splitlines()[-1]}); try video_backend = "
+                        f"\"pyav\", or replace the video.") from error
+
+
+def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """The wanted frames by torchcodec, which always turns them upright."""
+    decoders: Any = import_module("torchcodec.decoders")
+    if not wanted.is_upright and _first_matrix(path) != UNTURNED:
+        raise UserError(f"{path}: is turned by its metadata, which torchcodec always obeys and \"image_resize\": "
+                        f"\"llamafactory\" does not; set video_backend to \"pyav\", or image_exif to true.")
+    try:
+        decoder = decoders.VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
+        for number, time, _ in zip(wanted.numbers, wanted.times, _check_sound(path, wanted), strict=True):
+            frame = decoder.get_frame_at(number)
+            _check_time(path, frame.pts_seconds, time, wanted)
+            yield frame.data.numpy()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: torchcodec cannot decode it ({error}); try video_backend = \"pyav\", or replace the "
+                        f"video.") from error
+
+
+def _first_matrix(path: str) -> Matrix:
+    with opened(path) as (container, stream):
+        frame = next(container.decode(stream), None)
+        return UNTURNED if frame is None else matrix_of(frame)
+
+
+def _check_time(path: str, seconds: float, time: int, wanted: Wanted) -> None:
+    """Refuse a frame that begins at ``seconds`` where another is wanted; decord has seconds in single precision."""
+    expected = float(time * wanted.time_base)
+    if abs(seconds - expected) > 0.002 + float(wanted.reach * wanted.time_base):
+        raise UserError(f"{path}: the frame at {expected:.2f} s is missing; replace, re-encode or remove the video.")
+
+
+BACKENDS: dict[str, Callable[[str, Wanted], Iterator[Pixels]]] = {
+    "pyav": pyav_frames, "decord": decord_frames, "torchcodec": torchcodec_frames}
+
+
+def missing_backend(name: str) -> str | None:
+    """Why a backend cannot be used here, or None."""
+    try:
+        import_module({"pyav": "av", "decord": "decord", "torchcodec": "torchcodec.decoders"}[name])
+    except Exception as error:  # a library that does not find its own libraries raises many types
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None

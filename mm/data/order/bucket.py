@@ -1,0 +1,58 @@
+"""Samples of like cost side by side: the two ways of MindSpeed-MM's BucketBatchSampler.
+
+Like there, what one data-parallel rank computes is like what the others compute beside it.  Other than there, cost is
+that of the whole sample and not only of its pictures, nothing is dropped, the seed counts, and no rank tells another
+the order: each computes it.
+"""
+
+import numpy as np
+
+from mm.data.order.balance import HasSizes
+from mm.data.order.stream import Step, Stream, generator, in_turn
+
+NUM_BUCKETS = 16
+"""Of equally many samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
+RUN_SAMPLES = 64
+"""Samples of one bucket that follow one another in the stream.  MindSpeed-MM takes what one microbatch of all ranks
+holds, which makes another stream of every layout; this is 8 nodes of 8 devices with one sample each."""
+
+
+def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
+    """``data_bucketing_img``: runs of samples of one bucket, in random order.
+
+    What a bucket has left over after its last full run is mixed with what the others have.
+    """
+    num_samples = len(costs)
+    num_buckets = max(1, min(NUM_BUCKETS, num_samples // RUN_SAMPLES))
+    by_cost = np.argsort(costs, kind="stable").astype(np.uint32 if num_samples < 2**32 else np.int64)
+    buckets = np.array_split(by_cost, num_buckets)
+
+    def of_epoch(epoch: int) -> np.ndarray:
+        random = generator(seed, epoch)
+        rows = [random.permutation(bucket) if shuffle else bucket for bucket in buckets]
+        whole = [row[: len(row) // RUN_SAMPLES * RUN_SAMPLES] for row in rows]
+        left = np.concatenate([row[len(full) :] for row, full in zip(rows, whole, strict=True)])
+        left = random.permutation(left) if shuffle else left
+        samples = np.concatenate([*whole, left])
+        if not shuffle:
+            return samples
+        num_whole = num_samples // RUN_SAMPLES
+        whole_samples, rest = samples[: num_whole * RUN_SAMPLES], samples[num_whole * RUN_SAMPLES :]
+        order = random.permutation(num_whole + bool(len(rest)))
+        runs = whole_samples.reshape(num_whole, RUN_SAMPLES)
+        if not len(rest):
+            return runs[order].reshape(-1)
+        place = int(np.flatnonzero(order == num_whole)[0])  # of the run that is not whole
+        return np.concatenate([runs[order[:place]].reshape(-1), rest, runs[order[place + 1 :]].reshape(-1)])
+
+    return Stream(num_samples, of_epoch)
+
+
+def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
+    """``data_reordering_img``: the samples of a global batch are dealt by rising cost, so costly microbatches coincide.
+
+    Every second turn goes backwards through the ranks, or the last of them would always have the costliest.
+    """
+    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")].reshape(-1, dp_size, micro_batch_size)
+    ordered[1::2] = ordered[1::2, ::-1].copy()
+    return in_turn(ordered.reshape(-1), micro_batch_size, dp_size)

@@ -1,0 +1,279 @@
+"""Records of a Parquet file: a row is one record, null counts as absent.
+
+Pictures as ``datasets`` of Hugging Face writes them, ``{bytes, path}`` structs in a column of one or of lists, are not
+read with their record: it holds an ``Embedded`` for each, which reads its bytes when they are asked for, a few rows at
+a time.  Those deeper in a record, as in a message's list of parts, are read with it.
+
+pyarrow is an extra (``[parquet]``) and is imported only where such a file is read.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from mm.data.sample import Inline
+from mm.errors import UserError
+
+BEGINNING = b"PAR1"
+"""How every such file begins."""
+_BLOCK_ROWS = 512
+_STREAM_ROWS = 16
+"""Whose pictures are in memory at once, for each column that is read."""
+_BUFFER_BYTES = 1 << 20
+_MAX_GROUP_BYTES = 1 << 28
+"""Pictures of a row group, uncompressed: to reach one, all before it in its group are read."""
+_FIELDS = {"bytes", "path"}
+
+Version = tuple[int, int]
+"""``mm.data.read.records.Version``."""
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """A column of ``{bytes, path}``, or of lists of these."""
+
+    is_list: bool
+    leaf: str
+    """The dotted name of its ``bytes`` in the file."""
+    number: int
+    """Of this leaf."""
+    kind: str
+    """What ``datasets`` calls its values: Image, Video, Audio ..."""
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """How the records of a file are read."""
+
+    pictures: Mapping[str, _Pictures]
+    others: tuple[str, ...]
+    """Dotted names of all leaves but the bytes of pictures."""
+
+
+class Embedded(Inline):
+    """A file of media inside a row.  Equal to another one if it stands in the same place of the same file, so that
+    caches know it without reading it; pickles without its bytes."""
+
+    _key: tuple[str, Version, int, int, str, int | None]
+
+    def __init__(self, name: str, file: str, version: Version, group: int, row: int, column: str,
+                 place: int | None) -> None:
+        """``place``: in the row's list; None where the column holds one."""
+        key = file, version, group, row, column, place
+        self.__dict__.update(name=name, _key=key)  # the base is frozen
+
+    @property
+    def content(self) -> bytes:
+        """Raises UserError when the file can no longer be read, or has changed."""
+        file, version, group, row, column, place = self._key
+        value = _stream(file, version, group, column).at(row)
+        found = value if place is None else value[place]
+        return found["bytes"]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Embedded) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Embedded, (self.name, *self._key)
+
+
+def check(path: str) -> None:
+    """Raise UserError when ``path`` cannot be read here."""
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path}: is a Parquet file, and the package pyarrow, which reads them, is not installed; "
+                        f"install the extra [parquet], or write the records as JSONL.") from error
+    try:
+        pyarrow.parquet.ParquetFile(path).close()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: is no whole Parquet file: {error}.") from error
+
+
+def blocks(path: str) -> Iterator[np.ndarray]:
+    """Row group and row of neighbouring records; int64 [num_records, 2]."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    for group, size in enumerate(sizes):
+        for first in range(0, size, _BLOCK_ROWS):
+            rows = np.arange(first, min(size, first + _BLOCK_ROWS), dtype=np.int64)
+            yield np.column_stack([np.full_like(rows, group), rows])
+
+
+def remarks(path: str, version: Version) -> Iterator[str]:
+    """What makes reading slow."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        metadata = file.metadata
+        sizes = {(name, group): metadata.row_group(group).column(one.number).total_uncompressed_size
+                 for name, one in _columns(path, version).pictures.items() for group in range(metadata.num_row_groups)}
+    (name, group), largest = max(sizes.items(), key=lambda item: item[1], default=(("", 0), 0))
+    if largest > _MAX_GROUP_BYTES:
+        yield (f"{path}: row group {group} has {largest >> 20:,} MiB in column {name!r}, and to reach a picture all "
+               f"before it in its group are read; write the file with smaller groups (row_group_size=100)")
+
+
+def read(path: str, version: Version, spans: Sequence[tuple[int, int]]) -> list[Any]:
+    """Records by row group and row; ``version`` is that of the file.  Decodes the whole row group but the bytes of
+    pictures, and keeps it for the next call: files whose rows are read in any order should have small ones.
+
+    Raises UserError when a row group cannot be read.
+    """
+    return [_record(path, version, group, row) for group, row in spans]
+
+
+def _record(path: str, version: Version, group: int, row: int) -> Any:
+    value = _row_group(path, version, group).slice(row, 1).to_pylist()[0]
+    for column, pictures in _columns(path, version).pictures.items():
+        place = path, version, group, row, column
+        given = value[column]
+        value[column] = ([_media(one, *place, number, pictures) for number, one in enumerate(given)]
+                         if isinstance(given, list) else _media(given, *place, None, pictures))
+    return _without_nulls(value)
+
+
+def _media(value: Any, path: str, version: Version, group: int, row: int, column: str, place: int | None,
+           pictures: _Pictures) -> "str | Embedded | None":
+    """What one ``{path}`` stands for: the bytes beside it, or without these the file that it names."""
+    if value is None:
+        return None
+    name = value["path"]
+    num_nulls, num_values = _nulls(path, version, group, pictures.number)
+    if num_nulls == num_values:
+        return name
+    if num_nulls != 0:  # some rows have bytes and others none, or the file does not say
+        found = _stream(path, version, group, column).at(row)
+        if (found if place is None else found[place])["bytes"] is None:
+            return name
+    where = f"column {column!r}" + ("" if place is None else f"[{place}]")
+    return Embedded(f"{name} (inside the record)" if name else where, path, version, group, row, column, place)
+
+
+@lru_cache(maxsize=16)
+def _columns(path: str, version: Version) -> _Columns:
+    import pyarrow as arrow
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        schema, leaves = file.schema_arrow, [file.schema.column(number).path for number in range(len(file.schema))]
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    pictures: dict[str, _Pictures] = {}
+    for field in schema:
+        is_list = arrow.types.is_list(field.type) or arrow.types.is_large_list(field.type) or (
+            arrow.types.is_fixed_size_list(field.type))
+        kind = field.type.value_type if is_list else field.type
+        if not arrow.types.is_struct(kind) or {one.name for one in kind} != _FIELDS:
+            continue
+        of_bytes = kind.field(kind.get_field_index("bytes")).type
+        if not (arrow.types.is_binary(of_bytes) or arrow.types.is_large_binary(of_bytes)):
+            continue
+        number = next(number for number, leaf in enumerate(leaves)
+                      if leaf.partition(".")[0] == field.name and leaf.endswith(".bytes"))
+        pictures[field.name] = _Pictures(is_list, leaves[number], number, _feature(features.get(field.name)))
+    skipped = {one.number for one in pictures.values()}
+    return _Columns(pictures, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
+
+
+def _feature(described: Any) -> str:
+    """The ``_type`` of a column in the schema of ``datasets``, also within a list; Image where it says nothing."""
+    while isinstance(described, list) and described:
+        described = described[0]
+    while isinstance(described, dict) and isinstance(described.get("feature"), dict):
+        described = described["feature"]
+    return described.get("_type", "Image") if isinstance(described, dict) else "Image"
+
+
+@lru_cache(maxsize=64)
+def _nulls(path: str, version: Version, group: int, leaf: int) -> tuple[int | None, int]:
+    """How many values of a leaf are null, where the file says so, and how many there are."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        column = file.metadata.row_group(group).column(leaf)
+    statistics = column.statistics
+    return (statistics.null_count if statistics is not None and statistics.has_null_count else None), column.num_values
+
+
+@lru_cache(maxsize=2)
+def _row_group(path: str, version: Version, group: int) -> Any:
+    """The table of a row group without the bytes of pictures; another version of the file has other ones."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return file.read_row_group(group, columns=list(_columns(path, version).others))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: row group {group} cannot be read: {error}.") from error
+
+
+class _Stream:
+    """The pictures of one column of a row group, a few rows at a time: the next ones at once, earlier ones from the
+    beginning of the group."""
+
+    def __init__(self, path: str, version: Version, group: int, column: str) -> None:
+        self._path, self._version, self._group = path, version, group
+        self._leaf = _columns(path, version).pictures[column].leaf
+        self._lock = Lock()
+        self._batches: Iterator[Any] = iter(())
+        self._rows: Any = None
+        self._first = self._end = 0
+
+    def at(self, row: int) -> Any:
+        """The value of a row.  Raises UserError when the file cannot be read, or has changed."""
+        import pyarrow
+
+        with self._lock:
+            try:
+                if row < self._first or self._rows is None:
+                    self._begin()
+                while row >= self._end:
+                    self._rows = next(self._batches).column(0)
+                    self._first, self._end = self._end, self._end + len(self._rows)
+            except (pyarrow.ArrowException, OSError) as error:
+                self._rows = None
+                raise UserError(f"{self._path}: row group {self._group} cannot be read: {error}.") from error
+            assert self._rows is not None, "it was begun"
+            return self._rows[row - self._first].as_py()
+
+    def _begin(self) -> None:
+        import pyarrow.parquet
+
+        status = os.stat(self._path)
+        if (status.st_size, status.st_mtime_ns) != self._version:
+            raise UserError(f"{self._path}: was changed after this run had checked it; start the run again, and write "
+                            f"changed data to a new file.")
+        file = pyarrow.parquet.ParquetFile(self._path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        self._batches = file.iter_batches(_STREAM_ROWS, [self._group], [self._leaf], use_threads=False)
+        self._first = self._end = 0
+
+
+@lru_cache(maxsize=4)
+def _stream(path: str, version: Version, group: int, column: str) -> _Stream:
+    return _Stream(path, version, group, column)
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without nulls: all structs of a column have the same fields, whether they were given or not."""
+    match value:
+        case {"bytes": bytes(content), "path": path} if len(value) == len(_FIELDS):
+            return Inline(f"{path} (inside the record)" if path else "the picture inside the record", content)
+        case {"bytes": None, "path": path} if len(value) == len(_FIELDS):
+            return path
+        case dict():
+            return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        case list():
+            return [_without_nulls(one) for one in value]
+        case _:
+            return value

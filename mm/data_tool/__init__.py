@@ -1,0 +1,1 @@
+"""The command ``mm-data``: data files checked, measured, shown, converted and made up, apart from training."""

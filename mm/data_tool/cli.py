@@ -1,0 +1,33 @@
+"""``mm-data``: the command line for data files, apart from training.
+
+    mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
+    mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
+    mm-data stats --mm-data data.json --mm-model model.json --seq-length 8192
+    mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
+    mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
+    mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
+
+The commands are in ``mm.data_tool.commands``.  They are imported inside ``run_command``, so that Ctrl-C while
+torch loads is one line as well.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from mm.ending import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 2 after saying what the user can mend, or 130 after Ctrl-C."""
+    return run_command(lambda: _run(sys.argv[1:] if argv is None else argv),
+                       lambda: "finished indexes and pages are kept; the same command does the rest again")
+
+
+def _run(words: Sequence[str]) -> int:
+    from mm.data_tool.commands import run
+
+    return run(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

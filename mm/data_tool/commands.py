@@ -1,0 +1,232 @@
+"""The commands of ``mm-data``.
+
+Turns flags into calls, and mistakes into messages with exit status 2.  A new command is a function beside those below
+that adds its parser, and its name in ``_COMMANDS``.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mm.config.data import read_data
+from mm.config.flags import DEFAULT_SEED
+from mm.config.model import ModelConfig, read_model
+from mm.data.encode.chat import load_tokenizer
+from mm.data.index.dataset import PARTS, Dataset, Part, datasets, notes_of
+from mm.data.index.gauge import Gauge
+from mm.data_tool.llava import convert_llava, told
+from mm.data_tool.mock import Mock
+from mm.data_tool.show import Shown
+from mm.data_tool.survey import Found, look, survey
+from mm.ending import refused, say_notes
+from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
+from mm.report import Report
+from mm.version import version_line
+
+
+def _add_index(commands: Any) -> None:
+    parser = commands.add_parser(
+        "index", help="check and measure every sample beforehand, so that training starts at once",
+        description="Checks every sample and keeps what it holds, as the trainer does at its first start: the next "
+                    "start with this data JSON, model JSON and --seq-length finds it.")
+    _add_settings(parser)
+    parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
+    parser.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
+                                                        "JSON, else one for each processor)")
+    parser.add_argument("--again", action="store_true", help="make it anew, for example after pictures were changed")
+    parser.set_defaults(run=_index)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mm-data", required=True, help="the data JSON")
+    parser.add_argument("--mm-model", required=True, help="the model JSON")
+    parser.add_argument("--seq-length", required=True, type=_count, help="as in training: where samples are cut")
+    parser.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
+                        help="as in training: draws the samples of a rate (%%) and of val_rate (default: "
+                             "%(default)s)")
+
+
+def _count(text: str) -> int:
+    """A value of a flag; what is raised is said by argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """A value of ``--seed``; what is raised is said by argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 0")
+    return int(text)
+
+
+def _index(flags: argparse.Namespace) -> None:
+    """Make the index of the training and validation samples, and say what it holds."""
+    data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
+    data = dataclasses.replace(
+        data, overwrite_cache=flags.again or data.overwrite_cache,
+        preprocessing_num_workers=flags.num_workers or data.preprocessing_num_workers)
+    gauge, skips_bad = Gauge.from_config(data, model, flags.seq_length), flags.bad_sample == "skip"
+    problems: list[str] = []
+    parts = datasets(data, problems, skips_bad, gauge, flags.seed)
+    refuse(problems)
+    for name, dataset in parts.items():
+        lengths = dataset.lengths
+        print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
+              f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
+              f"{lengths.num_patches.sum(dtype='int64')} patches")
+    left_out = (f"left out: {one.told()}" for dataset in parts.values() for one in dataset.skipped)
+    say_notes(dict.fromkeys((*notes_of(parts), *left_out)))
+
+
+def _add_convert(commands: Any) -> None:
+    formats = commands.add_parser("convert", help="rewrite records of another form").add_subparsers(
+        required=True, metavar="FORM")
+    parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
+                                description="The trainer reads LLaVA's files as they are; this rewrites them.")
+    parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
+    parser.add_argument("--media-folder", required=True, help="holds the pictures and videos that they name")
+    parser.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(flags: argparse.Namespace) -> None:
+    done = convert_llava(flags.input, flags.output, flags.media_folder)
+    print(printable(told(done, flags.output, flags.media_folder)))
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check", help="find every sample that cannot be used, and say what the others hold",
+        description="Reads every record and the headers of media; with --deep it decodes them all. The exit status is "
+                    "2 if anything is wrong.")
+    _add_settings(parser)
+    parser.add_argument("--deep", action="store_true", help="decode every picture and video, as training does")
+    parser.add_argument("--html", type=Path, help="a page of the report, with histograms")
+    parser.set_defaults(run=_check)
+
+
+def _add_stats(commands: Any) -> None:
+    parser = commands.add_parser("stats", help="say what samples hold, and how samplers would use them",
+                                 description="The numbers of mm-data check, of the samples that can be used.")
+    _add_settings(parser)
+    parser.set_defaults(run=_stats)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    _check_page(flags.html)
+    problems: list[str] = []
+    parts, gauge, model = _measured(flags, problems)
+    if parts:
+        report = survey(flags.mm_data, parts, model, flags.seq_length, look(parts, gauge.encoder, flags.deep))
+        print(report.text())
+        _write_page(flags.html, report)
+        if count := len(report.problems):
+            seen = "" if count <= MAX_PROBLEMS or flags.html else (
+                f", of which {MAX_PROBLEMS} are shown (--html PAGE lists them all)")
+            problems.append(f"{count} problem{'s' * (count != 1)}{seen}; mend or remove these samples, or train with "
+                            f"--bad-sample skip")
+    refuse(problems)
+
+
+def _stats(flags: argparse.Namespace) -> None:
+    problems: list[str] = []
+    parts, _, model = _measured(flags, problems)
+    if parts:
+        report = survey(flags.mm_data, parts, model, flags.seq_length, Found())
+        print(dataclasses.replace(report, problems=()).text())
+    refuse(problems)
+
+
+def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Part, Dataset], Gauge, ModelConfig]:
+    """The samples for training and for validation that can be used; those that cannot are listed in the datasets.
+
+    A part of which nothing can be used is left out, and adds to ``problems``.
+    """
+    data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
+    gauge = Gauge.from_config(data, model, flags.seq_length)
+    return datasets(data, problems, True, gauge, flags.seed), gauge, model
+
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser(
+        "show", help="show a sample as the model sees it",
+        description="Its tokens, with those that are learnt marked, and with --html its pictures after resizing.")
+    _add_settings(parser)
+    parser.add_argument("--part", choices=PARTS, default="training", help="which samples (default: %(default)s)")
+    parser.add_argument("--sample", type=int, default=0,
+                        help="its number among the samples of the part, from 0 (default: %(default)s)")
+    parser.add_argument("--html", type=Path, help="a page with pictures and frames")
+    parser.set_defaults(run=_show)
+
+
+def _show(flags: argparse.Namespace) -> None:
+    _check_page(flags.html)
+    problems: list[str] = []
+    parts, gauge, _ = _measured(flags, problems)
+    dataset = parts.get(flags.part)
+    if dataset is None:
+        raise UserError(problems or f"--part is {flags.part}, but {flags.mm_data} has neither val_dataset nor val_rate")
+    refuse([] if 0 <= flags.sample < len(dataset) else [
+        f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.part}, counted from 0"])
+    shown = Shown.of(dataset[flags.sample], gauge.encoder)
+    print(shown.text(sys.stdout.isatty()))
+    _write_page(flags.html, shown)
+
+
+def _check_page(path: Path | None) -> None:
+    """Refuse a page that cannot be written, before the work that it is about."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UserError(f"--html is {path}, which is a directory; name a file in it, such as {path / 'report.html'}.")
+    if not folder.is_dir():
+        raise UserError(f"--html is {path}, but there is no directory {folder}; make it, or name another file.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"--html is {path}, which cannot be written; name another file, or mend its permissions.")
+
+
+def _write_page(path: Path | None, shown: Report | Shown) -> None:
+    if path is not None:
+        path.write_text(shown.html(), encoding="utf-8")
+        print(printable(f"\nwritten: {path}"))
+
+
+def _add_mock(commands: Any) -> None:
+    parser = commands.add_parser("mock", help="make up data of a wanted size",
+                                 description="Random pictures and texts, to try out memory and speed with.")
+    parser.add_argument("--output", required=True, type=Path, help="directory for data.jsonl and images/")
+    parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens, else words")
+    for one in dataclasses.fields(Mock):
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
+    parser.set_defaults(run=_mock)
+
+
+def _mock(flags: argparse.Namespace) -> None:
+    mock = Mock(**{one.name: getattr(flags, one.name) for one in dataclasses.fields(Mock)})
+    print(f"written: {mock.write(flags.output, load_tokenizer(flags.tokenizer) if flags.tokenizer else None)}")
+
+
+_COMMANDS = (_add_index, _add_check, _add_stats, _add_show, _add_convert, _add_mock)
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command and return the exit status: 0, or 2 after saying what the user can mend."""
+    parser = argparse.ArgumentParser(prog="mm-data", description="Checks, measures and converts data files.")
+    parser.add_argument("--version", action="version", version=version_line(parser.prog))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in _COMMANDS:
+        add(commands)
+    flags = parser.parse_args(words)
+    try:
+        flags.run(flags)
+    except UserError as error:
+        return refused(error)
+    except OSError as error:
+        return refused(UserError(f"{error.filename}: {error.strerror}"))
+    return 0

@@ -1,0 +1,120 @@
+"""LLaVA's records as MindSpeed-MM's: ``conversations`` and ``image`` become ``messages`` and ``images``.
+
+The trainer reads both; this is for those who want one form of their files.  Records are read and written one at a time.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from mm.data.index.store import write_whole
+from mm.data.media.picture import format_of
+from mm.data.read.records import Raw, RecordFile
+from mm.data.record_name import name_of, numbered
+from mm.data.sample import Inline
+from mm.errors import UserError, naming
+from mm.progress import Progress
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+_MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
+"""Our column -> LLaVA's."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """How many records were read and written; those whose media are missing are left out."""
+
+    num_records: int
+    num_kept: int
+
+
+def convert_llava(source: Path, target: Path, folder: str) -> Converted:
+    """Write the records of ``source``, whose media lie in ``folder``, to ``target``: JSONL where its name says so, else
+    a JSON list.  Paths of media become ``folder/path``; pictures that stand in their record, as in Parquet files, are
+    written to ``NAME.pictures`` beside the target.
+
+    Raises UserError, and leaves no ``target``, when it exists, when ``source`` cannot be read or holds other records,
+    and when none has its media.
+    """
+    pictures = target.with_name(f"{target.stem}.pictures")
+    for path in (target, pictures):
+        if path.exists():
+            raise UserError(f"{path} exists; rename or remove it, or give another output.")
+    file, is_lines, num_records, num_kept = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, 0
+    # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
+    with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
+        try:
+            for raw in _records(file):
+                with naming(f"{file.where(raw)}: {numbered('record', raw.index, name_of(raw.value))}"):
+                    converted = _converted(raw, folder, pictures)
+                num_records += 1
+                if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
+                    _write(out, converted, is_lines, is_first=not num_kept)
+                    num_kept += 1
+            out.write("" if is_lines else "]" if num_kept else "[]")
+            if num_records and not num_kept:
+                raise UserError(f"none of the {num_records} records has its picture or video in {folder}; name the "
+                                f"folder that holds them.")
+        except BaseException:
+            target.unlink()
+            shutil.rmtree(pictures, ignore_errors=True)
+            raise
+    return Converted(num_records, num_kept)
+
+
+def told(done: Converted, target: Path, folder: str) -> str:
+    """What became of a conversion, for the screen."""
+    num_missing = done.num_records - done.num_kept
+    return f"{target}: {done.num_kept} records" + (
+        f"; {num_missing} are left out, because {folder} lacks their picture or video" * (num_missing > 0))
+
+
+def _records(file: RecordFile) -> Iterator[Raw]:
+    problems: list[str] = []
+    yield from Progress(f"converting {file.path}", unit="records").each(file.records(problems))
+    if problems:
+        raise UserError(problems)
+
+
+def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
+    """One record; a record without media is text only."""
+    if raw.problem is not None:
+        raise UserError(raw.problem)
+    record = raw.value
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        raise UserError("has no list of 'conversations'; expected LLaVA's records.")
+    turns = record["conversations"]
+    if not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
+        raise UserError("has a turn without 'from' and 'value'; expected LLaVA's records.")
+    unknown = {str(turn["from"]) for turn in turns} - _ROLES.keys()
+    if unknown:
+        raise UserError(f"has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
+    columns: dict[str, Any] = {"images": []}
+    for column, names in _MEDIA.items():
+        given = next((record[one] for one in names if record.get(one)), [])
+        paths = [given] if isinstance(given, str | Inline) else given
+        if not isinstance(paths, list) or not all(isinstance(path, str | Inline) for path in paths):
+            raise UserError(f"has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
+        if paths:
+            columns[column] = [f"{folder}/{path}" if isinstance(path, str) else _written(path, pictures)
+                               for path in paths]
+    return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}
+
+
+def _written(picture: Inline, folder: Path) -> str:
+    """The path of ``picture`` as a file of its own, named by its content."""
+    form = format_of(picture)
+    if form is None:
+        raise UserError(f"{picture} is no picture that Pillow reads; replace or remove it.")
+    path = folder / f"{picture.digest[:32]}.{form.lower()}"
+    if not path.exists():
+        write_whole(path, picture.content)
+    return str(path)
+
+
+def _write(out: TextIO, record: dict[str, Any], is_lines: bool, is_first: bool) -> None:
+    text = json.dumps(record, ensure_ascii=False)
+    out.write(f"{text}\n" if is_lines else f"{'[' if is_first else ', '}{text}")

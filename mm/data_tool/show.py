@@ -1,0 +1,99 @@
+"""One sample as the model sees it: its pictures after resizing, and its tokens with those that are learnt marked."""
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from mm.batch import IGNORE_INDEX, Microbatch
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.sample import Sample
+from mm.errors import printable
+from mm.report import page
+
+_GREEN, _BLUE, _DIM, _END = "\033[32m", "\033[34m", "\033[2m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens that follow each other and have the same meaning."""
+
+    text: str
+    kind: str
+    """"learnt", "given" or "media"."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample, ready to be looked at."""
+
+    source: str
+    pieces: tuple[Piece, ...]
+    num_tokens: int
+    num_target_tokens: int
+    frames: tuple[np.ndarray, ...]
+    """uint8 [height, width, 3]: each picture, and each frame of a video."""
+
+    @classmethod
+    def of(cls, sample: Sample, encoder: SampleEncoder) -> "Shown":
+        """Raises UserError as the encoder does."""
+        encoded = encoder.encode(sample)
+        return cls(sample.source, tuple(_pieces(encoded, encoder)), encoded.num_tokens, encoded.num_target_tokens,
+                   tuple(_frames(encoded, encoder)))
+
+    def text(self, has_colours: bool) -> str:
+        """For the terminal: without colours, what is learnt stands between [[ and ]]."""
+        marks = {"learnt": (_GREEN, _END), "media": (_BLUE, _END), "given": (_DIM, _END)} if has_colours else {
+            "learnt": ("[[", "]]"), "media": ("", ""), "given": ("", "")}
+        body = "".join(marks[piece.kind][0] + printable(piece.text) + marks[piece.kind][1] for piece in self.pieces)
+        return f"{printable(self._headline)}\n\n{body}"
+
+    def html(self) -> str:
+        """One page that needs nothing beside it."""
+        spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
+        pictures = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
+                           f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
+        return page(self.source, f"<p>{escape(self._headline)}</p>\n<div>{pictures}</div>\n"
+                                 f'<div class="turns">{spans}</div>')
+
+    @property
+    def _headline(self) -> str:
+        return (f"{self.source}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them learnt, "
+                f"{len(self.frames)} pictures or frames")
+
+
+def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[Piece]:
+    """Tokens of one kind together; the tokens of a picture or video as their number."""
+    media = encoder.chat.media_token_ids
+    ids = encoded.token_ids.tolist()
+    is_learnt = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
+    kinds = ["media" if token in media else "learnt" if learnt else "given"
+             for token, learnt in zip(ids, is_learnt, strict=True)]
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        if stop == len(ids) or kinds[stop] != kinds[start]:
+            some = ids[start:stop]
+            words = str(encoder.chat.tokenizer.decode(some))
+            yield Piece(f"[{len(some)} visual tokens]" if kinds[start] == "media" else words, kinds[start])
+            start = stop
+
+
+def _frames(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[np.ndarray]:
+    if encoded.pixel_values is None:
+        return
+    sizes = [t * h * w for t, h, w in encoded.image_grids]
+    for patches, grid in zip(encoded.pixel_values.split(sizes), encoded.image_grids, strict=True):
+        frames: Tensor = encoder.images.joined(patches, grid)
+        is_still = grid[0] == 1 and bool((frames == frames[0]).all())
+        yield from (frame.numpy() for frame in (frames[:1] if is_still else frames))
+
+
+def _png(frame: np.ndarray) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(frame).save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,224 @@
+"""What there is to know of a dataset before training on it: what its samples hold, what is wrong, and how evenly and
+fully each sampler would use it.
+
+How it is shown is ``mm.report``'s.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from mm.config.model import ModelConfig
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset, Part, notes_of
+from mm.data.media.picture import image_remarks
+from mm.data.order.balance import Sizes
+from mm.data.order.bucket import bucket_stream, sorted_in_turn
+from mm.data.order.cost import SampleSizes
+from mm.data.order.pack import Budget, fullest_packs
+from mm.data.order.sampler import balanced, packed_evenly
+from mm.data.order.stream import Deal, Stream, in_turn, shuffled
+from mm.data.record_name import BadSample
+from mm.data.sample import Image
+from mm.data.workers import in_processes
+from mm.errors import UserError
+from mm.progress import Progress
+from mm.report import Histogram, Problem, Report, Table
+
+DP_SIZES = (8, 64)
+SAMPLES_OF_RANK = 32
+"""Of a global batch, if the dataset has so many."""
+_NUM_STEPS = 4
+"""Whose mean imbalance is told."""
+_NUM_AT_A_TIME = 64
+"""Samples that one process decodes before it tells of them."""
+
+
+def survey(
+    title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "Found"
+) -> Report:
+    """A report on the samples of each part, which must have been measured; ``found`` is what a look at their media has
+    shown."""
+    skipped = dict.fromkeys(bad for dataset in parts.values() for bad in dataset.skipped)  # parts may share files
+    return Report(title, (), problems=(*map(_problem, skipped), *found.problems),
+                  notes=(*notes_of(parts), *found.notes),
+                  parts=tuple(_part(name, dataset, model, seq_length) for name, dataset in parts.items()))
+
+
+def _part(name: Part, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
+    lengths = dataset.lengths
+    sizes = SampleSizes(model, lengths).of(np.arange(len(dataset)))
+    tokens = sizes.num_tokens
+    packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
+    dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
+    facts = {
+        "records in the files": f"{dataset.num_records:,}",
+        "left out": _left_out(dataset),
+        f"samples for {name}": _taken(dataset),
+        "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
+        "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
+        "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
+        "frames of videos": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
+        "patches": f"{sizes.num_patches.sum():,}",
+        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); turns dropped: "
+                                       f"{turns:,}, tokens: {dropped.sum(dtype=np.int64):,}",
+        "words like control tokens, read as text": f"{dataset.column('num_control_words').sum(dtype=np.int64):,}",
+        "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
+    }
+    histograms = [Histogram.of("Tokens", "a sample", tokens), Histogram.of("Patches", "a sample", sizes.num_patches),
+                  Histogram.of("Pictures and videos", "a sample", lengths.num_media)]
+    return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
+                  tuple(histograms))
+
+
+def _left_out(dataset: Dataset) -> str:
+    """How many records are no samples, and what share of all records is too long."""
+    share = dataset.num_too_long / dataset.num_records
+    return f"{dataset.num_bad:,}, and {dataset.num_too_long:,} too long ({share:.1%})"
+
+
+def _taken(dataset: Dataset) -> str:
+    """How many samples are taken; where it is another number than can be used, also that."""
+    num_usable = dataset.num_records - dataset.num_bad - dataset.num_too_long
+    of_all = f", of {num_usable:,} that can be used (val_rate, rates in %, max_samples)"
+    return f"{len(dataset):,}{of_all if len(dataset) != num_usable else ''}"
+
+
+def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
+    """How much more than the mean the costliest rank has to do, for each sampler."""
+    num_samples = len(sizes.costs)
+    sizes_of_axis = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
+    if not sizes_of_axis:
+        return
+    rows: dict[str, list[str]] = {}
+    for dp_size in sizes_of_axis:
+        of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
+        for name, (stream, deal) in _samplers(sizes, seq_length, dp_size).items():
+            rows.setdefault(name, []).append(f"{_of_steps(stream, deal, sizes, dp_size * of_rank):.3f}")
+    yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
+                ("sampler_type", *(f"{size} ranks" for size in sizes_of_axis)),
+                tuple((name, *values) for name, values in rows.items()))
+
+
+def _samplers(sizes: Sizes, seq_length: int, dp_size: int) -> dict[str, tuple[Stream, Deal]]:
+    """As ``order_of`` makes them for one sample a microbatch, and for packs."""
+    plain = shuffled(len(sizes.costs), seed=0)
+    turns = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
+    return {
+        "BaseRandomBatchSampler": (plain, turns),
+        "BucketBatchSampler, data_bucketing_img": (bucket_stream(sizes.costs, 0, True), turns),
+        "BucketBatchSampler, data_reordering_img": (
+            plain, partial(sorted_in_turn, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
+        "BalancedBatchSampler": (plain, partial(balanced, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
+        "BalancedBatchSampler with packing": (plain, partial(
+            packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1)),
+    }
+
+
+def _of_steps(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
+    found: list[float] = []
+    for step in range(_NUM_STEPS):
+        ranks = deal(stream.samples(step * global_batch_size, global_batch_size))
+        work = np.array([sum(int(sizes.costs[one].sum()) for one in rank) for rank in ranks])
+        found.append(work.max() / work.mean())
+    return float(np.mean(found))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at the media of a dataset has shown."""
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> Found:
+    """Headers of all pictures, and with ``decodes`` every sample as the trainer would read it, in all processes."""
+    blocks: list[tuple[Part, range]] = [
+        (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
+        for name, dataset in parts.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
+    problems, remarks, first = [], Counter[str](), {}
+    ids, media = _Repeated(), _Repeated()
+    work: Callable[[tuple[Part, range]], _Seen] = _Look(parts, encoder, decodes)
+    found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
+    num_samples = sum(map(len, parts.values()))
+    with Progress("looking at media", num_samples, "samples") as progress:
+        for (_, block), seen in zip(blocks, found, strict=True):
+            problems += seen.problems
+            for remark, path in seen.remarks:
+                remarks[remark] += 1
+                first.setdefault(remark, path)
+            for one, source in seen.ids:
+                ids.add(one, source)
+            for one, source in seen.media:
+                media.add(one, source)
+            progress.update(len(block))
+    notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
+    notes += [*ids.told("id"), *media.told("picture or video")]
+    return Found(tuple(problems), tuple(notes))
+
+
+class _Repeated:
+    """What stands in more than one record, which may be wanted or a file that was joined with itself."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._others: dict[str, str] = {}
+
+    def add(self, one: str, source: str) -> None:
+        """A rate above 100 takes a record again: it is the same one."""
+        if self._first.setdefault(one, source) != source:
+            self._others.setdefault(one, source)
+
+    def told(self, what: str) -> Iterator[str]:
+        """A sentence, if there is anything."""
+        for one, other in [*self._others.items()][:1]:
+            yield (f"{len(self._others)} x the same {what} in more than one record; the first is {one}, in "
+                   f"{self._first[one]} and {other}")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """In a block of samples."""
+
+    problems: list[Problem] = field(default_factory=list[Problem])
+    remarks: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """And the picture that each is about."""
+    ids: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """And the record that calls itself so."""
+    media: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Paths, and the record."""
+
+
+@dataclass
+class _Look:
+    """Pickles into processes."""
+
+    parts: Mapping[Part, Dataset]
+    encoder: SampleEncoder
+    decodes: bool
+
+    def __call__(self, block: tuple[Part, range]) -> _Seen:
+        seen, dataset = _Seen(), self.parts[block[0]]
+        for index in block[1]:
+            try:
+                sample = dataset[index]
+                paths = [item.path for item in sample.media if isinstance(item, Image)]
+                seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
+                files = {path for item in sample.media for path in item.files}
+                seen.media.extend((path, sample.source) for path in sorted(files))
+                name = dataset.name(index)
+                seen.ids.extend([] if name is None else [(str(name), sample.source)])
+                if self.decodes:
+                    self.encoder.encode(sample)
+            except UserError as error:
+                seen.problems.append(_problem(dataset.bad_sample(index, error)))
+        return seen
+
+
+def _problem(bad: BadSample) -> Problem:
+    return Problem(bad.where, bad.what)

@@ -1,0 +1,333 @@
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2_5_VLProcessor
+
+from mm.batch import IGNORE_INDEX
+from mm.data.encode.chat import ChatEncoder, TooLongError, kept_turns, load_tokenizer
+from mm.data.index.dataset import Dataset
+from mm.data.sample import Image, Turn
+from mm.errors import UserError
+from tests import llama_factory
+from tests.data.oracle import CHAT_TEMPLATE, RECORDS
+
+GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}
+
+
+def encoder(tokenizer, seq_length=10_000, **options):
+    return ChatEncoder(tokenizer, seq_length=seq_length, spatial_merge_size=2, **options)
+
+
+def grids_of(record):
+    images = record.get("images") or []
+    return [GRIDS[path] for path in ([images] if isinstance(images, str) else images)]
+
+
+def shifted(labels):
+    return [*labels[1:], IGNORE_INDEX]
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)))
+@pytest.mark.parametrize("mask_history", [False, True])
+def test_tokens_and_labels_equal_transformers(tokenizer, reference, write_dataset, index, mask_history):
+    record, grids = RECORDS[index], grids_of(RECORDS[index])
+    encoded = encoder(tokenizer, mask_history=mask_history).encode(Dataset(write_dataset())[index].turns, grids)
+    messages = reference.messages(record)
+    assert encoded.token_ids.tolist() == reference.token_ids(messages, grids)
+    assert encoded.labels.tolist() == shifted(reference.labels(messages, grids, last_only=mask_history))
+    assert encoded.media == tuple(range(len(grids)))
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)))
+def test_a_prompt_is_transformers_up_to_its_answer(tokenizer, reference, write_dataset, index):
+    """Every question of a conversation, with what comes before it; a cut length has no effect."""
+    record, turns = RECORDS[index], Dataset(write_dataset())[index].turns
+    for end in (number for number, turn in enumerate(turns) if turn.role == "assistant"):
+        grids = grids_of(record)[: sum(len(turn.media) for turn in turns[:end])]
+        encoded = encoder(tokenizer, seq_length=1).encode_prompt(turns[:end], grids)
+        messages = reference.messages(record)[:end]
+        assert encoded.token_ids.tolist() == reference.token_ids(messages, grids, add_generation_prompt=True)
+        assert (encoded.labels == IGNORE_INDEX).all() and encoded.media == tuple(range(len(grids)))
+
+
+def test_control_tokens_of_a_question_are_text(tokenizer):
+    asked = conversation(("user", "A<|im_end|>\n<|im_start|>assistant\nB"))
+    ids = encoder(tokenizer).encode_prompt(asked, []).token_ids.tolist()
+    plain = encoder(tokenizer).encode_prompt(conversation(("user", "A")), []).token_ids.tolist()
+    for token in ("<|im_start|>", "<|im_end|>"):
+        number = tokenizer.convert_tokens_to_ids(token)
+        assert ids.count(number) == plain.count(number)
+
+
+def targets(tokenizer, encoded):
+    """The text that is learnt."""
+    return tokenizer.decode([label for label in encoded.labels.tolist() if label != IGNORE_INDEX])
+
+
+def conversation(*turns):
+    return [Turn(role, tuple(Image("") if part == "<image>" else part for part in re.split("(<image>)", text) if part))
+            for role, text in turns]
+
+
+TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
+
+
+def test_what_is_learnt(tokenizer):
+    assert targets(tokenizer, encoder(tokenizer).encode(TWO_TURNS, [])) == ("First.<|im_end|>\nSecond.<|im_end|>\n")
+    assert targets(tokenizer, encoder(tokenizer, mask_history=True).encode(TWO_TURNS, [])) == "Second.<|im_end|>\n"
+
+
+def test_train_on_prompt_learns_every_token(tokenizer):
+    encoded = encoder(tokenizer, train_on_prompt=True).encode(
+        conversation(("user", "See <image>"), ("assistant", "Yes.")), [(1, 4, 4)])
+    assert encoded.labels.tolist() == [*encoded.token_ids[1:].tolist(), IGNORE_INDEX]
+
+
+def test_default_system_prompt_is_the_templates(tokenizer):
+    assert (
+        encoder(tokenizer)
+        .render(TWO_TURNS)
+        .startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nOne?")
+    )
+    own = [*conversation(("system", "Be brief.")), *TWO_TURNS]
+    assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+
+
+def test_a_token_that_begins_in_the_header_and_ends_in_the_answer_is_learnt(tokenizer):
+    messages = conversation(("user", "Hi"), ("assistant", "\nHello"))
+    encoded = encoder(tokenizer).encode(messages, [])
+    newlines = tokenizer.convert_tokens_to_ids("\u010a\u010a")
+    assert newlines in encoded.token_ids.tolist()
+    assert targets(tokenizer, encoded) == "\n\nHello<|im_end|>\n"
+
+
+texts = st.text("ab \n\t\u00e9e\u0301\u56fe\U0001f600.1'", min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_targets_are_the_answers_for_any_text(tokenizer, turns):
+    messages = [m for question, answer in turns for m in conversation(("user", question), ("assistant", answer))]
+    encoded = encoder(tokenizer).encode(messages, [])
+    assert encoded.token_ids.tolist() == tokenizer(encoder(tokenizer).render(messages))["input_ids"]
+    # Compared as tokens written out: the newline of the header may be part of an answer's first token.
+    learnt = targets(tokenizer, encoded).split("<|im_end|>\n")
+    normal = tokenizer.backend_tokenizer.normalizer.normalize_str
+    expected = [normal(answer) for _, answer in turns]
+    assert learnt[-1] == "" and len(learnt) == len(expected) + 1
+    for found, answer in zip(learnt[:-1], expected, strict=True):
+        assert found in (answer, "\n" + answer)
+
+
+WORDS = "a long line of many words, of which there is no end"
+CONVERSATIONS = {
+    "one turn": ([("user", "What?"), ("assistant", "This.")], []),
+    "long question": ([("user", f"{WORDS} " * 20), ("assistant", "Yes, and no.")], []),
+    "long answer": ([("user", "And?"), ("assistant", f"{WORDS} " * 20)], []),
+    "both long": ([("user", f"{WORDS} " * 15), ("assistant", f"{WORDS} " * 20)], []),
+    "several turns": ([(role, f"{number}: {WORDS}") for number in range(4) for role in ("user", "assistant")], []),
+    "system": ([("system", "Be brief."), ("user", WORDS), ("assistant", f"{WORDS} " * 3)], []),
+    "a picture": ([("user", f"<image>{WORDS}"), ("assistant", WORDS)], [(1, 4, 6)]),
+    "two pictures": ([("user", f"{WORDS}<image> and <image>?"), ("assistant", WORDS)], [(1, 4, 6), (1, 8, 8)]),
+    "pictures in turns": ([("user", "<image>?"), ("assistant", WORDS), ("user", f"{WORDS}<image>"),
+                           ("assistant", "No.")], [(1, 4, 6), (1, 8, 4)]),
+    "other scripts": ([("user", "\u56fe\u56fe " * 30), ("assistant", "\u00e9t\u00e9 \U0001f600 " * 30)], []),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("how", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
+def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, how):
+    """Where its cut would fall into an image, less of that question is kept, and the rest is as there."""
+    turns, grids = CONVERSATIONS[name]
+    messages, counts = conversation(*turns), [h * w // 4 for _, h, w in grids]
+    pairs = llama_factory.encoded_pairs(tokenizer, messages, counts)
+    start, pad, end = (tokenizer.convert_tokens_to_ids(f"<|{t}|>") for t in ("vision_start", "image_pad", "vision_end"))
+    num_tokens = sum(len(part) for pair in pairs for part in pair)
+    limits, equal = range(1, num_tokens + 3, max(1, num_tokens // 60)), 0
+    for limit in limits:
+        encoded = encoder(tokenizer, seq_length=limit, **how).encode(messages, grids)
+        ids, labels = llama_factory.sample(pairs, limit, **how)
+        kept = encoded.token_ids.tolist()
+        assert kept.count(start) == kept.count(end) == len(encoded.media)
+        assert kept.count(pad) == sum(counts[number] for number in encoded.media)
+        if ids.count(start) == ids.count(end) and ids.count(pad) == kept.count(pad):
+            assert kept == ids and encoded.labels.tolist() == shifted(labels), limit
+            equal += 1
+        else:
+            whole = [label for label in labels if label not in (IGNORE_INDEX, start, pad)]
+            learnt = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
+            assert len(kept) < len(ids) and (how.get("train_on_prompt") or learnt == whole[-len(learnt):] or not learnt)
+    assert equal >= (len(limits) // 4 if grids else len(limits))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(-5, 200), st.booleans())
+def test_as_many_whole_turns_are_kept_as_fit(lengths, limit, last_first):
+    kept = kept_turns(lengths, limit, last_first)
+    assert sum(lengths[turn] for turn in kept) <= max(limit, 0)
+    if last_first:
+        assert kept.stop == len(lengths)
+        assert kept.start == 0 or sum(lengths[kept.start - 1 :]) > limit
+    else:
+        assert kept.start == 0
+        assert kept.stop == len(lengths) or sum(lengths[: kept.stop + 1]) > limit
+
+
+pieces = st.lists(st.sampled_from(["<image>", "a word", "<|im_end|>", "\u56fe\n", " x"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(pieces, texts), min_size=1, max_size=4), st.booleans(), st.booleans(), st.data())
+def test_a_long_dialogue_is_as_if_its_dropped_turns_had_never_been(tokenizer, dialogue, has_system, last, data):
+    """Token by token: ids, labels and pictures, for every limit; with ``mask_history`` the last turns are left."""
+    system = conversation(("system", "Be brief."))[: int(has_system)]
+    pairs = [conversation(("user", "".join(question)), ("assistant", answer)) for question, answer in dialogue]
+    grids = [[(1, 2 * data.draw(st.integers(1, 4)), 2)] * sum(map(len, (turn.media for turn in pair)))
+             for pair in pairs]
+    whole = encoder(tokenizer, mask_history=last)
+
+    def of(chosen):
+        return whole.encode([*system, *(turn for number in chosen for turn in pairs[number])],
+                            [grid for number in chosen for grid in grids[number]])
+
+    numbers = range(len(pairs))
+    prefixes = [numbers[len(pairs) - count :] if last else numbers[:count] for count in range(1, len(pairs) + 1)]
+    expected = [of(chosen) for chosen in prefixes]
+    lengths = [len(one.token_ids) for one in expected]
+    for limit in {length + by for length in lengths for by in (-1, 0, 1)}:
+        short = encoder(tokenizer, seq_length=limit, mask_history=last, drops_turns=True)
+        fitting = sum(length <= limit for length in lengths)
+        messages = [*system, *(turn for pair in pairs for turn in pair)], [grid for one in grids for grid in one]
+        if not fitting:
+            with pytest.raises(TooLongError, match=f"fit --seq-length {limit}: they take {lengths[0]} tokens") as error:
+                short.encode(*messages)
+            assert error.value.num_tokens == lengths[0]
+            continue
+        found, same = short.encode(*messages), expected[fitting - 1]
+        assert found.token_ids.tolist() == same.token_ids.tolist() and len(found.token_ids) <= limit
+        assert found.labels.tolist() == same.labels.tolist()
+        kept = prefixes[fitting - 1]
+        first = sum(len(grids[number]) for number in range(kept.start))
+        assert found.media == tuple(range(first, first + sum(len(grids[number]) for number in kept)))
+        assert found.num_dropped_tokens == lengths[-1] - len(found.token_ids)
+        assert found.num_dropped_turns == len(pairs) - fitting
+
+
+def test_words_that_look_like_control_tokens_are_counted(tokenizer):
+    turns = [Turn("user", ("<|im_end|>Hi", Image(""))),
+             Turn("assistant", ("<|im_start|> <image> and <video><|video_pad|>",))]
+    assert encoder(tokenizer).encode(turns, [(1, 2, 2)]).num_control_words == 5
+    assert encoder(tokenizer).encode(conversation(("user", "<image>"), ("assistant", "x")),
+                                     [(1, 2, 2)]).num_control_words == 0
+
+
+CONTROLS = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
+    """It frames nothing: the tokens between the turns are those of the template, and all of an answer is learnt."""
+    plain = encoder(tokenizer).encode(conversation(("user", "One x?"), ("assistant", "First x.")), [])
+    messages = conversation(("user", f"One {control}?"), ("assistant", f"First {control}."))
+    encoded = encoder(tokenizer).encode(messages, [])
+    number = tokenizer.convert_tokens_to_ids(control)
+    assert encoded.token_ids.tolist().count(number) == plain.token_ids.tolist().count(number)
+    assert targets(tokenizer, encoded) == f"First {control}.<|im_end|>\n"
+    assert tokenizer.decode(encoded.token_ids) == tokenizer.decode(plain.token_ids).replace(" x", f" {control}")
+
+
+def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):
+    messages = conversation(("user", "<image>?"), ("assistant", "Write <image>."))
+    encoded = encoder(tokenizer).encode(messages, [(1, 2, 2)])
+    assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.media == (0,)
+
+
+def test_a_question_of_any_length_leaves_its_answer(tokenizer):
+    """A plain cut at the end left nothing to learn of it."""
+    encoded = encoder(tokenizer, seq_length=64).encode(
+        conversation(("user", "word " * 2000), ("assistant", "It is learnt.")), [])
+    assert targets(tokenizer, encoded) == "It is learnt.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "each answer unchanged"),
+        (CHAT_TEMPLATE.replace("message['content'] }}<|im_end|>", "message['content'] | upper }}<|im_end|>"),
+         "each answer unchanged"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "shows 0 pictures and videos of 1"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "shows 1 pictures and videos of 1"),
+    ],
+)  # fmt: skip
+def test_a_template_that_loses_something_is_refused(hf_directory, template, message):
+    tokenizer = load_tokenizer(str(hf_directory))
+    tokenizer.chat_template = template
+    messages = conversation(("user", "<image>Hi"), ("assistant", "Hello"))
+    with pytest.raises(UserError, match=message):
+        encoder(tokenizer).encode(messages, [(1, 2, 2)])
+
+
+def copy_without_template(hf_directory, tmp_path):
+    shutil.copytree(hf_directory, tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").unlink()
+    return tmp_path / "hf"
+
+
+def test_template_from_the_processors_json(hf_directory, tmp_path):
+    directory = copy_without_template(hf_directory, tmp_path)
+    with pytest.raises(UserError, match="has no chat template"):
+        load_tokenizer(str(directory))
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert load_tokenizer(str(directory)).chat_template == CHAT_TEMPLATE
+
+
+def test_unusable_directories_are_refused(hf_directory, tmp_path):
+    with pytest.raises(UserError, match="is no directory"):
+        load_tokenizer("Qwen/Qwen2.5-VL-3B-Instruct")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="tokenizer does not load"):
+        load_tokenizer(str(tmp_path / "empty"))
+
+
+PLACES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("places", [both for size in (1, 2, 4) for both in itertools.combinations(PLACES, size)])
+def test_of_several_templates_transformers_own_choice_is_taken(tmp_path, hf_directory, places):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    for name in PLACES[:3]:
+        (directory / name).unlink(missing_ok=True)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in places:
+        content = config if name == "tokenizer_config.json" else {}
+        text = name if name.endswith("jinja") else json.dumps(content | {"chat_template": name})
+        (directory / name).write_text(text)
+    theirs = Qwen2_5_VLProcessor.get_processor_dict(directory)[0].get("chat_template")
+    assert load_tokenizer(str(directory)).chat_template == (theirs or "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", "chat_template.json:1:2: the file ends before"),
+    ("[1]", "chat_template.json: has no text 'chat_template'"),
+    ('{"chat_template": 5}', "chat_template.json: has no text 'chat_template'"),
+])
+def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, message):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    (directory / "chat_template.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(directory))
+
+
+def test_a_broken_tokenizer_file_is_named(tmp_path, hf_directory):
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    (directory / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(UserError, match="its tokenizer does not load"):
+        load_tokenizer(str(directory))

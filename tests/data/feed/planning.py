@@ -1,0 +1,26 @@
+"""A sampler that says which process has called it, and fails when it is told to; pickles into the planner."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from mm.data.order.stream import Order, Step, shuffled
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Each of two replicas takes a microbatch that holds its number, the process and the first sample of the step."""
+
+    error: Exception | None = None
+    failing_sample: int = -1
+
+    def __call__(self, samples: np.ndarray) -> list[Step]:
+        if self.error is not None and self.failing_sample in samples:
+            raise self.error
+        return [[[dp_rank, os.getpid(), int(samples[0])], []] for dp_rank in range(2)]
+
+
+def order(deal: Deal | None = None) -> Order:
+    """Steps of four samples."""
+    return Order(shuffled(100, 5, shuffle=False), deal or Deal(), 4, 0)

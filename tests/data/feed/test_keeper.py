@@ -1,0 +1,106 @@
+"""What the ViT has made reaches the disk whole, once, within bounds; a disk that takes no more stops nothing."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from mm.data.feed import keeper as module
+from mm.data.feed.features import path_of, read_features, used_bytes
+from mm.data.feed.keeper import FeatureKeeper
+from mm.model.stage import MadeFeatures
+from tests.files import ROOT
+
+KEYS = [f"{number:032x}" for number in range(1, 5)]
+FILE_BYTES = 64 + 4 * 8 * 4
+
+
+def made(*keys: str, value: float = 1.0, num_patches: int = 4) -> MadeFeatures:
+    rows = torch.full((num_patches * len(keys), 8), value)
+    return MadeFeatures(tuple((key, num_patches) for key in keys), lambda: rows, rows.nbytes)
+
+
+def test_each_image_is_kept_once_and_none_without_a_key(tmp_path: Path) -> None:
+    keeper = FeatureKeeper(str(tmp_path / "new"), 0, None, 1)
+    keeper.keep([made(KEYS[0], "", KEYS[1]), made(KEYS[0], KEYS[2], value=2.0)])
+    keeper.close()
+    rows = [read_features(str(tmp_path / "new"), key, 4, 32).view(torch.float32) for key in KEYS[:3]]
+    assert [float(one.unique()) for one in rows] == [1.0, 1.0, 2.0]
+    assert len(list((tmp_path / "new").glob("*/*"))) == 3
+
+
+def test_the_rows_of_an_image_are_its_own(tmp_path: Path) -> None:
+    rows = torch.arange(10.0)[:, None].expand(10, 8).contiguous()
+    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
+    keeper.keep([MadeFeatures(((KEYS[0], 2), ("", 3), (KEYS[1], 5)), lambda: rows, rows.nbytes)])
+    keeper.close()
+    assert torch.equal(read_features(str(tmp_path), KEYS[0], 2, 32).view(torch.float32), rows[:2])
+    assert torch.equal(read_features(str(tmp_path), KEYS[1], 5, 32).view(torch.float32), rows[5:])
+
+
+def test_the_bound_counts_what_is_there_and_who_else_writes(tmp_path: Path, capfd) -> None:
+    """Two write, 4 files are allowed and one is there: this one may write one more."""
+    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
+    keeper.keep([made(KEYS[0])])
+    keeper.close()
+    assert used_bytes(str(tmp_path)) == FILE_BYTES
+    bounded = FeatureKeeper(str(tmp_path), 3, 4 * FILE_BYTES, 2)
+    bounded.keep([made(*KEYS), made(KEYS[3])])
+    bounded.close()
+    assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, False, False]
+    assert capfd.readouterr().err == (f"warning: rank 3: no more features of the ViT are kept, and training goes on "
+                                      f"without: {tmp_path} holds as much as --vision-feature-cache-gib allows\n")
+
+
+FULL_DISK = """
+import resource, sys, torch
+from tests.data.feed.test_keeper import KEYS, made
+from mm.data.feed.keeper import FeatureKeeper
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # bytes of one file: less than one holds
+keeper = FeatureKeeper(sys.argv[1], 2, None, 1)
+keeper.keep([made(KEYS[0]), made(KEYS[1])])
+keeper.close()
+print("went on")
+"""
+
+
+def test_a_disk_that_takes_no_more_is_told_once_and_leaves_nothing_half(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=200, check=True)
+    assert done.stdout == "went on\n"
+    told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+    assert told == [f"warning: rank 2: no more features of the ViT are kept, and training goes on without: "
+                    f"{tmp_path}: File too large"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100
+
+
+def test_a_slow_disk_makes_no_queue_without_end(tmp_path: Path, monkeypatch, capfd) -> None:
+    """The first step's are taken whole, the second's not while the disk is busy with them."""
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 2 * 128)
+    keeper, is_fast, rows = FeatureKeeper(str(tmp_path), 0, None, 1), Event(), torch.ones(12, 8)
+
+    def read() -> torch.Tensor:
+        is_fast.wait()
+        return rows
+
+    keeper.keep([MadeFeatures(tuple((key, 4) for key in KEYS[:3]), read, rows.nbytes)])
+    keeper.keep([made(KEYS[3])])
+    is_fast.set()
+    keeper.close()
+    assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, True, False]
+    assert "is slower than the ViT: some features are not kept" in capfd.readouterr().err
+
+
+def test_a_bug_surfaces_in_the_thread_that_trains(tmp_path: Path) -> None:
+    def fail() -> torch.Tensor:
+        raise IndexError("a bug")
+
+    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
+    keeper.keep([MadeFeatures(((KEYS[0], 1),), fail, 4)])
+    with pytest.raises(IndexError, match="a bug"):
+        keeper.close()

@@ -1,0 +1,152 @@
+"""Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded, and what was kept of
+the ViT's work only where the projector is."""
+
+import json
+import math
+import operator
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+import torch
+
+from mm.batch import BatchTotals, Microbatch
+from mm.data.feed.owner import deal_images
+from mm.data.order.sequence import in_pipeline_order
+from tests.launch import run_ranks
+from tests.parallel.owner_worker import (
+    FAILING_STEP,
+    LAYOUTS,
+    STEPS,
+    WITH_FEATURES,
+    WITH_KEYS,
+    Layout,
+    batches,
+    fingerprint,
+)
+
+RANKS = range(4)
+
+
+@pytest.fixture(scope="module")
+def received(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """By rank: what the worker wrote."""
+    directory = tmp_path_factory.mktemp("owner")
+    run_ranks(4, "tests.parallel.owner_worker", str(directory), timeout_seconds=180)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+def expected_totals(layout: Layout, step: int) -> dict[str, int]:
+    """Each count summed over the replicas, one by one."""
+    vision = layout.config.vision
+    parts = [vars(BatchTotals.of(batches(dp)[step], vision)) for dp in range(layout.dp)]
+    return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
+    """Of the images of one rank of the context axis."""
+    for name in ("pixel_values", "features"):
+        rows = getattr(microbatch, name)
+        if rows is not None and microbatch.image_ranks:
+            parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
+            own = [part for part, holder in zip(parts, microbatch.image_ranks, strict=True) if holder == rank]
+            microbatch = replace(microbatch, **{name: torch.cat(own) if own else None})
+    return microbatch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layout) -> None:
+    placement = layout.config.placement()
+    for rank in RANKS:
+        mine = received[rank][layout.name]
+        spec = placement[mine["place"]["pp"]]
+        assert len(mine["steps"]) == len(STEPS)
+        for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
+            ordered = in_pipeline_order(layout.config, owned)
+            dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in ordered]
+            expected = [fingerprint(with_media_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
+            if not spec.has_patch_embedding:
+                expected = [microbatch | {"pixels": None} for microbatch in expected]
+            if not spec.has_projector:
+                expected = [microbatch | {"features": None} for microbatch in expected]
+            assert given["microbatches"] == expected, (rank, step)
+            assert given["totals"] == expected_totals(layout, step), (rank, step)
+
+
+@pytest.mark.parametrize("case", [layout.name for layout in LAYOUTS])
+def test_pixels_are_pinned_by_the_data_thread(received: list[dict], case: str) -> None:
+    for rank in RANKS:
+        has_media = any(m["pixels"] or m["features"]
+                        for step in received[rank][case]["steps"] for m in step["microbatches"])
+        assert received[rank][case]["pinned_in"] == ["data"] * has_media
+    assert any(received[rank][case]["pinned_in"] for rank in RANKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], layout: Layout) -> None:
+    for rank in RANKS:
+        mine = received[rank][layout.name]
+        is_first = mine["place"]["pp"] == mine["place"]["cp"] == mine["place"]["tp"] == 0
+        assert mine["owns_data"] == is_first
+        assert mine["num_asked"] == (len(STEPS) if is_first else None)
+
+
+def test_the_ranks_hold_different_places(received: list[dict]) -> None:
+    """So that the tests above have seen every place of every layout."""
+    for layout in LAYOUTS:
+        places = {tuple(sorted(received[rank][layout.name]["place"].items())) for rank in RANKS}
+        assert len(places) == len(RANKS)
+        assert {dict(place)["dp"] for place in places} == set(range(layout.dp))
+
+
+def test_the_steps_differ_and_some_have_images_on_one_replica_only() -> None:
+    """So that a swap of steps, microbatches or replicas would show."""
+    seen = [json.dumps(fingerprint(m)) for dp in (0, 1) for step in batches(dp) for m in step]
+    assert len(set(seen)) == len(seen)
+    with_images = [[any(m.image_grids for m in batches(dp)[step]) for dp in (0, 1)] for step in range(len(STEPS))]
+    assert [True, False] in with_images and [False, True] in with_images and [False, False] in with_images
+
+
+def test_some_have_keys_and_some_have_features() -> None:
+    """Or the tests above would have seen neither."""
+    keys = [key for dp in (0, 1) for m in batches(dp)[WITH_KEYS] for key in m.feature_keys]
+    assert "" in keys and any(len(key) == 32 for key in keys)
+    assert all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES] if m.image_grids)
+    assert not all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("user's mistake", "AgreedError: data.json: sample 17 has no answer"),
+        ("broken picture", "AgreedError: rank 1: picture 17 cannot be read"),
+    ],
+)
+def test_what_one_owner_cannot_read_is_the_same_error_on_every_rank(received, case: str, expected: str) -> None:
+    """After the steps that were whole; on the ranks of the other replica too."""
+    for rank in RANKS:
+        assert received[rank][case]["error"] == expected
+        assert len(received[rank][case]["steps"]) == FAILING_STEP
+
+
+def test_one_planner_serves_the_owners_of_a_node_and_its_death_is_one_error_on_every_rank(received) -> None:
+    """Two replicas; it is killed after some steps, and one more may be planned already."""
+    found = [received[rank]["planner"] for rank in RANKS]
+    (pid,) = {step[0][1] for one in found for step in one["taken"]}
+    for one in found:
+        assert len(one["taken"]) in ((FAILING_STEP, FAILING_STEP + 1) if one["owns_data"] else (0,))
+        dp_rank = one["place"]["dp"]
+        assert one["taken"] == [[[dp_rank, pid, 4 * number], []] for number in range(len(one["taken"]))]
+        assert one["num_steps"] == FAILING_STEP
+        (problem,) = one["problems"]
+        assert "the process that plans the samples of each step has ended" in problem
+
+
+def test_a_bug_in_a_loader_surfaces_where_it_is(received: list[dict]) -> None:
+    """The owner has its own error at once; the others learn of it when its process ends, and go on with nothing."""
+    for rank in RANKS:
+        mine = received[rank]["bug"]
+        assert len(mine["steps"]) == FAILING_STEP
+        is_failing_owner = mine["owns_data"] and mine["place"]["dp"] == 1
+        assert (mine["error"] == "IndexError: list index out of range") == is_failing_owner, mine["error"]
+        assert mine["error"] is not None

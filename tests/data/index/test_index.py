@@ -1,0 +1,380 @@
+"""The index: its numbers are the encoder's, and it is made once for each content and setting."""
+
+import json
+import multiprocessing
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pyarrow import Table, parquet
+
+from mm.batch import BatchTotals
+from mm.data import workers
+from mm.data.index import indexed_file as indexed
+from mm.data.index.dataset import Dataset, validation_dataset
+from mm.data.index.gauge import Gauge
+from mm.data.index.index import Checker
+from mm.data.lengths import Lengths
+from mm.errors import UserError
+from tests.data.clips import even, write_clip
+from tests.data.oracle import RECORDS, data_config, photo
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The files that were checked whole, in order."""
+    found, make = [], indexed.make_index
+
+    def counted(checker, *arguments):
+        found.append(Path(checker.reader.file.path).name)
+        return make(checker, *arguments)
+
+    monkeypatch.setattr(indexed, "make_index", counted)
+    return found
+
+
+@pytest.fixture
+def cached(write_dataset, tmp_path):
+    """``write_dataset`` with a cache of its own."""
+    return lambda *records, **changes: write_dataset(*records, **{"cache_dir": str(tmp_path / "cache"), **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, {"mask_history": True}, {"train_on_prompt": True},
+                                     {"image_resize": "llamafactory"}, {"image_max_pixels": 60_000},
+                                     {"packing": True}, {"truncation": "turns", "mask_history": True}])
+@pytest.mark.parametrize("seq_length", [4096, 90, 60, 45])
+def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes):
+    data = cached([*RECORDS, {"messages": [("system", "a"), ("user", "b"), ("assistant", "c")]}], **changes)
+    gauge = Gauge.from_config(data, model_config, seq_length)
+    dataset = Dataset(data, skips_bad=True, gauge=gauge)
+    assert len(dataset) + dataset.num_too_long >= 3 and (data.drops_turns or not dataset.num_too_long)
+    assert seq_length != 4096 or not (dataset.column("num_dropped_tokens").any() or dataset.num_too_long)
+    whole = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096)).lengths.num_tokens
+    for number in range(len(dataset)):
+        microbatch = gauge.encoder.encode(dataset[number])
+        totals = BatchTotals.of([microbatch], model_config.vision)
+        row = {name: int(values[number]) for name, values in vars(dataset.lengths).items()}
+        assert row == {
+            "num_tokens": totals.num_tokens, "num_target_tokens": totals.num_target_tokens,
+            "num_media": totals.num_images, "num_patches": totals.num_patches,
+            "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
+        }
+        place = int(dataset[number].source.rpartition(" ")[2])
+        assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
+    assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
+
+
+def test_the_numbers_of_a_video_are_the_encoders(cached, model_config, tmp_path):
+    """2.5 seconds at 2 frames a second, beside a picture and behind a plain text."""
+    write_clip(tmp_path / "clip.mp4", even(75))
+    shown = {"messages": [("user", "<video> or <image>?"), ("assistant", "A bar.")], "images": ["wide.png"],
+             "videos": [str(tmp_path / "clip.mp4")]}
+    data = cached([RECORDS[0], shown], video_max_pixels=96 * 96)
+    data = replace(data, attr=replace(data.attr, videos="videos"))
+    gauge = Gauge.from_config(data, model_config, 4096)
+    for _ in range(2):  # the second time from the index
+        dataset = Dataset(data, gauge=gauge)
+        outline = gauge.encoder.outline(dataset[1])
+        totals = BatchTotals.of([gauge.encoder.encode(dataset[1])], model_config.vision)
+        lengths = dataset.lengths
+        assert (lengths.num_tokens[1], lengths.num_target_tokens[1]) == (totals.num_tokens, totals.num_target_tokens)
+        assert (lengths.num_media[1], lengths.num_patches[1]) == (totals.num_images, totals.num_patches)
+        assert (lengths.num_image_pairs[1], lengths.num_window_pairs[1]) == (
+            totals.num_image_pairs, totals.num_window_pairs)
+        video, _ = outline.media
+        (pairs, *_) = video.grid
+        assert dataset.column("num_frames").tolist() == [0, 2 * pairs] == [0, 4]
+
+
+def test_many_records_in_processes_are_those_of_one(cached, model_config, monkeypatch, tmp_path):
+    data = cached([*RECORDS, {"messages": [("user", "no answer")]}] * 120, preprocessing_num_workers=1)
+    monkeypatch.setattr("mm.data.read.spans.BLOCK_BYTES", 4096)
+    gauge = Gauge.from_config(data, model_config, 4096)
+    alone = Dataset(data, True, gauge)
+    together = Dataset(replace(data, preprocessing_num_workers=2, overwrite_cache=True), True, gauge)
+    assert len(alone) == len(together) == 120 * len(RECORDS) and together.skipped == alone.skipped
+    assert len(alone.skipped) == 120 and alone.skipped[-1].told().startswith(f"{tmp_path}/data.json:")
+    for name, values in vars(alone.lengths).items():
+        assert (values == vars(together.lengths)[name]).all()
+    assert together[500] == alone[500]
+
+
+def test_the_second_start_finds_the_first_ones(cached, model_config, made):
+    data = cached()
+    gauge = Gauge.from_config(data, model_config, 4096)
+    first = Dataset(data, gauge=gauge)
+    second = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
+    assert made == ["data.json"]
+    assert [second[number] for number in range(len(second))] == [first[number] for number in range(len(first))]
+    assert second.contents() == first.contents()
+    Dataset(replace(data, overwrite_cache=True), gauge=gauge)
+    assert len(made) == 2
+
+
+def test_what_the_numbers_depend_on_makes_a_new_index(cached, model_config, made, tmp_path, hf_directory):
+    data = cached()
+
+    def opened(data, seq_length=4096, model=model_config):
+        Dataset(data, True, Gauge.from_config(data, model, seq_length))
+        return len(made)
+
+    assert opened(data) == 1
+    assert opened(replace(data, max_samples=99, shuffle=False)) == 1
+    assert opened(data, 4000) == 2
+    assert opened(replace(data, image_max_pixels=90_000)) == 3
+    assert opened(replace(data, train_on_prompt=True)) == 4
+    assert opened(replace(data, attr=replace(data.attr, system="sys"))) == 5
+    assert opened(replace(data, media_roots=(*data.media_roots, str(hf_directory)))) == 6
+    vision = replace(model_config.vision, window_attn_size=56)
+    assert opened(data, model=replace(model_config, vision=vision)) == 7
+    copy = tmp_path / "copy of hf"
+    copy.mkdir()
+    for path in hf_directory.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert opened(replace(data, model_name_or_path=str(copy))) == 7  # the same bytes elsewhere
+    config = json.loads((copy / "tokenizer.json").read_text())
+    config["model"]["merges"].pop()
+    (copy / "tokenizer.json").write_text(json.dumps(config))
+    assert opened(replace(data, model_name_or_path=str(copy))) == 8
+    path = Path(data.dataset[0])
+    path.write_text(path.read_text().replace("Hello", "HELLO"))
+    assert opened(data) == 9
+    assert opened(data) == 9
+    assert opened(replace(data, packing=True)) == 10
+    assert opened(replace(data, packing=True, truncation="tokens")) == 10
+
+
+def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_config, made, tmp_path):
+    data = cached([*RECORDS, {"messages": []}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    Dataset(data, True, gauge)
+    (tmp_path / "moved.json").write_bytes(Path(data.dataset[0]).read_bytes())
+    moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
+    assert made == ["data.json"]
+    assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:")
+    assert moved[0].source == f"{tmp_path}/moved.json: record 0"
+
+
+def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
+    data = cached([*RECORDS, {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"record 5 .*a.png' is no regular file"):
+            Dataset(data, gauge=gauge)
+        assert len(Dataset(data, True, gauge)) == len(RECORDS)
+    assert len(made) == 1
+    photo(60, 60).save(tmp_path / "a.png")
+    assert len(Dataset(data, gauge=gauge)) == len(RECORDS) + 1
+    assert len(made) == 2
+
+
+def test_bad_records_without_media_are_not_looked_at_again(cached, model_config, tmp_path, monkeypatch):
+    picture = {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}
+    data = cached([*RECORDS, picture, {"messages": [("user", ""), ("assistant", "x")]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    first, looked_at = Dataset(data, True, gauge), []
+    check = Checker.__call__
+
+    def noted(checker, block):
+        looked_at.append(block.first_index)
+        return check(checker, block)
+
+    monkeypatch.setattr(Checker, "__call__", noted)
+    second = Dataset(data, True, gauge)
+    assert second.skipped == first.skipped and [one.index for one in first.skipped] == [5, 6]
+    assert looked_at == [5]
+
+
+def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):
+    photo(60, 60).save(tmp_path / "a.png")
+    data = cached([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    dataset = Dataset(data, gauge=gauge)
+    os.utime(tmp_path / "a.png", (1, 1))  # as in a copy: other times alone are no change
+    assert dataset[0].media
+    photo(90, 60).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
+        Dataset(data, gauge=gauge)[0]
+    assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UserError, match=r"data.json: record 0: .*a.png' is no regular file"):
+        Dataset(data, gauge=gauge)[0]
+    assert len(made) == 2
+
+
+def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):
+    """A BMP file of 90 x 60 pixels has the bytes of one of 60 x 90; one of other colours measures the same."""
+    path = tmp_path / "a.bmp"
+    photo(88, 60).save(path)
+    size = path.stat().st_size
+    data = cached([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [str(path)]}])
+    gauge = Gauge.from_config(data, model_config, 4096)
+    first = Dataset(data, gauge=gauge).contents()
+
+    def changed(width, height, seed):
+        photo(width, height, seed=seed).save(path)
+        os.utime(path, (seed, seed))
+        assert path.stat().st_size == size
+        return Dataset(data, gauge=gauge)
+
+    dataset = changed(88, 60, seed=1)
+    assert dataset[0].media and dataset.contents() == first  # what a checkpoint keeps does not look at times
+    dataset = changed(30 * 4, 44, seed=2)
+    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
+        dataset[0]
+    assert pickle.loads(pickle.dumps(dataset)).contents() == first
+    with pytest.raises(UserError, match="was changed"):  # in a worker, too
+        pickle.loads(pickle.dumps(dataset))[0]
+    assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media and len(made) == 2
+
+
+def test_an_index_of_an_older_version_is_made_again_with_a_note(cached, model_config, tmp_path, made):
+    data = cached()
+    path = Path(data.dataset[0])
+    os.utime(path, (1, 1))  # long enough ago for its checksum to be remembered
+    gauge = Gauge.from_config(data, model_config, 4096)
+    Dataset(data, gauge=gauge)
+    (memory,) = (tmp_path / "cache" / "files").iterdir()
+    remembered = json.loads(memory.read_text())
+    del remembered["form"]  # as an older version wrote it, whose rows had other columns and so another name
+    memory.write_text(json.dumps(remembered))
+    for rows in (tmp_path / "cache").glob("*.rows"):
+        rows.rename(rows.with_name(f"{'0' * 32}.rows"))
+    for expected in (["an older version made its index, which is now made again"], []):
+        assert [note.removeprefix(f"{path}: ") for note in Dataset(data, gauge=gauge).notes] == expected
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: path.unlink(),
+                                    lambda path: path.write_bytes(path.read_bytes()[:-8]),
+                                    lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)])
+@pytest.mark.parametrize("kind", ["*.rows", "*.json"])
+def test_a_damaged_index_is_made_again(cached, model_config, made, tmp_path, kind, damage):
+    data = cached()
+    gauge = Gauge.from_config(data, model_config, 4096)
+    expected = Dataset(data, gauge=gauge).lengths.num_tokens.tolist()
+    (path,) = (tmp_path / "cache").glob(kind)
+    damage(path)
+    for _ in range(2):
+        assert Dataset(data, gauge=gauge).lengths.num_tokens.tolist() == expected
+    assert len(made) == 2
+
+
+def test_no_pickle_is_read(cached, model_config, made, tmp_path):
+    data = cached()
+    gauge = Gauge.from_config(data, model_config, 4096)
+    Dataset(data, gauge=gauge)
+    (path,) = (tmp_path / "cache").glob("*.rows")
+    path.write_bytes(pickle.dumps({"a": 1}))
+    assert len(Dataset(data, gauge=gauge)) == len(RECORDS) and len(made) == 2
+
+
+def test_where_it_is_kept(cached, model_config, made, tmp_path, monkeypatch):
+    """A file stands where the folder should be, because root may write everywhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "cache").write_text("")
+    data = cached()
+    gauge = Gauge.from_config(data, model_config, 4096)
+    (note,) = Dataset(data, gauge=gauge).notes
+    assert "is kept in" in note and "home/mm-data, because" in note and "cache cannot be written" in note
+    assert Dataset(data, gauge=gauge).notes == [] and len(made) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dataset = Dataset(data, gauge=gauge)
+    (note,) = dataset.notes
+    assert "kept in memory, so every start makes it again" in note and "basic_parameters.cache_dir" in note
+    assert pickle.loads(pickle.dumps(dataset)).lengths.num_tokens.tolist() == dataset.lengths.num_tokens.tolist()
+
+
+def test_without_cache_dir_it_lies_below_dataset_dir(cached, model_config, tmp_path):
+    data = cached(RECORDS[:1], cache_dir=None, dataset_dir=str(tmp_path))
+    Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
+    assert len(list((tmp_path / ".mm-index").glob("*.rows"))) == 1
+
+
+def test_few_bytes_a_sample(cached, model_config):
+    data = cached(RECORDS * 400)
+    dataset = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
+    gauge = dataset._files[0].reader.gauge  # workers get its encoder in any case, and once
+    assert len(pickle.dumps((gauge, dataset))) - len(pickle.dumps(gauge)) < 10_000
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[1999] == dataset[1999] and (copy.lengths.num_tokens == dataset.lengths.num_tokens).all()
+    assert isinstance(copy.lengths, Lengths)
+
+
+def test_selections_follow_the_seed_and_share_one_index(cached, model_config, made, tmp_path):
+    records = [{"messages": [("user", f"{number}"), ("assistant", "x")]} for number in range(40)]
+    data = cached(records)
+    gauge = Gauge.from_config(data, model_config, 4096)
+
+    def numbers(dataset):
+        return [int(dataset[place].turns[0].text) for place in range(len(dataset))]
+
+    def of(seed=0, **changes):
+        return numbers(Dataset(replace(data, **changes), gauge=gauge, seed=seed))
+
+    path = data.dataset[0]
+    assert of() == list(range(40))
+    half, other = of(dataset=(f"{path}%50",)), of(dataset=(f"{path}%50",), seed=1)
+    assert len(half) == len(other) == 20 and half == sorted(half) and half != other
+    assert of(dataset=(f"{path}%50",)) == half
+    assert sorted(of(dataset=(f"{path}%150",))) == sorted([*range(40), *half])
+    assert of(dataset=(f"{path}%50", path)) == [*half, *range(40)]
+    assert of(dataset=(f"{path}%50", path), max_samples=25) == [*half, *range(5)]
+    training = of(val_rate=0.25)
+    validation = numbers(validation_dataset(replace(data, val_rate=0.25), gauge=gauge))
+    assert (len(training), len(validation)) == (30, 10) and sorted(training + validation) == list(range(40))
+    assert of(val_rate=0.25, seed=1) != training
+    assert len(validation_dataset(replace(data, val_rate=0.25, val_max_samples=3), gauge=gauge)) == 3
+    assert validation_dataset(data, gauge=gauge) is None
+    assert made == ["data.json"]
+    (tmp_path / "val.json").write_text(json.dumps([{"messages": [{"role": "user", "content": "7"},
+                                                                  {"role": "assistant", "content": "x"}]}]))
+    both = replace(data, val_dataset=(str(tmp_path / "val.json"),), val_rate=0.5)
+    assert numbers(validation_dataset(both, gauge=gauge)) == [7]
+    assert numbers(Dataset(both, gauge=gauge)) == list(range(40))  # val_dataset wins
+    with pytest.raises(UserError, match="no sample is taken; raise the rates"):
+        of(dataset=(f"{path}%0",))
+    with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no sample for validation"):
+        validation_dataset(replace(data, val_rate=0.01), gauge=gauge)
+
+
+def test_max_samples_reads_no_more_than_it_needs(cached, model_config, made, monkeypatch):
+    monkeypatch.setattr("mm.data.read.spans.BLOCK_BYTES", 512)
+    data = cached([*RECORDS * 10, {"messages": []}], max_samples=12)
+    gauge = Gauge.from_config(data, model_config, 4096)
+    assert len(Dataset(data, gauge=gauge)) == len(Dataset(data, gauge=gauge)) == 12  # the bad one is never reached
+    assert len(made) == 1
+    assert len(Dataset(replace(data, max_samples=None), True, gauge)) == 50
+    assert len(Dataset(replace(data, max_samples=20), gauge=gauge)) == 20  # out of the whole one
+    assert len(made) == 2
+
+
+def test_processes_end_with_the_iterator():
+    """As when enough bad samples were found."""
+    numbers = workers.in_processes(abs, iter(range(-(10**9), 0)), 2)
+    assert next(numbers) == 10**9
+    numbers.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_of_parquet(model_config, hf_directory, media_directory, tmp_path):
+    raw = [{**record, "images": [record["images"]] if isinstance(record.get("images"), str) else record.get("images"),
+            "messages": [{"role": role, "content": text} for role, text in record["messages"]]} for record in RECORDS]
+    path = tmp_path / "data.json"  # what it is, is seen in it
+    parquet.write_table(Table.from_pylist(raw * 3), path, row_group_size=4)
+    (tmp_path / "same.json").write_text(json.dumps(raw * 3))
+    of_parquet, of_json = (
+        Dataset(data, gauge=Gauge.from_config(data, model_config, 4096)) for data in (
+            data_config(hf_directory, media_directory, one, cache_dir=str(tmp_path)) for one in (
+                path, tmp_path / "same.json")))
+    assert [of_parquet[number].turns for number in range(15)] == [of_json[number].turns for number in range(15)]
+    assert of_parquet.lengths.num_tokens.tolist() == of_json.lengths.num_tokens.tolist()
+    parquet.write_table(Table.from_pylist([*raw, {"messages": []}]), path)
+    data = data_config(hf_directory, media_directory, path, cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"data.json: record 5 .counted from 0.: has no 'messages'|is \[\]"):
+        Dataset(data)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="is no whole Parquet file"):
+        Dataset(data)

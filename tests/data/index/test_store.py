@@ -1,0 +1,50 @@
+"""The folder of indexes: of the processes and nodes that share it, one makes what all need."""
+
+import multiprocessing
+import os
+import signal
+
+from mm.data.index import indexed_file as indexed
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
+from tests.data.oracle import RECORDS
+
+
+def _open(data, model, start, answers, dies):
+    """As an owner on another node would; tells when it makes the index, and may die while it does."""
+    make = indexed.make_index
+
+    def told(*arguments):
+        answers.put(os.getpid())
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*arguments)
+
+    indexed.make_index = told
+    start.wait()
+    dataset = Dataset(data, gauge=Gauge.from_config(data, model, 4096))
+    answers.put([len(dataset), dataset.columns.files[0].piece.path])
+
+
+def test_of_several_processes_one_makes_it_and_another_where_that_one_dies(write_dataset, model_config, tmp_path):
+    data = write_dataset(RECORDS * 20, cache_dir=str(tmp_path / "cache"))
+    context = multiprocessing.get_context("forkserver")
+    start, answers = context.Event(), context.SimpleQueue()
+    doomed = context.Process(target=_open, args=(data, model_config, start, answers, True))
+    start.set()
+    doomed.start()
+    assert answers.get() == doomed.pid
+    doomed.join()
+    assert [*(tmp_path / "cache").glob("*.lock")]  # nobody has removed it
+    start.clear()
+    owners = [context.Process(target=_open, args=(data, model_config, start, answers, False)) for _ in range(2)]
+    for one in owners:
+        one.start()
+    start.set()
+    found = [answers.get() for _ in range(3)]
+    (path,) = map(str, (tmp_path / "cache").glob("*.rows"))
+    assert found[0] in [one.pid for one in owners] and found[1:] == [[len(RECORDS) * 20, path]] * 2
+    for one in owners:
+        one.join()
+    names = sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file())
+    assert names == [".json", ".rows"]

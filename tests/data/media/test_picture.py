@@ -1,0 +1,191 @@
+"""Picture files of every kind: what is in them, and what is said of those that are none."""
+
+import os
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, PngImagePlugin
+
+from mm.data.media.picture import FORMATS, MAX_IMAGE_BYTES, image_remarks, image_size, load_image, load_pixels
+from mm.errors import UserError
+from tests.data.oracle import photo
+
+WRITTEN = {
+    # suffix: mode, and what Pillow is told when it writes
+    "avif": ("RGB", {}), "bmp": ("RGB", {}), "dds": ("RGB", {}), "dib": ("RGB", {}), "gif": ("P", {}),
+    "icns": ("RGB", {}), "jpg": ("RGB", {}), "jp2": ("RGB", {}), "mpo": ("RGB", {}),
+    "msp": ("1", {}), "pcx": ("RGB", {}), "png": ("RGB", {}), "ppm": ("RGB", {}), "qoi": ("RGB", {}),
+    "sgi": ("RGB", {}),
+    "tga": ("RGB", {}), "tiff": ("RGB", {}), "webp": ("RGB", {}), "xbm": ("1", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", WRITTEN)
+def test_every_format_that_pillow_writes_is_read(tmp_path, suffix):
+    path, (mode, options) = tmp_path / f"photo.{suffix}", WRITTEN[suffix]
+    photo(64, 64, mode=mode).save(path, **options)
+    with Image.open(path) as image:
+        expected = np.asarray(image.convert("RGB"))
+    assert np.array_equal(np.asarray(load_image(str(path))), expected)
+    assert np.array_equal(load_pixels(str(path)), expected)
+    assert image_size(str(path)) == expected.shape[1::-1]
+
+
+def test_what_is_left_out_starts_programs_or_has_no_decoder():
+    Image.init()
+    assert set(FORMATS) <= set(Image.OPEN)
+    assert set(Image.OPEN) - set(FORMATS) == {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
+
+
+def test_animation_gives_its_first_frame(tmp_path):
+    frames = [photo(60, 60, seed=seed) for seed in (1, 2)]
+    for suffix in ("gif", "tiff", "webp"):
+        path = tmp_path / f"two.{suffix}"
+        frames[0].save(path, save_all=True, append_images=frames[1:])
+        with Image.open(path) as image:
+            assert image.n_frames == 2
+            assert np.array_equal(load_pixels(str(path)), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff", "pgm"])
+def test_16_bits_become_8_by_their_upper_half(tmp_path, suffix):
+    """Pillow alone would make everything above 255 white."""
+    values = np.arange(0, 65536, 17, dtype=np.uint16)[:3840].reshape(40, 96)
+    path = tmp_path / f"deep.{suffix}"
+    Image.fromarray(values).save(path)
+    expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2)
+    assert np.array_equal(np.asarray(load_image(str(path))), expected)
+    assert np.array_equal(load_pixels(str(path)), expected)
+
+
+def test_numbers_from_0_to_1_are_scaled(tmp_path):
+    path, values = str(tmp_path / "float.tiff"), np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    Image.fromarray(values).save(path)
+    assert np.array_equal(np.asarray(load_image(path))[..., 1], (values * 255).round())
+    Image.fromarray(values * 200).save(path)
+    assert np.array_equal(np.asarray(load_image(path))[..., 0], (values * 200).round())
+    for wrong, shown in ((values * 300, r"from 0.0 to 300.0"), (values - 1, r"from -1.0 to"), (values * np.nan, "nan")):
+        Image.fromarray(wrong).save(path)
+        with pytest.raises(UserError, match=f"float.tiff: its pixels go {shown}|nan.*expected numbers from 0 to 1"):
+            load_image(path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))  # 9 is none
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = str(tmp_path / f"turned.{suffix}")
+    photo(90, 40).save(path, exif=exif)
+    with Image.open(path) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    assert np.array_equal(load_pixels(path), expected)
+    assert image_size(path) == expected.shape[1::-1]
+    assert image_size(path, is_upright=False) == (90, 40)
+
+
+@pytest.mark.parametrize("options", [{"quality": 30}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}],
+                         ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
+def test_a_jpeg_that_goes_past_pillow_has_the_same_pixels(tmp_path, mode, options):
+    path = str(tmp_path / "photo.jpg")
+    photo(101, 67, mode=mode).save(path, **options)
+    assert np.array_equal(load_pixels(path), np.asarray(load_image(path)))
+
+
+def write_huge_png(path: Path) -> None:
+    """A header that claims 10000 x 10000 pixels, and nothing behind it."""
+    photo(4, 4).save(path)
+    data = bytearray(path.read_bytes())
+    data[16:24] = (10_000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    path.write_bytes(bytes(data))
+
+
+def test_broken_exif_turns_nothing(tmp_path):
+    path = str(tmp_path / "photo.jpg")
+    photo(40, 30).save(path, exif=b"Exif\0\0garbage!!")
+    assert image_size(path) == (40, 30) and load_image(path).size == (40, 30) and load_pixels(path).shape == (30, 40, 3)
+
+
+def test_remarks(tmp_path):
+    for name, image, options in (("plain.png", photo(30, 30), {}), ("small.png", photo(30, 20), {}),
+                                 ("two.gif", photo(30, 30), {"save_all": True, "append_images": [photo(30, 30, 1)]})):
+        image.save(tmp_path / name, **options)
+    Image.fromarray(np.full((30, 30), 40_000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    remarks = {path.name: " ".join(image_remarks(str(path))) for path in tmp_path.iterdir()}
+    assert remarks["plain.png"] == "" and "28 pixels" in remarks["small.png"]
+    assert "several frames" in remarks["two.gif"] and "8 bits" in remarks["deep.png"]
+
+
+@pytest.mark.parametrize("load", [load_image, load_pixels])
+def test_unusable_files_are_refused_by_name(tmp_path, load):
+    for name in ("short.jpg", "short.png"):
+        photo(300, 300).save(tmp_path / name, quality=95)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:3000])
+    write_huge_png(tmp_path / "huge.png")
+    photo(8, 8).save(tmp_path / "script.eps")
+    (tmp_path / "page.jpg").write_text("<!DOCTYPE HTML><title>not found</title>")
+    (tmp_path / "phone.jpg").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
+    (tmp_path / "drawing.png").write_text('<?xml version="1.0"?><svg width="9"/>')
+    (tmp_path / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (tmp_path / "noise.png").write_bytes(b"no picture at all")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("Comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    photo(8, 8).save(tmp_path / "wordy.png", pnginfo=notes)
+    expected = {
+        "short.jpg": "damaged or cut short", "short.png": "damaged or cut short", "huge.png": "10000 x 10000 pixels",
+        "script.eps": "it is PostScript", "page.jpg": "it is a web page", "phone.jpg": "it is HEIC.*with a plugin",
+        "drawing.png": "a drawing", "pointer.png": "Git LFS.*git lfs pull", "noise.png": "begins with b'no picture",
+        "wordy.png": "does not read its header .Decompressed data too large", "empty.png": "is empty",
+        "folder.png": "no regular file", "absent.png": "No such file",
+    }  # fmt: skip
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        for name, message in expected.items():
+            with pytest.raises(UserError, match=message) as error:
+                load(str(tmp_path / name))
+            assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tiff", "avif", "gif", "bmp", "jp2", "ico"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.02])
+def test_a_picture_that_is_cut_short_is_called_that(tmp_path, kind, share):
+    """Whichever part of Pillow notices it: the header, or the pixels."""
+    path = tmp_path / f"short.{kind}"
+    photo(120, 90).save(path, **({"compression": "tiff_lzw"} if kind == "tiff" else {}))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with warnings.catch_warnings(action="ignore"), pytest.raises(
+            UserError, match=rf"short.{kind}: .*damaged or cut short.*(replace|fetch or copy it again)"):
+        load_image(str(path))
+
+
+@pytest.mark.parametrize(("content", "what"), [
+    (b"\0\0\0\x20ftypisom" + bytes(40), r"it is a video \(MP4 or MOV\); show it as a video"),
+    (b"\x1aE\xdf\xa3" + bytes(40), r"it is a video \(Matroska or WebM\); show it as a video"),
+    (b'{"error": "not found"}', "JSON, such as a server's error; the download failed"),
+    (b"<?xml version='1.0'?><Error/>", "XML, such as a server's error; the download failed"),
+    (b"iVBORw0KGgoAAAANSUhEUgAA", "base64 text; write the bytes that it stands for"),
+    (b"\x1f\x8b\x08" + bytes(40), "packed by gzip; unpack it"), (bytes(500), "zeros, as a lost write leaves them"),
+    (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(9), "JPEG XL, which Pillow does not read; convert it"), (b"", "is empty; f"),
+])  # fmt: skip
+def test_what_is_no_picture_is_named_with_what_mends_it(tmp_path, content, what):
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(UserError, match=f"a.png: is no picture that Pillow reads: .*{what}"):
+        image_size(str(tmp_path / "a.png"))
+
+
+@pytest.mark.parametrize("read", [image_size, image_remarks, load_image, load_pixels])
+def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(tmp_path, read):
+    """A good picture with a hole behind it, which takes no space on the disk."""
+    path = tmp_path / "large.png"
+    photo(40, 40).save(path)
+    os.truncate(path, MAX_IMAGE_BYTES)
+    read(str(path))
+    os.truncate(path, MAX_IMAGE_BYTES + 1)
+    with pytest.raises(UserError, match=r"large.png: has 536,870,913 bytes, more than the 536,870,912 .* smaller"):
+        read(str(path))

@@ -1,0 +1,371 @@
+"""Samples with videos, from files to tensors, against transformers and the published rules of frames."""
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as PillowImage
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from mm.batch import IGNORE_INDEX, Microbatch, normalised
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.media.video import _resize
+from mm.data.sample import Image, Sample, Turn, Video
+from mm.errors import UserError
+from tests import llama_factory
+from tests.data.clips import (
+    VFR,
+    all_frames,
+    bicubic,
+    even,
+    llama_factory_numbers,
+    patches,
+    qwen_numbers,
+    write_clip,
+)
+from tests.data.oracle import PREPROCESSOR, pixel_numbers
+
+MAX_PIXELS = 96 * 96
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    write_clip(folder / "plain.mp4", even(75))  # 2.5 s
+    write_clip(folder / "odd.mp4", even(45, 15))
+    write_clip(folder / "large.mp4", even(40, 10), size=(200, 120))
+    write_clip(folder / "changing.mp4", VFR)
+    write_clip(folder / "turned.mp4", even(60), rotation=90)
+    write_clip(folder / "one.mp4", even(1))
+    write_clip(folder / "three.mp4", even(3))
+    write_clip(folder / "plain.webm", even(60), codec="libvpx-vp9")
+    write_clip(folder / "plain.mkv", even(60, 24))
+    write_clip(folder / "plain.avi", range(60), codec="mpeg4", time_base=Fraction(1, 30))
+    write_clip(folder / "plain.ts", even(60))
+    return folder
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video of a case, and what is expected of it."""
+
+    name: str
+    rate: float
+    settings: dict
+    numbers: tuple[int, ...] = ()
+    """Of its frames, where the published rule does not say them."""
+    turn: int = 0
+
+
+def clip(name, rate=30.0, numbers=(), turn=0, **settings):
+    return Clip(name, rate, settings, numbers, turn)
+
+
+CASES = {
+    "plain": [["What? ", clip("plain.mp4")], "A bar."],
+    "odd number of frames": [[clip("odd.mp4", 15.0)], "A bar."],
+    "smaller": [[clip("large.mp4", 10.0), "?"], "A bar."],
+    # 12 frames in 1910/600 s and a last one of the mean length, 174/600 s: 6 at 2 a second, of the even numbers
+    # 0 2 4 7 9 11, which are at 0 347 695 1215 1563 1910
+    "changing rate": [[clip("changing.mp4", 12 / (1910 / 600 * 12 / 11), (0, 6, 7, 7, 8, 11))], "A bar."],
+    "turned": [[clip("turned.mp4", turn=1)], "It is turned."],
+    "one frame": [[clip("one.mp4", numbers=(0,))], "Still."],
+    "fewer frames than are taken at least": [[clip("three.mp4")], "Short."],
+    "one frame of many": [[clip("plain.mp4", nframes=1)], "Still."],
+    "two videos": [[clip("plain.mp4"), " or ", clip("turned.mp4", turn=1), "?"], "Both."],
+    "picture, video, picture": [["wide.png", " ", clip("odd.mp4", 15.0), "and", "tall.jpg"], "Three."],
+    "turns": [[clip("plain.mp4"), "What?"], "A bar.", ["And ", "wide.png", clip("odd.mp4", 15.0), "?"], "Another."],
+    "webm": [[clip("plain.webm")], "A bar."],
+    "mkv": [[clip("plain.mkv", 24.0)], "A bar."],
+    "avi": [[clip("plain.avi")], "A bar."],
+    "ts": [[clip("plain.ts")], "A bar."],
+    "own rate": [[clip("plain.mp4", fps=8.0)], "A bar."],
+    "own number": [[clip("plain.mp4", nframes=13)], "A bar."],
+    "own bounds": [[clip("plain.mp4", fps=30.0, min_frames=3, max_frames=11)], "A bar."],
+    "own span": [[clip("plain.mp4", video_start=0.4, video_end=1.7)], "A bar."],
+    "own pixels": [[clip("large.mp4", 10.0, min_pixels=60_000, max_pixels=70_000)], "A bar."],
+    "own pixels in all": [[clip("large.mp4", 10.0, total_pixels=20_000)], "A bar."],
+}  # fmt: skip
+
+
+def numbers_of(processor, plan):
+    return normalised(processor.patches(plan), processor.normalisation.constants())
+
+
+def parts_of(question, clips, media_directory):
+    """One turn's parts as a sample has them."""
+    for part in question:
+        if isinstance(part, Clip):
+            yield Video(str(clips / part.name), **part.settings)
+        elif part.endswith((".png", ".jpg")):
+            yield Image(str(media_directory / part))
+        else:
+            yield part
+
+
+def sample_of(case, clips, media_directory):
+    turns = [Turn("user", tuple(parts_of(said, clips, media_directory))) if isinstance(said, list)
+             else Turn("assistant", (said,)) for said in case]
+    return Sample(tuple(turns), "by hand:0")
+
+
+RENAMED = {"fps": "wanted_fps", "nframes": "nframes", "min_frames": "min_frames", "max_frames": "max_frames",
+           "video_start": "start", "video_end": "end"}  # fmt: skip
+
+
+def expected_video(one, clips):
+    """Grid, seconds of a pair of frames, and pixel values."""
+    frames, _ = all_frames(clips / one.name, one.turn)
+    settings = {RENAMED[name]: value for name, value in one.settings.items() if name in RENAMED}
+    numbers, sampled = qwen_numbers(len(frames), one.rate, **settings)
+    numbers = one.numbers or numbers
+    frames = [frames[number] for number in numbers]
+    num_frames = len(frames) + len(frames) % 2
+    least = max(one.settings.get("min_pixels", 256), 3136)
+    most = max(one.settings.get("total_pixels", 90_316_800) / num_frames * 2, int(least * 1.05))
+    most = min(one.settings.get("max_pixels", MAX_PIXELS), int(most))
+    height, width = smart_resize(*frames[0].shape[:2], 28, least, most)
+    pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2)
+    if (height, width) != frames[0].shape[:2]:  # in one call for all, as transformers does by torchvision
+        pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
+    grid = (num_frames // 2, height // 14, width // 14)
+    return grid, 2 / sampled, patches(list(pixels.permute(0, 2, 3, 1).numpy()), grid)
+
+
+@pytest.fixture(scope="module")
+def encoder_of(hf_directory, media_directory, model_config, tmp_path_factory):
+    from tests.data.oracle import data_config
+
+    made = []
+
+    def build(seq_length=4096, **changes):
+        data = data_config(hf_directory, media_directory, "unused", video_max_pixels=MAX_PIXELS, **changes)
+        made.append(SampleEncoder.from_config(data, model_config, seq_length))
+        return made[-1]
+
+    yield build
+    for encoder in made:
+        encoder.videos.decoder.close()
+
+
+@pytest.fixture(scope="module")
+def encoder(encoder_of):
+    return encoder_of()
+
+
+def messages_of(case):
+    return [{"role": "assistant", "content": said} if isinstance(said, str) else {"role": "user", "content": [
+        {"type": "video"} if isinstance(part, Clip) else
+        {"type": "image"} if part.endswith((".png", ".jpg")) else {"type": "text", "text": part} for part in said
+    ]} for said in case]
+
+
+def expanded(tokenizer, messages, num_tokens, **options):
+    """Token ids of the rendered conversation, each medium's token as often as transformers' processor writes it."""
+    text, counts = tokenizer.apply_chat_template(messages, tokenize=False, **options), iter(num_tokens)
+    for name in ("image", "video"):
+        text = text.replace(f"<|{name}_pad|>", f"<|{name}|>")
+    pieces = text.split("<|vision_start|>")
+    for number, piece in enumerate(pieces[1:], 1):
+        name = piece[2:7]
+        pieces[number] = piece.replace(f"<|{name}|>", f"<|{name}_pad|>" * next(counts), 1)
+    return tokenizer("<|vision_start|>".join(pieces))["input_ids"]
+
+
+def expected_labels(tokenizer, messages, num_tokens, token_ids):
+    labels = [IGNORE_INDEX] * len(token_ids)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = expanded(tokenizer, messages[:number], num_tokens, add_generation_prompt=True)
+            whole = expanded(tokenizer, messages[: number + 1], num_tokens)
+            labels[len(prompt) : len(whole)] = whole[len(prompt) :]
+    return [*labels[1:], IGNORE_INDEX]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_with_videos_equals_transformers(name, clips, encoder, tokenizer, reference, media_directory,
+                                                  model_config):
+    case = CASES[name]
+    encoded = encoder.encode(sample_of(case, clips, media_directory))
+    grids, seconds, pixels = [], [], []
+    for part in (part for said in case if isinstance(said, list) for part in said):
+        if isinstance(part, Clip):
+            grid, interval, values = expected_video(part, clips)
+            seconds.append(interval)
+        elif part.endswith((".png", ".jpg")):
+            found = reference.processor([PillowImage.open(media_directory / part)], return_tensors="pt")
+            grid, values = tuple(found["image_grid_thw"][0].tolist()), found["pixel_values"]
+            seconds.append(None)
+        else:
+            continue
+        grids.append(grid)
+        pixels.append(values)
+    assert encoded.image_grids == tuple(grids)
+    num_tokens = [t * h * w // 4 for t, h, w in grids]
+    token_ids = expanded(tokenizer, messages_of(case), num_tokens)
+    assert encoded.token_ids.tolist() == token_ids
+    assert encoded.labels.tolist() == expected_labels(tokenizer, messages_of(case), num_tokens, token_ids)
+    assert torch.equal(encoded.positions, hf_positions(reference, model_config, token_ids, grids, seconds))
+    assert torch.equal(pixel_numbers(encoded), torch.cat(pixels))
+
+
+def hf_positions(reference, model_config, token_ids, grids, seconds):
+    model, ids = reference._model, torch.tensor([token_ids])
+    model.config.vision_config.tokens_per_second = model_config.vision.tokens_per_second
+    images, videos = ([grid for grid, one in zip(grids, seconds, strict=True) if (one is None) == is_image]
+                      for is_image in (True, False))
+    types = (ids == model_config.image_token_id) + 2 * (ids == model_config.video_token_id)
+    return model.get_rope_index(
+        ids, types.int(), torch.tensor(images) if images else None, torch.tensor(videos) if videos else None,
+        torch.tensor([one for one in seconds if one is not None]))[0][:, 0]
+
+
+@pytest.mark.parametrize("name", ["plain.mp4", "odd.mp4", "large.mp4", "one.mp4"])
+def test_llama_factorys_rule(name, clips, encoder_of):
+    """It counts frames, resizes them with Pillow to its own bounds, and repeats the last one where they are odd."""
+    import av
+
+    encoder = encoder_of(image_resize="llamafactory", video_min_pixels=2000, video_maxlen=5, video_fps=3.0)
+    with av.open(str(clips / name)) as container:
+        stream = container.streams.video[0]
+        numbers, sampled = llama_factory_numbers(stream.frames, float(stream.duration * stream.time_base), 3.0, 5)
+    frames = [llama_factory.preprocessed(PillowImage.fromarray(all_frames(clips / name)[0][number]), 2000, MAX_PIXELS)
+              for number in numbers]
+    frames += frames[-1:] * (len(frames) % 2)
+    height, width = smart_resize(frames[0].height, frames[0].width, 28, 3136, 12_845_056)
+    pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2)
+    if tuple(pixels.shape[2:]) != (height, width):
+        pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
+    plan = encoder.videos.plan(Video(str(clips / name)))
+    assert plan.grid == (len(frames) // 2, height // 14, width // 14)
+    assert plan.seconds == pytest.approx(2 / sampled)
+    expected = patches(list(pixels.permute(0, 2, 3, 1).numpy()), plan.grid)
+    assert torch.equal(numbers_of(encoder.videos, plan), expected)
+
+
+def test_llama_factorys_length_of_a_video_is_what_the_file_says(clips, encoder_of):
+    """3.47 s if the last frame lasts as long as the mean; the file's header says less."""
+    import av
+
+    encoder, path = encoder_of(image_resize="llamafactory"), str(clips / "changing.mp4")
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        stated = float(stream.duration * stream.time_base)
+    plan = encoder.videos.plan(Video(path))
+    count = max(1, int(stated * 2))
+    assert stated < 3.2 and len(plan.wanted.times) == count
+    assert plan.seconds == pytest.approx(2 * stated / count)
+
+
+def test_llama_factorys_rule_turns_no_video_unless_asked(clips, encoder_of):
+    video = Video(str(clips / "turned.mp4"))
+    plans = [encoder_of(image_resize="llamafactory", image_exif=how).videos.plan(video) for how in (None, True)]
+    assert [plan.grid[1] < plan.grid[2] for plan in plans] == [True, False]
+
+
+# Largest difference measured: 1 of 255, in 0.7 % of the values: torch's weights have 16 bits.
+@pytest.mark.parametrize("size", [(28, 56), (140, 84), (64, 200)])
+def test_frames_are_resized_by_cubic_convolution(size):
+    frame = np.random.default_rng(0).integers(0, 256, (90, 130, 3), dtype=np.uint8)
+    found = _resize(frame, list(size)).permute(1, 2, 0).numpy().astype(np.float64)
+    assert np.abs(found - bicubic(frame, *size)).max() <= 1
+
+
+def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
+    """Through torchvision, in a process of its own, because transformers behaves otherwise where it finds that."""
+    folder = Path(sys.prefix) / "torchvision"
+    assert folder.is_dir(), "make puts torchvision beside the packages: remove .venv/.ready, and run make again"
+    for name in ("large.mp4", "odd.mp4"):
+        plan = encoder.videos.plan(Video(str(clips / name)))
+        frames = [all_frames(clips / name)[0][number] for number in plan.wanted.numbers]
+        settings = {**{key: value for key, value in PREPROCESSOR.items() if not isinstance(value, str)},
+                    "max_pixels": MAX_PIXELS}  # fmt: skip
+        torch.save({"frames": torch.tensor(np.stack(frames)), "settings": settings}, tmp_path / "in.pt")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
+        subprocess.run([sys.executable, "-m", "tests.data.media.torchvision_oracle", tmp_path / "in.pt",
+                        tmp_path / "out.pt"], check=True, env=environment, capture_output=True)
+        expected = torch.load(tmp_path / "out.pt")
+        assert expected["grid"].tolist() == [list(plan.grid)]
+        assert torch.equal(numbers_of(encoder.videos, plan), expected["pixels"])
+
+
+def test_no_cut_falls_inside_a_video(clips, encoder_of, media_directory, model_config):
+    sample = sample_of(CASES["turns"], clips, media_directory)
+    whole = encoder_of().encode(sample)
+    numbers = set()
+    for limit in range(len(whole.token_ids), 40, -7):
+        encoder = encoder_of(limit)
+        cut = encoder.encode(sample)
+        encoder.videos.decoder.close()
+        ids = cut.token_ids.tolist()
+        assert len(ids) <= limit and cut.image_grids == whole.image_grids[: len(cut.image_grids)]
+        assert cut.num_cut_images == 3 - len(cut.image_grids)
+        assert sum(ids.count(token) for token in model_config.visual_token_ids) * 4 == cut.num_patches
+        assert (0 if cut.pixel_values is None else len(cut.pixel_values)) == cut.num_patches
+        numbers.add(len(cut.image_grids))
+    assert numbers >= {1, 2, 3}
+
+
+def test_videos_are_joined_with_other_samples(clips, encoder, media_directory):
+    encoded = [encoder.encode(sample_of(CASES[name], clips, media_directory))
+               for name in ("plain", "picture, video, picture", "one frame")]
+    joined = Microbatch.join(encoded)
+    ordered = sorted(encoded, key=lambda one: one.num_tokens)
+    assert joined.image_grids == sum((one.image_grids for one in ordered), ())
+    assert torch.equal(joined.positions, torch.cat([one.positions for one in ordered], dim=1))
+    assert torch.equal(joined.pixel_values, torch.cat([one.pixel_values for one in ordered]))
+    assert max(t for t, _, _ in joined.image_grids) > 1
+
+
+def test_the_encoder_pickles_without_its_decoder(clips, encoder, media_directory):
+    sample = sample_of(CASES["plain"], clips, media_directory)
+    expected = encoder.encode(sample)
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert torch.equal(copy.encode(sample).pixel_values, expected.pixel_values)
+    copy.videos.decoder.close()
+
+
+def test_a_video_of_too_many_pixels_is_refused_before_it_is_decoded(clips, encoder_of):
+    encoder = encoder_of(video_maxlen=100_000, video_total_pixels=10**15)
+    video = Video(str(clips / "plain.mp4"), nframes=74, min_pixels=500_000, max_pixels=8_000_000)
+    assert encoder.videos.plan(replace(video, nframes=8)).grid[0] == 4
+    many = write_clip(clips / "many.mp4", even(900, 100), size=(32, 32), gop=300)
+    with pytest.raises(UserError, match=r"many.mp4: 900 frames of \d+ x \d+ pixels are more than 268435456 pixels"):
+        encoder.videos.plan(replace(video, path=str(many), nframes=900))
+
+
+def test_settings_that_leave_no_size_are_refused(clips, encoder_of, encoder):
+    with pytest.raises(UserError, match=r"plain.mp4: its frames may have at most 4000 pixels and must have at"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), min_pixels=5000, max_pixels=4000))
+    with pytest.raises(UserError, match=r"plain.mp4: nframes = 100 of a video of 75 frames; ask for 75 at most"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=100))
+    with pytest.raises(UserError, match=r"plain.mp4: it has both fps and nframes"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=2, fps=2.0))
+    with pytest.raises(UserError, match=r"plain.mp4: no frame begins between video_start = 9 and video_end = its end"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), video_start=9.0))
+
+
+def test_a_token_of_videos_of_another_model_is_refused(write_dataset, model_config):
+    with pytest.raises(UserError, match=r"the id of <\|video_pad\|> is \d+ in .*, but video_token_id is 7 in the"):
+        SampleEncoder.from_config(write_dataset(), replace(model_config, video_token_id=7), 100)
+
+
+def test_constants_of_videos_are_read_where_transformers_reads_them(hf_directory, tmp_path, encoder_of):
+    import json
+
+    from mm.data.media.image import ImageProcessor
+
+    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text(json.dumps({**PREPROCESSOR, "max_pixels": 10_000 + len(name)} if name[0] != "p" or
+            "pre" in name else {"video_processor": {**PREPROCESSOR, "max_pixels": 10_000 + len(name)}}))  # fmt: skip
+    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
+        found = ImageProcessor.from_directory(str(tmp_path), media="video")
+        assert found.max_pixels == 10_000 + len(name)
+        (tmp_path / name).unlink()

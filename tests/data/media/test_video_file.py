@@ -1,0 +1,395 @@
+"""Video files good and bad, each a real one, and the process that reads them."""
+
+import importlib.util
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import psutil
+import pytest
+
+from mm.data.media import video_file, video_frames
+from mm.data.media.decoder import Decoder
+from mm.data.media.frames import Clock, wanted_frames
+from mm.errors import UserError
+from tests.data.clips import all_frames, damage_frame, even, write_clip
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    one = Decoder(None, 60.0)
+    yield one
+    one.close()
+
+
+def read(decoder, path, numbers=None, is_upright=True):
+    """Frames of a file, all by default."""
+    header = decoder.header(str(path), is_upright)
+    numbers = np.arange(len(header.times)) if numbers is None else np.array(numbers)
+    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), numbers, is_upright)))
+
+
+KINDS = {
+    "clip.mp4": {}, "all-keys.mp4": {"gop": 1}, "one-key.mp4": {"gop": 1000}, "clip.mkv": {}, "clip.ts": {},
+    "clip.webm": {"codec": "libvpx-vp9"}, "clip.avi": {"codec": "mpeg4", "time_base": Fraction(1, 30)},
+    "motion.avi": {"codec": "mjpeg", "time_base": Fraction(1, 30)}, "clip.mov": {"codec": "mpeg4"},
+    "fragments.mp4": {"options": {"movflags": "frag_keyframe+empty_moov"}},
+    "changing.mp4": {"ticks": [0, 7, 9, 40, 41, 300, 310, 1000, 1900]},
+    "changing.mkv": {"ticks": [0, 7, 9, 40, 41, 300, 310, 1000, 1900]},
+    "late.mp4": {"ticks": [tick + 900 for tick in even(30)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_frames_of_any_kind_of_file_are_those_of_reading_it_from_the_beginning(decoder, tmp_path, name):
+    settings = {**KINDS[name]}
+    frames_of = range(40) if "time_base" in settings else even(40)
+    path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
+    frames, times = all_frames(path)
+    header = decoder.header(str(path), True)
+    assert [time * header.time_base for time in header.times.tolist()] == times
+    assert (header.height, header.width) == frames[0].shape[:2] and header.is_exact
+    last = len(frames) - 1
+    for numbers in (range(len(frames)), [0, last], [last], sorted({1, 2, 7, last - 1})):
+        found = read(decoder, path, numbers)
+        assert all(np.array_equal(one, frames[n]) for one, n in zip(found, numbers, strict=True))
+
+
+@pytest.mark.parametrize(("rotation", "turn"), [(90, 1), (180, 2), (270, 3), (-90, 3)])
+def test_frames_are_turned_upright(decoder, tmp_path, rotation, turn):
+    path = write_clip(tmp_path / "turned.mp4", even(5), rotation=rotation)
+    expected = all_frames(path, turn)[0]
+    header = decoder.header(str(path), True)
+    assert (header.height, header.width) == expected[0].shape[:2]
+    assert all(map(np.array_equal, read(decoder, path), expected))
+    assert all(map(np.array_equal, read(decoder, path, is_upright=False), all_frames(path)[0]))
+
+
+def test_a_portrait_of_a_telephone_stands_upright(decoder, tmp_path):
+    """Its file asks for a quarter turn with the clock by the matrix (0, 1, -1, 0); what was left is on top then."""
+    path = write_clip(tmp_path / "portrait.mp4", even(2))
+    raw, unturned = path.read_bytes(), b"".join(n.to_bytes(4, "big") for n in (65536, 0, 0, 0, 65536, 0))
+    turned = b"".join(n.to_bytes(4, "big", signed=True) for n in (0, 65536, 0, -65536, 0, 0))
+    at = raw.index(unturned, raw.index(b"tkhd"))
+    path.write_bytes(raw[:at] + turned + raw[at + len(turned) :])
+    assert np.array_equal(read(decoder, path)[0], np.rot90(all_frames(path)[0][0], -1))
+    mirrored = b"".join(n.to_bytes(4, "big", signed=True) for n in (-65536, 0, 0, 0, 65536, 0))
+    path.write_bytes(raw[:at] + mirrored + raw[at + len(turned) :])
+    assert np.array_equal(read(decoder, path)[0], all_frames(path)[0][0][:, ::-1])
+
+
+# Row 47: long and large videos
+
+
+def test_a_few_frames_of_a_long_video_are_found_by_its_key_frames(decoder, tmp_path):
+    """Four hours: were it decoded from the beginning, damage between the chosen frames would be met."""
+    path = write_clip(tmp_path / "long.mp4", [600 * 8 * n for n in range(1800)], size=(32, 32), gop=6)
+    header = decoder.header(str(path), True)
+    assert float(Clock.of(header, None, None).seconds) == 4 * 3600
+    assert len(header.key_times) >= 300
+    whole = read(decoder, path, [0, 900, 1799])
+    with av.open(str(path)) as container:
+        entries = list(container.streams.video[0].index_entries)
+    broken = entries[100:800]
+    raw = bytearray(path.read_bytes())
+    for entry in broken:
+        raw[entry.pos + 5 : entry.pos + entry.size] = bytes(entry.size - 5)
+    path.write_bytes(raw)
+    assert all(map(np.array_equal, read(decoder, path, [0, 900, 1799]), whole))
+
+
+def test_frames_beyond_the_cap_are_refused_before_they_are_decoded(decoder, tmp_path):
+    path = write_clip(tmp_path / "large.avi", [0], size=(7200, 7200), codec="mjpeg", time_base=Fraction(1, 30))
+    with pytest.raises(UserError, match=r"large.avi: 7200 x 7200 pixels a frame, more than 50000000; make it smaller"):
+        decoder.header(str(path), True)
+
+
+def test_a_file_too_large_to_be_scanned_is_known_by_its_index(decoder, tmp_path, monkeypatch):
+    path = str(write_clip(tmp_path / "large.mp4", even(90), gop=7))
+    scanned = decoder.header(path, True)
+    monkeypatch.setattr(video_file, "MAX_SCANNED_BYTES", 100)
+    header = video_file.read_header(path, True)
+    assert not header.is_exact and len(header.key_times) >= 10
+    assert np.array_equal(header.times, scanned.times)
+    numbers = np.array([0, 3, 44, 88, 89])
+    found = video_frames.pyav_frames(path, wanted_frames(Clock.of(header, None, None), numbers, True))
+    assert all(map(np.array_equal, found, read(decoder, path, numbers)))
+    cut(Path(path), 0.9)
+    with pytest.raises(UserError, match=r"large.mp4: is "):
+        video_file.read_header(path, True)
+
+
+# Row 42: damaged files
+
+
+def cut(path, share):
+    path.write_bytes(path.read_bytes()[: int(len(path.read_bytes()) * share)])
+    return path
+
+
+def noisy(path, **settings):
+    """A clip with enough bytes to be damaged."""
+    return write_clip(path, even(60), size=(160, 128), **settings)
+
+
+def test_a_file_without_its_index_is_refused(decoder, tmp_path):
+    path = cut(noisy(tmp_path / "unfinished.mp4"), 0.6)
+    with pytest.raises(UserError, match=r"unfinished.mp4: .*an MP4 file without its index \('moov'\) was not finished"):
+        decoder.header(str(path), True)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("short.mp4", {"options": {"movflags": "faststart"}}),
+    ("short.mkv", {}), ("short.webm", {"codec": "libvpx-vp9"}), ("short.avi", {"codec": "mpeg4"}),
+])  # fmt: skip
+def test_a_file_that_is_cut_short_is_refused(decoder, tmp_path, name, settings):
+    if name == "short.avi":
+        path = write_clip(tmp_path / name, range(60), time_base=Fraction(1, 30), **settings)
+    else:
+        path = write_clip(tmp_path / name, even(60, 10), **settings)
+    read(decoder, path)
+    cut(path, 0.5)
+    with pytest.raises(UserError, match=f"{name}: .*cut short"):
+        decoder.header(str(path), True)
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi", "clip.ts"])
+def test_any_damage_is_told_or_does_no_harm(decoder, tmp_path, name):
+    settings = {**KINDS[name]}
+    path = write_clip(tmp_path / name, range(12) if "time_base" in settings else even(12), **settings)
+    whole, random = path.read_bytes(), np.random.default_rng(5)
+    num_refused = 0
+    for number in range(40):
+        raw = bytearray(whole)
+        for _ in range((1, 5, 50)[number % 3]):
+            raw[random.integers(len(raw) if number % 2 else 1500)] = random.integers(256)
+        path.write_bytes(raw)
+        try:
+            assert read(decoder, path, [0])[0].shape[2] == 3
+        except UserError as error:
+            num_refused += 1
+            assert all(problem.startswith(str(path)) for problem in error.problems)
+    assert 0 < num_refused < 40
+
+
+def test_a_damaged_frame_is_refused_and_the_others_are_read(decoder, tmp_path):
+    path = noisy(tmp_path / "damaged.mp4")
+    whole, _ = all_frames(path)
+    damage_frame(path, 30)
+    problems = []
+    for number in (0, 5, 28, 29, 30, 31, 32, 59):
+        try:
+            assert np.array_equal(read(decoder, path, [number])[0], whole[number])
+        except UserError as error:
+            problems += error.problems
+    assert 1 <= len(problems) < 6
+    assert all("damaged.mp4" in problem and "replace, re-encode or remove" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(("name", "contents", "what"), [
+    ("empty.mp4", b"", "is empty; replace or remove the video"),
+    ("page.mp4", b"<html>404</html>" * 100, "is no video of a known format"),
+    ("noise.mp4", bytes(range(256)) * 40, "is no video of a known format"),
+    ("list.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nclip.ts\n#EXT-X-ENDLIST\n", "is no video of a known"),
+    ("list.txt", b"ffconcat version 1.0\nfile clip.ts\n", "is no video of a known format"),
+])  # fmt: skip
+def test_what_is_no_video_is_refused(decoder, tmp_path, name, contents, what):
+    write_clip(tmp_path / "clip.ts", even(9))
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(UserError, match=f"{name}: {what}"):
+        decoder.header(str(tmp_path / name), True)
+
+
+def test_a_picture_is_no_video(decoder, media_directory):
+    with pytest.raises(UserError, match=r"wide.png: is no video of a known format"):
+        decoder.header(str(media_directory / "wide.png"), True)
+
+
+def test_only_regular_files_are_opened(decoder, tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for path in (tmp_path / "pipe.mp4", tmp_path, Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"{path}: is no regular file; expected a video"):
+            decoder.header(str(path), True)
+    with pytest.raises(UserError, match=r"absent.mp4: cannot be read: No such file"):
+        decoder.header(str(tmp_path / "absent.mp4"), True)
+
+
+def test_sound_alone_is_no_video(decoder, tmp_path):
+    """Row 43."""
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        for _ in range(20):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate = 16_000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(UserError, match=r"sound.mp4: has no video stream, only audio; remove the sample"):
+        decoder.header(str(path), True)
+
+
+def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
+    """Row 45: its header says 30 frames a second, and its frames are half a second apart."""
+    path = write_clip(tmp_path / "wrong.mkv", [300 * n for n in range(10)])
+    header = decoder.header(str(path), True)
+    assert Clock.of(header, None, None).seconds == 5
+
+
+# Row 46: the process
+
+
+def test_a_decoder_that_takes_too_long_is_ended_and_the_next_video_is_read(decoder, tmp_path):
+    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320), gop=1000)
+    header = decoder.header(str(slow), True)
+    clock = Clock.of(header, None, None)
+    hasty = Decoder(None, 0.004)  # to reach its last frame, all 150 must be decoded
+    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.004 s; .* raise video_timeout"):
+        list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
+    hasty._limit_seconds = 60.0
+    assert len(read(hasty, slow, [0, 1])) == 2
+    hasty.close()
+
+
+def test_the_time_is_for_all_frames_together(decoder, tmp_path):
+    """A quarter of the processor time that they take on this machine: more than enough for any one."""
+    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320))
+    clock = Clock.of(decoder.header(str(slow), True), None, None)
+    wanted = wanted_frames(clock, np.arange(150), True)
+    process = psutil.Process(decoder._process.pid)
+    before = sum(process.cpu_times()[:2])
+    list(decoder.frames(str(slow), wanted))
+    hasty = Decoder(None, (sum(process.cpu_times()[:2]) - before) / 4)
+    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.\d+ s; "):
+        list(hasty.frames(str(slow), wanted))
+    hasty.close()
+
+
+def test_a_reader_that_takes_its_time_is_not_the_decoders(tmp_path):
+    """A frame fills the pipe, so that the decoder waits; longer than it may take by itself."""
+    path = write_clip(tmp_path / "clip.mp4", even(4), size=(480, 320))
+    patient = Decoder(None, 60.0)
+    header = patient.header(str(path), True)
+    patient._limit_seconds = 2.0
+    frames = patient.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(4), True))
+    next(frames)
+    time.sleep(2.2)
+    assert len(list(frames)) == 3
+    patient.close()
+
+
+def test_a_decoder_that_is_killed_is_told_and_started_again(decoder, tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", even(5))
+    decoder.header(str(path), True)
+    process = decoder._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(UserError, match=r"clip.mp4: its decoder ended by signal SIGKILL; the video is damaged, or mem"):
+        decoder.header(str(path), True)
+    assert len(read(decoder, path)) == 5
+
+
+def test_frames_that_nobody_wants_any_more_do_not_answer_the_next_request(decoder, tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", even(20))
+    header = decoder.header(str(path), True)
+    frames = decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(20), True))
+    next(frames)
+    frames.close()
+    assert np.array_equal(read(decoder, path, [3])[0], all_frames(path)[0][3])
+
+
+def test_a_decoder_ends_with_the_one_who_asks(tmp_path):
+    """However that ends: a data worker is killed with its trainer."""
+    path = write_clip(tmp_path / "clip.mp4", even(3))
+    code = (f"from mm.data.media.decoder import Decoder; import os; "
+            f"one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
+            f"print(one._process.pid, flush=True); os.kill(os.getpid(), 9)")
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.returncode == -signal.SIGKILL, answer.stderr
+    while is_running(int(answer.stdout)):  # it would never end, and the test with it
+        time.sleep(0.01)
+
+
+def held_bytes(decoder):
+    return psutil.Process(decoder._process.pid).memory_info().rss
+
+
+def is_running(number):
+    """Whether a process has not ended, be it that nobody has asked for its status."""
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_files_are_closed_and_memory_is_given_back(decoder, tmp_path):
+    good, bad = write_clip(tmp_path / "clip.mp4", even(9)), tmp_path / "bad.mp4"
+    bad.write_bytes(b"nothing")
+    read(decoder, good)
+    decoder.header(str(good), True)
+    process = psutil.Process(decoder._process.pid)
+    before, large = process.num_fds(), write_clip(tmp_path / "large.mp4", even(3), size=(1920, 1088))
+    for _ in range(5):
+        read(decoder, large)
+    held = held_bytes(decoder)
+    for _ in range(30):  # each has 15 MB of decoded frames
+        read(decoder, large, [1])
+    assert held_bytes(decoder) < held + 30_000_000
+    for _ in range(10):
+        read(decoder, good)
+        with pytest.raises(UserError):
+            decoder.header(str(bad), True)
+    decoder.header(str(good), True)
+    assert process.num_fds() == before
+
+
+# Backends
+
+
+NOT_ALL = ("clip.ts", "late.mp4", "fragments.mp4")
+"""Files that decord or torchcodec refuses, or gives other times."""
+
+
+no_decord = pytest.mark.skipif(platform.machine() != "x86_64", reason="decord has a wheel for x86_64 only")
+no_torchcodec = pytest.mark.skipif(
+    importlib.util.find_spec("torchcodec") is None,
+    reason="torchcodec needs FFmpeg's libraries of the system and torch's CUDA build: pip install torchcodec")
+
+
+@pytest.mark.parametrize("backend", [
+    pytest.param("decord", marks=no_decord), pytest.param("torchcodec", marks=no_torchcodec)])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_ALL])
+def test_every_backend_gives_the_frames_of_pyav(decoder, tmp_path, backend, name):
+    other = Decoder(backend, 60.0)
+    other.check()
+    settings = {**KINDS[name]}
+    frames_of = range(40) if "time_base" in settings else even(40)
+    path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
+    last = len(all_frames(path)[0]) - 1
+    for numbers in (range(last + 1), [1, last // 2, last]):
+        assert all(map(np.array_equal, read(other, path, numbers), read(decoder, path, numbers)))
+    other.close()
+
+
+def test_a_backend_that_does_not_load_is_told(tmp_path, monkeypatch):
+    """The decoder's process finds modules where this one does."""
+    (tmp_path / "torchcodec.py").write_text("raise ModuleNotFoundError('no torchcodec here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    absent = Decoder("torchcodec", 60.0)
+    with pytest.raises(UserError, match=r"video_backend is 'torchcodec', which does not load here \(ModuleNotFoundErr"):
+        absent.check()
+    absent.close()
+
+
+@no_decord
+def test_decord_does_not_get_files_that_it_turns_wrongly(tmp_path):
+    path, other = write_clip(tmp_path / "turned.mp4", even(5), rotation=90), Decoder("decord", 60.0)
+    with pytest.raises(UserError, match=r"turned.mp4: is turned by its metadata, which decord gets wrong; set video_b"):
+        read(other, path)
+    other.close()

@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm.data.order.stream import Order, shuffled
+
+sizes = st.integers(1, 60)
+seeds = st.integers(0, 2**32)
+
+
+def stream(num_samples, seed, first, count, shuffle=True):
+    return shuffled(num_samples, seed, shuffle).samples(first, count).tolist()
+
+
+@given(sizes, seeds, st.integers(0, 5), st.booleans())
+def test_each_epoch_holds_each_sample_once(num_samples, seed, epoch, shuffle):
+    samples = stream(num_samples, seed, epoch * num_samples, num_samples, shuffle)
+    assert sorted(samples) == list(range(num_samples))
+
+
+@given(sizes, seeds, st.integers(0, 200), st.integers(0, 100), st.integers(0, 100))
+def test_a_stream_does_not_depend_on_the_pieces_it_is_read_in(num_samples, seed, first, count, more):
+    whole = stream(num_samples, seed, first, count + more) if count + more else []
+    one = stream(num_samples, seed, first, count) if count else []
+    assert one + (stream(num_samples, seed, first + count, more) if more else []) == whole
+
+
+def test_order_is_the_files_without_shuffle():
+    assert stream(3, 7, 0, 7, shuffle=False) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_order_differs_between_epochs_and_between_seeds():
+    orders = [tuple(stream(50, seed, epoch * 50, 50)) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16
+
+
+def test_the_order_of_a_seed_is_that_of_earlier_versions():
+    """Or a run that goes on with a new version would see some samples twice and some never."""
+    for epoch in (0, 3):
+        expected = np.random.default_rng(np.random.SeedSequence([5, epoch])).permutation(20).tolist()
+        assert stream(20, 5, epoch * 20, 20) == expected
+
+
+def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batch_size, consumed_samples=0):
+    """Indices of all ranks, microbatch by microbatch."""
+    steps = [
+        Order.plain(
+            num_samples, seed, True, global_batch_size, micro_batch_size, dp_rank, dp_size, consumed_samples
+        ).step(step)
+        for dp_rank in range(dp_size)
+    ]
+    assert {len(one) for one in steps} == {global_batch_size // (micro_batch_size * dp_size)}
+    return [index for turn in zip(*steps, strict=True) for indices in turn for index in indices]
+
+
+@given(sizes, seeds, st.integers(0, 9), st.integers(0, 100))
+def test_global_batch_is_the_same_for_every_layout(num_samples, seed, step, consumed):
+    expected = stream(num_samples, seed, consumed + step * 12, 12)
+    for dp_size, micro_batch_size in ((1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)):
+        assert global_batch(step, dp_size, micro_batch_size, num_samples, seed, 12, consumed) == expected
+
+
+@given(sizes, seeds, st.integers(0, 5))
+def test_resume_from_consumed_samples_goes_on_with_the_same_stream(num_samples, seed, steps_done):
+    uninterrupted = [global_batch(step, 2, 2, num_samples, seed, 8) for step in range(steps_done + 3)]
+    resumed = [global_batch(step, 2, 2, num_samples, seed, 8, consumed_samples=steps_done * 8) for step in range(3)]
+    assert resumed == uninterrupted[steps_done:]
+
+
+@pytest.mark.parametrize("global_batch_size", [4, 8])
+def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_batch_size):
+    before = [index for step in range(2) for index in global_batch(step, 1, 1, 28, 3, 6)]
+    num_steps = (28 - len(before)) // global_batch_size
+    after = [
+        index
+        for step in range(num_steps)
+        for index in global_batch(step, 2, 2, 28, 3, global_batch_size, consumed_samples=len(before))
+    ]
+    assert sorted(before + after) == list(range(28))
+
+
+def test_steps_go_on_without_end():
+    order = Order.plain(5, 1, True, 4, 2, 1, 2, consumed_samples=8)
+    assert [step for step, _ in zip(order.steps(), range(9), strict=False)] == [order.step(n) for n in range(9)]

@@ -1,0 +1,166 @@
+"""Records of every format become the same sample."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mm.config.data import Attributes
+from mm.data.read.formats import read_sample
+from mm.data.read.roots import MediaRoots
+from mm.data.sample import Image, Sample, Turn, Video
+from mm.errors import UserError
+
+MINDSPEED = Attributes(messages="messages", images="images", videos="videos", role_tag="role", content_tag="content",
+                       user_tag="user", assistant_tag="assistant", system_tag="system")  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.png", "b.png", "c.mp4", "d e.mp4"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.fixture
+def read(folder):
+    def sample(record: dict, attr: Attributes = MINDSPEED) -> Sample:
+        return read_sample(record, attr, MediaRoots(str(folder)), "f:0")
+
+    return sample
+
+
+def test_every_format_gives_the_same_sample(read, folder):
+    a, b, c = (str(folder / name) for name in ("a.png", "b.png", "c.mp4"))
+    expected = (Turn("user", (Image(a), "Look at ", Video(c), " and ", Image(b), ".")), Turn("assistant", ("Yes.",)))
+    text = "<image>Look at <video> and <image>."
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    llava = [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}]
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Look at "},
+             {"type": "video", "video": f"file://{c}"}, {"type": "text", "text": " and "},
+             {"type": "image", "image": f"file://{b}"}, {"type": "text", "text": "."}]
+    openai = [{"type": "image_url", "image_url": {"url": "a.png", "detail": "high"}}, {"text": "Look at "},
+              {"type": "video_url", "video_url": {"url": c}}, {"type": "text", "text": " and "},
+              {"type": "image_url", "image_url": b}, "."]
+    marked = [{"type": "image"}, "Look at ", {"type": "video"}, " and ", {"type": "image"}, "."]
+    media = {"images": ["a.png", "b.png"], "videos": "c.mp4"}
+    records = [
+        {"messages": messages, **media},
+        {"conversations": llava, "image": ["a.png", "b.png"], "video": "c.mp4"},
+        *({"messages": [{"role": "user", "content": content}, messages[1]]} for content in (parts, openai)),
+        {"messages": [{"role": "user", "content": marked}, messages[1]], **media},
+        {"instruction": text, "output": "Yes.", **media},
+    ]
+    for record in records:
+        for attr in (MINDSPEED, Attributes()):
+            assert read(record, attr).turns == expected, record
+
+
+def test_settings_of_one_picture_or_video(read, folder):
+    sample = read({"messages": [
+        {"role": "user", "content": [
+            {"type": "image", "image": "a.png", "min_pixels": 0, "max_pixels": 1000.0},
+            {"type": "video", "video": "c.mp4", "fps": 2, "total_pixels": 9000, "video_start": 0, "video_end": 1.5,
+             "min_frames": 4, "max_frames": 8, "max_pixels": None},
+            {"type": "video", "video": "c.mp4", "nframes": 6}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]})
+    c = str(folder / "c.mp4")
+    assert sample.media == (Image(str(folder / "a.png"), 0, 1000), Video(
+        c, fps=2.0, total_pixels=9000, video_start=0.0, video_end=1.5, min_frames=4, max_frames=8), Video(c, nframes=6))
+    assert sample.turns[1].parts == ("AB",)
+
+
+@pytest.mark.parametrize(("part", "what"), [
+    ({"type": "imag", "imag": "a.png"}, "did you mean 'image'"),
+    ({"type": "text"}, "expected a string"),
+    ({"type": "image", "image": "a.png", "max_pixel": 5}, "did you mean 'max_pixels'"),
+    ({"type": "image", "image": "a.png", "fps": 5}, "'fps', which no image has as a setting"),
+    ({"type": "image", "image": "a.png", "resized_height": 5}, "give min_pixels and max_pixels instead"),
+    ({"type": "image", "image": "a.png", "max_pixels": "5"}, "expected a whole number above 0"),
+    ({"type": "image", "image": "a.png", "max_pixels": 1.5}, "expected a whole number above 0"),
+    ({"type": "image", "image": "a.png", "min_pixels": 9, "max_pixels": 4}, "'min_pixels' = 9 above 'max_pixels' = 4"),
+    ({"type": "video", "video": "c.mp4", "fps": True}, "expected a number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": float("inf")}, "expected a number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": 10**400}, "expected a number above 0"),
+    ({"type": "image", "image": "a.png", "max_pixels": 10**400}, "expected a whole number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": 1, "nframes": 4}, "both 'fps' and 'nframes'"),
+    ({"type": "video", "video": "c.mp4", "video_start": 3, "video_end": 2}, "'video_start' = 3 above 'video_end' = 2"),
+    ({"type": "video", "video": ["a.png", 3]}, "expected the paths of its frames, each a picture"),
+    ({"type": "video", "video": ["a.png"], "nframes": 4}, "a list of frames, and every one is taken; list fewer"),
+    ({"type": "video", "video": ["a.png"], "fps": 1, "sample_fps": 1}, "which mean the same for a list of frames"),
+    ({"type": "video", "video": "a.mp4", "sample_fps": 1}, "no list of frames; give fps, the frames to take of a sec"),
+    ({"type": "image_url", "image_url": {}}, "has no 'url'"),
+    ({"type": "image_url", "image_url": {"url": "https://x/a.png"}}, "nothing is fetched while training; download it"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "broken base64"),
+    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "write it to a file"),
+    ({"type": "image_url", "image_url": {"url": "file://elsewhere/a.png"}}, "on the machine 'elsewhere'"),
+    ({"type": "image"}, "has 1 <image> in its messages but 0 images"),
+    ({"type": "video"}, "has 1 <video> in its messages but 0 videos"),
+    (3, "is 3; expected an object"),
+])
+def test_bad_parts(read, part, what):
+    with pytest.raises(UserError) as error:
+        read({"messages": [{"role": "user", "content": ["Hi ", part]}, {"role": "assistant", "content": "x"}]})
+    assert what in str(error.value)
+
+
+def test_only_the_user_shows_media(read):
+    shown = [{"type": "image", "image": "a.png"}]
+    for role in ("assistant", "system"):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
+        messages = [{"role": "system", "content": shown}, *messages] if role == "system" else [
+            messages[0], {"role": role, "content": shown}]
+        with pytest.raises(UserError, match=f"{role}. shows an image or a video"):
+            read({"messages": messages})
+
+
+def test_placeholders_in_the_texts_of_lists_are_text(read):
+    sample = read({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is <image>?"}]},
+                                {"role": "assistant", "content": "A word."}]})
+    assert sample.turns[0].parts == ("What is <image>?",) and sample.media == ()
+
+
+ALPACA = Attributes(formatting="alpaca", history="history", system="system")
+
+
+def test_alpaca(read, folder):
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be."}
+    assert read(record, ALPACA).turns == (
+        Turn("system", ("Be.",)), Turn("user", ("Hi",)), Turn("assistant", ("Hello",)),
+        Turn("user", ("Add.\n1 and 2",)), Turn("assistant", ("3",)))
+    assert read({"instruction": "Add.", "input": "", "output": "3"}, ALPACA).turns[0].parts == ("Add.",)
+    assert read({"instruction": "Add.", "output": "3", "history": None}, ALPACA).turns[0].parts == ("Add.",)
+    attr = Attributes(formatting="alpaca", prompt="q", response="a")
+    assert read({"q": "<image>", "a": "b", "images": "a.png"}, attr).media == (Image(str(folder / "a.png")),)
+
+
+@pytest.mark.parametrize(("record", "what"), [
+    ({"instruction": "a"}, "has no 'output'"),
+    ({"instructions": "a", "output": "b"}, "has no 'instruction' (did you mean 'instructions'?)"),
+    ({"instruction": "", "input": " ", "output": "b"}, "has an empty 'instruction' (user)"),
+    ({"instruction": "a", "output": ""}, "has an empty 'output' (assistant)"),
+    ({"instruction": "a", "output": None}, "'output' is None; expected a string"),
+    ({"instruction": 1, "output": "b"}, "'instruction' is 1; expected a string"),
+    ({"instruction": "a", "output": "b", "history": [["x"]]}, "expected a list of pairs"),
+    ({"instruction": "a", "output": "b", "history": [["", "y"]]}, "has an empty pair 0 of 'history' (user)"),
+    ({"instruction": "<image>", "output": "b"}, "has 1 <image> in its messages but 0 images"),
+])
+def test_bad_alpaca(read, record, what):
+    with pytest.raises(UserError) as error:
+        read(record, ALPACA)
+    assert what in str(error.value)
+
+
+def test_the_words_of_attr_win_over_the_usual_ones(read):
+    attr = Attributes(messages="messages", role_tag="from", content_tag="value", user_tag="gpt", assistant_tag="human")
+    said = [{"from": "gpt", "value": "Q"}, {"from": "human", "value": "A"}]
+    assert [turn.role for turn in read({"messages": said}, attr).turns] == ["user", "assistant"]
+    with pytest.raises(UserError, match="unknown role 'user'"):
+        read({"messages": [{"from": "user", "value": "Q"}, said[1]]}, attr)
+
+
+def test_a_record_can_be_written_as_json(read):
+    """Strings of paths and texts with any character come through a file as they are."""
+    record = {"messages": [{"role": "user", "content": "é 猫 \U0001f600 \u2028 <video>"},
+                           {"role": "assistant", "content": "\u0000"}], "videos": ["d e.mp4"]}
+    assert read(json.loads(json.dumps(record))) == read(record)

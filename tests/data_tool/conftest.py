@@ -1,0 +1,5 @@
+"""The small Hugging Face directory, pictures and dataset files that the tests of ``mm/data`` have."""
+
+from tests.data.conftest import hf_directory, media_directory, model_config, tokenizer, write_dataset
+
+__all__ = ["hf_directory", "media_directory", "model_config", "tokenizer", "write_dataset"]

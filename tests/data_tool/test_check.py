@@ -1,0 +1,255 @@
+"""``mm-data check``, ``stats``, ``show`` and ``mock`` on the demo's data, with ten broken samples put in."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo import digits as demo_digits
+from demo.tiny_checkpoint import build
+from mm.data_tool.cli import main
+from tests.data.oracle import photo
+from tests.files import EXAMPLES
+from tests.tiny_inputs import write_data
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def sample(question: str, answer: str, *images: str) -> dict:
+    return {"images": list(images), "messages": [{"role": "user", "content": question},
+                                                 {"role": "assistant", "content": answer}]}
+
+
+BROKEN = {
+    # what is said of it; those in DEEP only when pictures are decoded
+    "lost picture": (sample("<image>?", "1", "lost.png"), "lost.png"),
+    "web page": (sample("<image>?", "1", "page.jpg"), "a web page"),
+    "empty file": (sample("<image>?", "1", "empty.png"), "is empty"),
+    "strip": (sample("<image>?", "1", "strip.png"), "more than 200 times"),
+    "too few pictures": (sample("<image><image>?", "1", "good.png"), "2 <image>"),
+    "two questions": ({"messages": [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]}, "turn 1"),
+    "no answer": (sample("?", ""), "empty message 1"),
+    "unknown role": ({"messages": [{"role": "usr", "content": "?"}]}, "'usr'"),
+    "a list": (["?"], "is a list"),
+    "cut short": (sample("<image>?", "1", "short.png"), "damaged or cut short"),
+}
+DEEP = ("cut short",)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("check")
+    digits = directory / "digits"
+    demo_digits.write(digits, seed=0, num_held_out_samples=1)
+    records = json.loads((digits / "train.json").read_text())[:60]
+    for number, (record, _) in enumerate(BROKEN.values()):
+        records.insert(5 * number + 3, record)
+    (digits / "train.json").write_text(json.dumps(records, indent=0))
+    photo(40, 40).save(digits / "good.png")
+    photo(2000, 5).save(digits / "strip.png")
+    photo(80, 80).save(digits / "short.png")
+    (digits / "short.png").write_bytes((digits / "short.png").read_bytes()[:500])
+    (digits / "page.jpg").write_text("<html>not found</html>")
+    (digits / "empty.png").touch()
+    texts = [turn["content"] for record in records if isinstance(record, dict) for turn in record["messages"]]
+    build(directory / "hf", texts, seed=0)
+    write_data(directory, digits / "train.json")
+    return ["--mm-data", str(directory / "data.json"), "--mm-model", str(EXAMPLES / "model_tiny.json"),
+            "--seq-length", "256"]
+
+
+def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path, capsys) -> None:
+    page = tmp_path / "report.html"
+    assert main(["check", *flags, "--deep", "--html", str(page)]) == 2
+    told = capsys.readouterr()
+    assert told.err == "error: 10 problems; mend or remove these samples, or train with --bad-sample skip\n"
+    for text in (told.out, html.unescape(page.read_text())):
+        for _, what in BROKEN.values():
+            assert what in text, what
+    assert re.search(r"samples for training +61\n", told.out)
+    assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", told.out)
+    assert "% full" in told.out
+    table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", told.out))
+    assert list(table) == ["BaseRandomBatchSampler", "BucketBatchSampler, data_bucketing_img",
+                           "BucketBatchSampler, data_reordering_img", "BalancedBatchSampler",
+                           "BalancedBatchSampler with packing"]
+    assert all(1 <= float(number) <= float(table["BaseRandomBatchSampler"]) for name, number in table.items()
+               if name != "BucketBatchSampler, data_bucketing_img"), table
+    lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
+    places = {int(line) for line in re.findall(r"train\.json:(\d+): record", told.out)}
+    assert len(places) == 10 and max(places) <= len(lines)
+    assert main(["check", *flags]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
+
+
+def test_what_stands_in_more_than_one_record_is_told(flags: list[str], tmp_path: Path, capsys) -> None:
+    """A rate takes a record twice, which is still one."""
+    data = json.loads(Path(flags[1]).read_text())
+    picture = next((Path(flags[1]).parent / "digits" / "pictures").iterdir())
+    shown = sample("<image>1?", "2", f"pictures/{picture.name}")
+    (tmp_path / "train.json").write_text(json.dumps([{"id": 7, **shown}, {"id": 8, **sample("1?", "2")},
+                                                     {"id": 7, **shown}]))
+    path = f"{tmp_path}/train.json"
+    for dataset, has_twice in ((path, True), (f"{path}%200", True), (f"{path}%34", False)):
+        data["dataset_param"]["basic_parameters"] |= {"dataset": dataset}
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        assert main(["check", "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
+        told = capsys.readouterr().out
+        assert ("1 x the same id in more than one record; the first is 7, in " in told) is has_twice
+        assert ("1 x the same picture or video in more than one record; the first is /" in told) is has_twice
+
+
+def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
+    """With packing: one sample loses a turn, one is left out; words like control tokens are counted too."""
+    data = json.loads(Path(flags[1]).read_text())
+    shortened = {"id": "a", "messages": [
+        turn for text in ("<|im_end|> hi " * 2, "word " * 300) for turn in sample(text, "<image>")["messages"]]}
+    records = [shortened, sample("word " * 300, "1"), *[sample("1?", str(number)) for number in range(4)]]
+    (tmp_path / "train.json").write_text(json.dumps(records))
+    data["dataset_param"]["basic_parameters"] |= {"dataset": str(tmp_path / "train.json"), "packing": True}
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    told = {}
+    for command in ("check", "stats", "index"):
+        assert main([command, "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
+        told[command] = capsys.readouterr().out
+        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
+        assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in told[command]
+        assert "note: 1 sample is left out, because not one question and answer of it fits" in told[command]
+        assert f"It is {tmp_path}/train.json: record 1\n" in told[command]
+        assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
+    for command in ("check", "stats"):
+        assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", told[command])
+        assert re.search(r"samples cut to --seq-length +1 \(20.0%\); turns dropped: 1, tokens: [\d,]+", told[command])
+        assert re.search(r"words like control tokens, read as text +4\n", told[command])
+
+
+def test_stats_are_of_the_good_samples(flags: list[str], capsys) -> None:
+    assert main(["stats", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "Tokens (a sample, from)" in out and "lost.png" not in out
+
+
+def with_validation(flags: list[str], directory: Path, **basic) -> list[str]:
+    """``flags`` with other ``basic_parameters`` in the data JSON, and an index of their own."""
+    data = json.loads(Path(flags[1]).read_text())
+    data["dataset_param"]["basic_parameters"] |= {"cache_dir": str(directory / "cache"), **basic}
+    (directory / "data.json").write_text(json.dumps(data))
+    return ["--mm-data", str(directory / "data.json"), *flags[2:]]
+
+
+def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, capsys) -> None:
+    """Two good samples and a bad one; then none that can be used, which does not hide what is wrong elsewhere."""
+    good, bad = sample("1?", "2"), sample("<image>?", "1", "lost for validation.png")
+    twice = sample("<image>?", "1", "good.png")
+    (tmp_path / "train.json").write_text(json.dumps([sample("1?", str(number)) for number in range(9)] + [twice]))
+    (tmp_path / "val.json").write_text(json.dumps([good, bad, twice]))
+    own = with_validation(flags, tmp_path, dataset=str(tmp_path / "train.json"), val_dataset=str(tmp_path / "val.json"))
+    page = tmp_path / "page.html"
+    assert main(["check", *own, "--html", str(page)]) == 2
+    told = capsys.readouterr()
+    for text in (told.out, html.unescape(page.read_text())):
+        assert "lost for validation.png" in text and "Training samples" in text and "Validation samples" in text
+    assert told.out.count("image 'lost for validation.png'") == 1 and told.err.startswith("error: 1 problem;")
+    assert "1 x the same picture or video in more than one record; the first is" in told.out
+    for part, counts in (("training", (10, 0, 10)), ("validation", (3, 1, 2))):
+        block = told.out.split(f"{part.capitalize()} samples\n")[1]
+        found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)
+        assert found and tuple(map(int, found.groups())) == counts
+    assert main(["show", *own, "--part", "validation", "--sample", "1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/val.json")
+    assert main(["show", *own, "--part", "validation", "--sample", "2"]) == 2
+    assert "there are 2 samples for validation" in capsys.readouterr().err
+    (tmp_path / "val.json").write_text(json.dumps([bad]))
+    assert main(["check", *own]) == 2
+    told = capsys.readouterr()
+    assert "lost for validation.png" in told.err and re.search(r"samples for training +10\n", told.out)
+
+
+def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -> None:
+    """70 records, 9 of which are bad: 61 samples, a tenth of them for validation; each problem is told once."""
+    own = with_validation(flags, tmp_path, val_rate=0.1)
+    for command, status in (("check", 2), ("stats", 0)):
+        assert main([command, *own]) == status
+        told = capsys.readouterr()
+        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 that can be used", told.out)]
+        assert len(taken) == 2 and sum(taken) == 61 and min(taken) == 6
+        assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", told.out) == ["70", "70"]
+        assert told.out.count("image 'lost.png'") == (command == "check")
+    assert told.err == ""  # of stats
+    drawn = set()
+    for seed in ("1", "2"):  # as --seed of the training draws them
+        assert main(["show", *own, "--part", "validation", "--seed", seed]) == 0
+        drawn.add(capsys.readouterr().out)
+    assert len(drawn) == 2
+    assert main(["show", *flags, "--part", "validation"]) == 2
+    assert "has neither val_dataset nor val_rate" in capsys.readouterr().err
+
+
+def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
+    page = tmp_path / "sample.html"
+    assert main(["show", *flags, "--sample", "1", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>user" in out and re.search(r"\[\[.+\]\]", out, re.DOTALL) and "visual tokens]" in out
+    assert "data:image/png;base64," in page.read_text()
+    assert main(["show", *flags, "--sample", "99"]) == 2
+    assert capsys.readouterr().err == "error: --sample is 99; there are 61 samples for training, counted from 0\n"
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(flags: list[str], tmp_path: Path, capsys) -> None:
+    for path, what in ((tmp_path / "none" / "page.html", "there is no directory"), (tmp_path, "is a directory")):
+        for command in ("check", "show"):
+            assert main([command, *flags, "--html", str(path)]) == 2
+            told = capsys.readouterr()
+            assert told.out == "" and told.err.startswith(f"error: --html is {path}") and what in told.err
+
+
+def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str], tmp_path: Path, capsys) -> None:
+    bad = [{"id": f"\x1b[2J{number}\ud83d", "messages": []} for number in range(25)]
+    good = [{"id": "\x1b]0;x\x07", **sample("\x1b[31m?", "2")}] * 2
+    (tmp_path / "odd.json").write_text(json.dumps(bad + good))
+    own = with_validation(flags, tmp_path, dataset=str(tmp_path / "odd.json"))
+    assert main(["check", *own]) == 2
+    told = capsys.readouterr()
+    assert r"id '\x1b[2J19\ud83d'" in told.out and "2J20" not in told.out
+    assert told.out.endswith("... and 5 more problems; --html PAGE lists them all\n")
+    assert told.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists them all); mend or remove these "
+                        "samples, or train with --bad-sample skip\n")
+    page = tmp_path / "page.html"
+    assert main(["check", *own, "--html", str(page)]) == 2
+    assert r"\x1b[2J24\ud83d" in html.unescape(page.read_text()) and "of which" not in capsys.readouterr().err
+    assert main(["show", *own]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"\x1b[31m?" in out
+
+
+def test_mock(tmp_path: Path, capsys) -> None:
+    made = ["mock", "--output", str(tmp_path / "made"), "--num-samples", "3", "--width", "30", "--height", "30"]
+    assert main(made) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path / 'made' / 'data.jsonl'}\n"
+    assert len((tmp_path / "made" / "data.jsonl").read_text().splitlines()) == 3
+    assert main(made) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to open the page with")
+def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
+    """Its bars have the colour that the style gives them, and nothing lies beside the page."""
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    main(["check", *flags, "--deep", "--html", str(page)])
+    assert all(what in html.unescape(page.read_text()) for _, what in BROKEN.values())
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+               "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+               f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1060,1400", f"--screenshot={picture}",
+               page.as_uri()]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as shot:
+        pixels = np.asarray(shot.convert("RGB")).astype(int)
+    blue = (np.abs(pixels - (0x3B, 0x7D, 0xD8)).sum(axis=2) < 12).mean()
+    assert pixels.shape[:2] == (1400, 1060) and 0.01 < blue < 0.4
+    assert (np.abs(pixels[:, -8:] - (0xF5, 0xF6, 0xF8)).sum(axis=2) < 12).all(), "the page is wider than its window"

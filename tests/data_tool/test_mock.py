@@ -1,0 +1,41 @@
+"""Made-up data are read as any others, and have the wanted size."""
+
+from dataclasses import replace
+
+import pytest
+
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset
+from mm.data_tool.mock import Mock
+from mm.errors import UserError
+from tests.data.oracle import data_config
+
+
+def test_every_sample_has_the_wanted_size(tmp_path, hf_directory, model_config, tokenizer) -> None:
+    mock = Mock(num_samples=5, num_images=2, width=56, height=84, text_length=40, num_pictures=3)
+    path = mock.write(tmp_path / "made", tokenizer)
+    config = data_config(hf_directory, tmp_path / "made", path)
+    dataset, encoder = Dataset(config), SampleEncoder.from_config(config, model_config, 4096)
+    assert len(dataset) == 5
+    answers = [dataset[number].turns[-1].text for number in range(5)]
+    assert len(set(answers)) == 5
+    assert {len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers} == {40}
+    assert {encoder.encode(dataset[number]).image_grids for number in range(5)} == {((1, 6, 4),) * 2}
+    assert len(list((tmp_path / "made" / "images").iterdir())) == 3
+    assert mock.write(tmp_path / "again", tokenizer).read_text() == path.read_text(), "a function of the seed"
+
+
+def test_text_alone_needs_neither_pictures_nor_a_tokenizer(tmp_path, hf_directory) -> None:
+    path = Mock(num_samples=2, num_images=0, text_length=7).write(tmp_path)
+    config = data_config(hf_directory, tmp_path, path)
+    assert [len(Dataset(config)[number].turns[-1].text.split()) for number in range(2)] == [7, 7]
+    assert list((tmp_path / "images").iterdir()) == []
+
+
+def test_nothing_is_written_over_and_sizes_are_checked(tmp_path) -> None:
+    Mock(num_samples=1, num_images=0).write(tmp_path)
+    with pytest.raises(UserError, match=r"data.jsonl exists already"):
+        Mock().write(tmp_path)
+    with pytest.raises(UserError, match=r"num_samples is 0; expected at least 1\n.*width is 0.*\nseed is -1"):
+        replace(Mock(), num_samples=0, width=0, seed=-1).write(tmp_path / "other")
+    assert not (tmp_path / "other").exists()

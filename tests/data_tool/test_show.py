@@ -1,0 +1,47 @@
+"""A sample is shown as the encoder made it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm.batch import IGNORE_INDEX
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset
+from mm.data.media.image import ImageProcessor
+from mm.data_tool.show import Shown
+from tests.data.oracle import PREPROCESSOR, RECORDS
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_patches_join_to_the_frames_they_were_cut_from(times, rows, columns) -> None:
+    settings = {name: value for name, value in PREPROCESSOR.items() if not name.endswith(("type", "class"))}
+    processor = ImageProcessor(**settings | {name: tuple(settings[name]) for name in ("image_mean", "image_std")})
+    frames = torch.randint(0, 256, (2 * times, 28 * rows, 28 * columns, 3), dtype=torch.uint8)
+    patches, grid = processor.cut(frames)
+    assert torch.equal(processor.joined(patches, grid), frames)
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)))
+def test_a_sample_is_shown_whole(write_dataset, model_config, index) -> None:
+    data = write_dataset()
+    encoder, sample = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)[index]
+    encoded, shown = encoder.encode(sample), Shown.of(sample, encoder)
+    learnt = [token for token in encoded.labels.tolist() if token != IGNORE_INDEX]
+    assert "".join(piece.text for piece in shown.pieces if piece.kind == "learnt") == (
+        encoder.chat.tokenizer.decode(learnt))
+    assert (shown.num_tokens, shown.num_target_tokens) == (encoded.num_tokens, len(learnt))
+    media = [piece.text for piece in shown.pieces if piece.kind == "media"]
+    assert media == [f"[{t * h * w // 4} visual tokens]" for t, h, w in encoded.image_grids]
+    assert [frame.shape for frame in shown.frames] == [(14 * h, 14 * w, 3) for _, h, w in encoded.image_grids]
+    for frame, item in zip(shown.frames, sample.media, strict=True):
+        size = frame.shape[1::-1]
+        with Image.open(item.path) as image:
+            assert np.array_equal(frame, np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC)))
+    assert "[[" in shown.text(has_colours=False) and "\033[32m" in shown.text(has_colours=True)
+    page = shown.html()
+    assert page.count("<img ") == len(shown.frames) and page.count('class="learnt"') == sum(
+        piece.kind == "learnt" for piece in shown.pieces)

@@ -1,0 +1,76 @@
+"""Reports: every number in text and page, histograms that lose nothing, and nothing that a browser would run."""
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm.report import Histogram, Problem, Report, Table
+
+values = st.lists(st.integers(0, 100_000), max_size=60).map(lambda numbers: np.array(numbers, dtype=np.int64))
+
+
+@given(values, st.integers(1, 30))
+def test_bins_hold_every_value_once(numbers, num_bins) -> None:
+    found = Histogram.of("x", "tokens", numbers, num_bins)
+    assert sum(found.counts) == len(numbers) and len(found.edges) == len(found.counts) + 1 <= num_bins + 3
+    widths = {upper - lower for lower, upper in pairwise(found.edges)}
+    (width,) = widths
+    assert re.fullmatch("[125]0*", str(int(width))) and found.edges[0] % width == 0
+    for (lower, upper), count in zip(pairwise(found.edges), found.counts, strict=True):
+        assert count == sum(lower <= number < upper for number in numbers)
+
+
+REPORT = Report(
+    "A <b>file</b>.json",
+    (("samples", "1,234"), ("tokens", "5 & more")),
+    (Table("Samplers", ("sampler", "max / mean"), (("plain", "1.23"), ("balanced", "1.01"))),),
+    (Histogram("Tokens", "a sample", (0, 10, 20), (3, 7)),),
+    tuple(Problem(f"a.json:{number}", "has <script>alert(1)</script> in it") for number in range(25)),
+    ("one note",),
+)
+
+
+def test_text_has_all_of_it() -> None:
+    text = REPORT.text()
+    for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "Tokens (a sample, from)", "note: one note",
+                 "a.json:19: has", "... and 5 more problems; --html PAGE lists them all"):
+        assert part in text
+    assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
+
+
+class Words(HTMLParser):
+    """Tags that stand open, and the text between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.words, self.tags = [], [], set()
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.add(tag)
+        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
+        if tag not in ("meta", "line", "br", "rect/"):
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data) -> None:
+        self.words.append(data)
+
+
+def test_the_page_is_whole_and_runs_nothing() -> None:
+    reader = Words()
+    reader.feed(REPORT.html())
+    reader.close()
+    text = " ".join(reader.words)
+    assert not reader.stack and not reader.tags & {"script", "link", "iframe", "img"}
+    for part in ("A <b>file</b>.json", "5 & more", "balanced", "0 to 10: 3", "25 problems", "<script>alert(1)"):
+        assert part in text
+    assert Report("x", ()).html().count("No problems") == 1
