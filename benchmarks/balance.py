@@ -4,8 +4,8 @@
 
 Nothing is trained: samples are arrays (``benchmarks.lengths``), a microbatch costs its FLOPs (``mm.model.flops``, the
 7B model as shipped: the ViT frozen), and a step takes as long as its costliest rank.  A pipeline of four stages is
-simulated in the order in which a run would send its microbatches.  ``plain`` has one sample in each microbatch, dealt
-in turn; packs hold at most 8,192 tokens.  Goals are judged at the end.
+simulated in the order in which a run would send its microbatches.  Without packing a microbatch is one sample; packs
+hold at most 8,192 tokens.  Goals are judged at the end.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from benchmarks.lists import with_lists
 from benchmarks.measure import versions
 from mm.config.model import ModelConfig, read_model
 from mm.data.lengths import Lengths
-from mm.data.order.bucket import bucket_stream, sorted_in_turn
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import balanced, packed, packed_evenly
+from mm.data.order.sampler import SAMPLERS, Shares
 from mm.data.order.sequence import pipeline_order
-from mm.data.order.stream import Step, Stream, in_turn, shuffled
+from mm.data.order.stream import Step, Stream, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 
@@ -43,6 +42,7 @@ SEED = 1234
 STAGES = ((32, 0, 0, 0), (6, 8, 8, 6))
 """Layers of ViT and LLM of the simulated pipeline."""
 BUDGET = Budget(SEQ_LENGTH)
+FULLEST_PACKS, BALANCED_PACKS = "BaseRandomBatchSampler with packing", "BalancedBatchSampler with packing"
 
 Planned = Callable[[int], list[Step]]
 """From the number of a step to what each rank takes."""
@@ -56,21 +56,10 @@ class Samples:
         self.sizes = SampleSizes(model, lengths).of(np.arange(len(lengths)))
 
     def samplers(self, dp_size: int, of_rank: int = SAMPLES_OF_RANK, num_stages: int = 1) -> dict[str, Planned]:
-        """By name.  Microbatches are one sample, or packs where the name says so."""
-        plain = shuffled(len(self.lengths), SEED)
-        turn = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
-        bucket = bucket_stream(self.sizes.costs, SEED, True)
-        pack = {"sizes": self.sizes, "budget": BUDGET, "dp_size": dp_size, "unit": 1}
-        in_order = partial(sorted_in_turn, sizes=self.sizes, micro_batch_size=1, dp_size=dp_size)
-        deals = {
-            "plain": (plain, turn),
-            "Bucket, data_bucketing_img": (bucket, turn),
-            "Bucket, data_reordering_img": (plain, in_order),
-            "plain, packing": (plain, partial(packed, **pack)),
-            "Balanced": (plain, partial(balanced, sizes=self.sizes, micro_batch_size=1, dp_size=dp_size)),
-            "Balanced, packing": (plain, partial(packed_evenly, **pack, num_stages=num_stages)),
-        }
-        return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in deals.items()}
+        """As ``mm.data.order.sampler`` names them.  A microbatch is one sample, or a pack where the name says so."""
+        shares = Shares(dp_size, BUDGET, num_stages=num_stages)
+        orders = {name: sampler.order(self.sizes, shares, SEED) for name, sampler in SAMPLERS.items()}
+        return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in orders.items()}
 
     def measure(self, plan: Planned, num_steps: int) -> dict[str, float]:
         """Means over steps, and the worst step's imbalance."""
@@ -140,7 +129,7 @@ def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
 
 def step_seconds(samples: Samples, num_steps: int) -> list[float]:
     """Of processor time, to plan steps of 2,048 samples for 64 ranks with all that a run does for them."""
-    plan, seconds = samples.samplers(64)["Balanced, packing"], []
+    plan, seconds = samples.samplers(64)[BALANCED_PACKS], []
     plan(0)  # draws the epoch's order
     for number in range(num_steps):
         started = time.process_time()
@@ -179,7 +168,7 @@ def measure(is_quick: bool) -> dict[str, Any]:
         by_name = samples.samplers(ranks[:2][-1], of_rank)
         full += [{"of_rank_samples": of_rank, "dp_size": ranks[:2][-1], "sampler": name,
                   **samples.measure(by_name[name], 2 if is_quick else 4)}
-                 for name in ("plain, packing", "Balanced, packing")]  # fmt: skip
+                 for name in (FULLEST_PACKS, BALANCED_PACKS)]  # fmt: skip
     return {"versions": {**versions(), "numpy": np.__version__}, "sets": sets, "rows": rows, "full": full,
             "limits": limits, "planning": planning(model, 20_480 if is_quick else 1_000_000)}  # fmt: skip
 
@@ -187,7 +176,7 @@ def measure(is_quick: bool) -> dict[str, Any]:
 def goals(found: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
     """What was aimed at, the bound, the figure, and whether it was reached."""
     by = {(row["set"], row["dp_size"], row["sampler"]): row for row in found["rows"]}
-    mine, plan = "Balanced, packing", found["planning"]
+    mine, plan = BALANCED_PACKS, found["planning"]
     judged = []
 
     def at_most(what: str, bound: float, value: float) -> None:

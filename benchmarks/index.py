@@ -44,8 +44,8 @@ from mm.data.index.rows import CHUNK_ROWS, packed
 from mm.data.index.store import Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
-from mm.data.order.sampler import packed_evenly
-from mm.data.order.stream import Order, shuffled
+from mm.data.order.sampler import SAMPLERS, Shares
+from mm.data.order.stream import Order
 from mm.data.read.records import RecordFile
 from mm.data.read.roots import MediaRoots
 
@@ -188,8 +188,9 @@ def large_order(folder: str) -> Order:
     assert kept is not None, "it has just been made"
     rows = kept.index.rows
     sizes = SampleSizes(read_model(EXAMPLES / "model_7b.json").value, Columns((rows,), None))
-    deal = partial(packed_evenly, sizes=sizes, budget=Budget(8192), dp_size=DP_SIZE, unit=1, num_stages=2)
-    return Order(shuffled(len(rows), 1), deal, GLOBAL_BATCH_SIZE, 0)
+    stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
+        sizes, Shares(DP_SIZE, Budget(8192), num_stages=2), seed=1)
+    return Order(stream, deal, GLOBAL_BATCH_SIZE, 0)
 
 
 def planning(folder: Path, in_planner: bool) -> dict[str, float]:

@@ -19,12 +19,12 @@ def found(tmp_path_factory) -> dict:
 def test_balance_is_even_and_shortens_the_step(found: dict) -> None:
     by = {(row["set"], row["sampler"]): row for row in found["rows"]}
     for name in SETS:
-        plain = by[name, "plain"]
-        for sampler in ("Balanced", "Balanced, packing"):
+        plain = by[name, "BaseRandomBatchSampler"]
+        for sampler in ("BalancedBatchSampler", balance.BALANCED_PACKS):
             row = by[name, sampler]
             assert row["worst_step"] <= 1.01 and row["cost_of_plain"] == pytest.approx(1 / plain["step"], rel=0.01)
-        assert by[name, "plain, packing"]["full"] >= 0.95 and plain["of_rank"] == balance.SAMPLES_OF_RANK
-        assert by[name, "Bucket, data_reordering_img"]["turn"] < plain["turn"]
+        assert by[name, balance.FULLEST_PACKS]["full"] >= 0.95 and plain["of_rank"] == balance.SAMPLES_OF_RANK
+        assert by[name, "BucketBatchSampler, data_reordering_img"]["turn"] < plain["turn"]
     assert found["planning"]["full"] >= 0.97
 
 

@@ -158,11 +158,6 @@ class DataConfig:
         """Whether samples are dealt to microbatches and replicas by what they cost."""
         return self.sampler_type == "BalancedBatchSampler"
 
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether the order of samples depends on what they hold."""
-        return self.packs or self.is_balanced or self.sampler_type == "BucketBatchSampler"
-
 
 def read_data(path: str | Path) -> Read[DataConfig]:
     """Read ``--mm-data``; raises UserError with every problem in the file."""

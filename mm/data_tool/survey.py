@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -17,11 +16,10 @@ from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, Part, notes_of
 from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
-from mm.data.order.bucket import bucket_stream, sorted_in_turn
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import balanced, packed_evenly
-from mm.data.order.stream import Deal, Stream, in_turn, shuffled
+from mm.data.order.sampler import SAMPLERS, Shares
+from mm.data.order.stream import Deal, Stream
 from mm.data.record_name import BadSample
 from mm.data.sample import Image
 from mm.data.workers import in_processes
@@ -97,26 +95,12 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
     rows: dict[str, list[str]] = {}
     for dp_size in sizes_of_axis:
         of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
-        for name, (stream, deal) in _samplers(sizes, seq_length, dp_size).items():
+        for name, sampler in SAMPLERS.items():  # one sample a microbatch, or packs
+            stream, deal = sampler.order(sizes, Shares(dp_size, Budget(seq_length)), seed=0)
             rows.setdefault(name, []).append(f"{_of_steps(stream, deal, sizes, dp_size * of_rank):.3f}")
     yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
                 ("sampler_type", *(f"{size} ranks" for size in sizes_of_axis)),
                 tuple((name, *values) for name, values in rows.items()))
-
-
-def _samplers(sizes: Sizes, seq_length: int, dp_size: int) -> dict[str, tuple[Stream, Deal]]:
-    """As ``order_of`` makes them for one sample a microbatch, and for packs."""
-    plain = shuffled(len(sizes.costs), seed=0)
-    turns = partial(in_turn, micro_batch_size=1, dp_size=dp_size)
-    return {
-        "BaseRandomBatchSampler": (plain, turns),
-        "BucketBatchSampler, data_bucketing_img": (bucket_stream(sizes.costs, 0, True), turns),
-        "BucketBatchSampler, data_reordering_img": (
-            plain, partial(sorted_in_turn, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
-        "BalancedBatchSampler": (plain, partial(balanced, sizes=sizes, micro_batch_size=1, dp_size=dp_size)),
-        "BalancedBatchSampler with packing": (plain, partial(
-            packed_evenly, sizes=sizes, budget=Budget(seq_length), dp_size=dp_size, unit=1, num_stages=1)),
-    }
 
 
 def _of_steps(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:

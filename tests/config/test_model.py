@@ -196,7 +196,7 @@ def test_samplers(tmp_path, sampler, shuffle, expected):
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False)])
 def test_each_word_for_packing_packs(tmp_path, key, value, expected):
     data = read_data(write(tmp_path, changed("data_7b.json", {f"dataset_param.{key}": value}))).value
-    assert data.packs is expected and data.needs_lengths is expected
+    assert data.packs is expected
 
 
 def test_several_datasets_and_loader_settings(tmp_path):

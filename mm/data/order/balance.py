@@ -32,6 +32,12 @@ Groups = list[list[int]]
 class HasSizes(Protocol):
     """Knows what each sample of a dataset costs and takes up."""
 
+    def __len__(self) -> int: ...
+
+    def all_costs(self) -> np.ndarray:
+        """int64 [num_samples]."""
+        ...
+
     def of(self, numbers: np.ndarray) -> "Sizes":
         """Of some of them, in the given order."""
         ...
@@ -44,6 +50,12 @@ class Sizes:
     costs: np.ndarray
     num_tokens: np.ndarray
     num_patches: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    def all_costs(self) -> np.ndarray:
+        return self.costs
 
     def of(self, numbers: np.ndarray) -> "Sizes":
         """Of some of them, in the given order."""

@@ -7,6 +7,7 @@ samples are dealt, is not known here.
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cached_property
 
 import numpy as np
 
@@ -34,11 +35,21 @@ class SampleSizes:
     """
 
     def __init__(self, model: ModelConfig, lengths: HasLengths) -> None:
-        """Looks at each sample once, for the unit."""
-        self._lengths = lengths
-        self._rates = [_flops_of_one_each(model, [*_COUNTS], has_media) for has_media in (False, True)]
-        largest = max((int(self._flops(lengths.of(numbers)).max()) for numbers in self._chunks()), default=0)
-        self._num_dropped_bits = max(0, largest.bit_length() - _MAX_BITS)
+        """Looks at no sample before a cost is asked for."""
+        self._model, self._lengths = model, lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @cached_property
+    def _rates(self) -> list[list[int]]:
+        return [_flops_of_one_each(self._model, [*_COUNTS], has_media) for has_media in (False, True)]
+
+    @cached_property
+    def _num_dropped_bits(self) -> int:
+        """Looks at each sample once, for the costliest."""
+        largest = max((int(self._flops(self._lengths.of(numbers)).max()) for numbers in self._chunks()), default=0)
+        return max(0, largest.bit_length() - _MAX_BITS)
 
     def of(self, numbers: np.ndarray) -> Sizes:
         """Of some samples, in the given order."""
@@ -54,9 +65,8 @@ class SampleSizes:
         return costs
 
     def _chunks(self) -> Iterator[np.ndarray]:
-        num_samples = len(self._lengths)
-        for first in range(0, num_samples, _CHUNK_SAMPLES):
-            yield np.arange(first, min(first + _CHUNK_SAMPLES, num_samples))
+        for first in range(0, len(self), _CHUNK_SAMPLES):
+            yield np.arange(first, min(first + _CHUNK_SAMPLES, len(self)))
 
     def _flops(self, lengths: Lengths) -> np.ndarray:
         """int64, of each sample."""

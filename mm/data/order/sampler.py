@@ -1,9 +1,12 @@
 """The order of samples that the settings of a run ask for: which sampler, and whether microbatches are packs.
 
-The global batch of a step holds the same samples under every layout, and with BalancedBatchSampler and packs the same
-as with a plain shuffle: only who takes which of them differs.
+``SAMPLERS`` is the one list of them: a run, ``mm-data stats`` and the benchmark ask it.  The global batch of a step
+holds the same samples under every layout, and with BalancedBatchSampler and packs the same as with a plain shuffle:
+only who takes which of them differs.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +18,7 @@ from mm.data.order.balance import Groups, HasSizes, Sizes, dealt, even_groups, e
 from mm.data.order.bucket import bucket_stream, sorted_in_turn
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.stream import Order, Step, in_turn, shuffled
+from mm.data.order.stream import Deal, Order, Step, Stream, in_turn, shuffled
 
 PACKS_OF_STAGE = 4
 """Packs of even cost that each rank gets for each stage, if it has the samples.
@@ -25,38 +28,57 @@ for each stage.  Twice as many would save up to a tenth more, and leave half the
 """
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What a global batch is dealt out to."""
+
+    dp_size: int
+    """Ranks."""
+    budget: Budget
+    """Of a microbatch that is a pack."""
+    micro_batch_size: int = 1
+    """Samples of a microbatch that is none."""
+    unit: int = 1
+    """Each rank gets a multiple of so many packs."""
+    num_stages: int = 1
+    """Of the pipeline that the microbatches pass."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which samples come when, and which rank takes which of a global batch."""
+
+    deal: Callable[[np.ndarray, HasSizes, Shares], list[Step]]
+    """From the samples of a global batch to what each rank takes."""
+    has_buckets: bool = False
+    """Whether samples of like cost come one after another; else they come by chance, or as in the files."""
+
+    def order(self, sizes: HasSizes, shares: Shares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
+        """The stream of all samples, and what is dealt of it."""
+        stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
+            shuffled(len(sizes), seed, shuffle))
+        return stream, partial(self.deal, sizes=sizes, shares=shares)
+
+
+def sampler_name(data: DataConfig) -> str:
+    """Under which name ``SAMPLERS`` has what a data JSON asks for; all plain ones are one."""
+    by_cost = {"BucketBatchSampler": f"BucketBatchSampler, {data.priority_mode}",
+               "BalancedBatchSampler": "BalancedBatchSampler"}
+    return by_cost.get(data.sampler_type, PLAIN) + PACKING * data.packs
+
+
 def told_order(run: Run) -> str:
     """In which order the samples come, for people and for checkpoints: all of it that settings decide."""
     how = f"shuffled by --seed {run.args.seed}" if run.data.is_shuffled else "in the order of the files"
-    return f"in buckets of like cost, {how}" if _has_buckets(run.data) else how
-
-
-def _has_buckets(data: DataConfig) -> bool:
-    is_dealt = data.packs or data.is_balanced or data.priority_mode == "data_reordering_img"
-    return data.needs_lengths and not is_dealt
+    return f"in buckets of like cost, {how}" if SAMPLERS[sampler_name(run.data)].has_buckets else how
 
 
 def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> Order:
     """What replica ``dp_rank`` trains on; ``lengths`` are those of all samples."""
     data, args = run.data, run.args
-    micro_batch_size, dp_size, unit = args.micro_batch_size, run.dp_size, run.microbatch_unit
-    stream = shuffled(len(lengths), args.seed, data.is_shuffled)
-    deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
-    if data.needs_lengths:
-        sizes = SampleSizes(run.model, lengths)
-        budget = budget_of(run)
-        if data.packs and data.is_balanced:
-            deal = partial(packed_evenly, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit,
-                           num_stages=run.num_stages)
-        elif data.packs:
-            deal = partial(packed, sizes=sizes, budget=budget, dp_size=dp_size, unit=unit)
-        elif data.is_balanced:
-            deal = partial(balanced, sizes=sizes, micro_batch_size=micro_batch_size, dp_size=dp_size)
-        elif data.priority_mode == "data_reordering_img":
-            deal = partial(sorted_in_turn, sizes=sizes, micro_batch_size=micro_batch_size, dp_size=dp_size)
-        else:
-            assert _has_buckets(data), "there is no other sampler that needs lengths"
-            stream = bucket_stream(sizes.all_costs(), args.seed, data.is_shuffled)
+    shares = Shares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
+    sizes = SampleSizes(run.model, lengths)
+    stream, deal = SAMPLERS[sampler_name(data)].order(sizes, shares, args.seed, data.is_shuffled)
     return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
 
 
@@ -65,41 +87,49 @@ def budget_of(run: Run) -> Budget:
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
-def packed(samples: np.ndarray, sizes: HasSizes, budget: Budget, dp_size: int, unit: int) -> list[Step]:
-    """The fewest, fullest packs; ranks' tokens are about even, and each has a multiple of ``unit`` packs."""
-    own = sizes.of(samples)
-    packs = fullest_packs(own.num_tokens, own.num_patches, budget)
+def plain(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+    """Dealt in turn, whatever samples cost."""
+    return in_turn(samples, shares.micro_batch_size, shares.dp_size)
+
+
+def reordered(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+    """Dealt in turn by rising cost."""
+    return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
+
+
+def packed(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+    """The fewest, fullest packs; ranks' tokens are about even."""
+    own, dp_size, unit = sizes.of(samples), shares.dp_size, shares.unit
+    packs = fullest_packs(own.num_tokens, own.num_patches, shares.budget)
     if len(packs) < dp_size or (unit > 1 and len(packs) % (dp_size * unit)):
-        packs = even_packs(Sizes(own.num_tokens, own.num_tokens, own.num_patches), budget, dp_size, unit)
-    ranks = _dealt(_sums(own.num_tokens, packs), dp_size, unit)
+        packs = even_packs(Sizes(own.num_tokens, own.num_tokens, own.num_patches), shares.budget, dp_size, unit)
+    ranks = _dealt(_sums(own.num_tokens, packs), shares)
     return _steps(samples, [[packs[number] for number in rank] for rank in ranks])
 
 
-def packed_evenly(
-    samples: np.ndarray, sizes: HasSizes, budget: Budget, dp_size: int, unit: int, num_stages: int
-) -> list[Step]:
-    """Packs of even cost, in multiples of ``unit``; ranks cost the same.
+def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+    """Packs of even cost; ranks cost the same.
 
-    As few for each rank as the budget allows, but enough for a pipeline of ``num_stages``: nothing is padded, so a pack
+    As few for each rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a pack
     that is half full costs half, while a pipeline without microbatches stands still.
     """
-    own = sizes.of(samples)
-    packs = even_packs(own, budget, dp_size, unit, PACKS_OF_STAGE * num_stages if num_stages > 1 else 1)
-    return _steps(samples, spread(packs, _dealt(_sums(own.costs, packs), dp_size, unit), own, budget))
+    own, wanted = sizes.of(samples), PACKS_OF_STAGE * shares.num_stages if shares.num_stages > 1 else 1
+    packs = even_packs(own, shares.budget, shares.dp_size, shares.unit, wanted)
+    return _steps(samples, spread(packs, _dealt(_sums(own.costs, packs), shares), own, shares.budget))
 
 
-def _dealt(costs: np.ndarray, dp_size: int, unit: int) -> Groups:
+def _dealt(costs: np.ndarray, shares: Shares) -> Groups:
     """With a unit, each rank has the same number of packs; else only their cost counts, and each has one at least."""
-    of_each = len(costs) // dp_size
-    return dealt(costs, dp_size, of_each, of_each) if unit > 1 else dealt(costs, dp_size, 1)
+    of_each = len(costs) // shares.dp_size
+    return dealt(costs, shares.dp_size, *((of_each, of_each) if shares.unit > 1 else (1,)))
 
 
-def balanced(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
-    """Microbatches of ``micro_batch_size`` samples and of even cost, the same number for each rank; ranks' are even."""
+def balanced(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+    """Microbatches of even cost, the same number for each rank; ranks' are even."""
     own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
-    groups = even_groups(own, micro_batch_size)
-    of_each = len(groups) // dp_size
-    ranks = dealt(_sums(own, groups), dp_size, of_each, of_each)
+    groups = even_groups(own, shares.micro_batch_size)
+    of_each = len(groups) // shares.dp_size
+    ranks = dealt(_sums(own, groups), shares.dp_size, of_each, of_each)
     return _steps(samples, spread(groups, ranks, Sizes(own, nothing, nothing), Budget(num_tokens=0)))
 
 
@@ -111,3 +141,15 @@ def _sums(values: np.ndarray, groups: Groups) -> np.ndarray:
 def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[Step]:
     numbers = samples.tolist()
     return [[[numbers[one] for one in group] for group in groups] for groups in ranks]
+
+
+PLAIN, PACKING = "BaseRandomBatchSampler", " with packing"
+SAMPLERS: Mapping[str, Sampler] = {
+    PLAIN: Sampler(plain),
+    "BucketBatchSampler, data_bucketing_img": Sampler(plain, has_buckets=True),
+    "BucketBatchSampler, data_reordering_img": Sampler(reordered),
+    PLAIN + PACKING: Sampler(packed),
+    "BalancedBatchSampler": Sampler(balanced),
+    "BalancedBatchSampler" + PACKING: Sampler(packed_evenly),
+}
+"""By what the data JSON says.  The bucket samplers make no packs: mm/config refuses both together."""

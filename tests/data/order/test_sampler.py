@@ -1,9 +1,11 @@
 """Every sampler: each epoch holds each sample once, the same global batches for every layout, and an exact resume."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.batch import BatchTotals
+from mm.config.data import PriorityMode
+from mm.config.data import Sampler as SamplerType
 from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import Lengths
 from mm.data.order.bucket import NUM_BUCKETS, RUN_SAMPLES, bucket_stream
 from mm.data.order.cost import sample_costs
-from mm.data.order.sampler import order_of
+from mm.data.order.sampler import SAMPLERS, order_of, sampler_name
 from mm.data.order.stream import shuffled
 from tests.config.test_model import changed
 from tests.tiny import our_config
@@ -85,6 +89,32 @@ def steps(run: Run, numbers, consumed: int = 0, num_samples: int = 100):
 
 def samples_in(step) -> list[int]:
     return sorted(one for rank in step for microbatch in rank for one in microbatch)
+
+
+def test_the_table_has_a_sampler_for_every_setting_and_no_other(run_of):
+    """Packs in buckets are refused (``mm.config.data``)."""
+    data = run_of("random").data
+    found = {
+        sampler_name(dataclasses.replace(data, sampler_type=kind, priority_mode=mode, packing=packing))
+        for kind, mode, packing in itertools.product(get_args(SamplerType), get_args(PriorityMode), (False, True))
+        if not (packing and kind == "BucketBatchSampler")
+    }
+    assert found == set(SAMPLERS)
+
+
+class Unread(Lengths):
+    """Lengths that nobody may ask for."""
+
+    def of(self, numbers: np.ndarray) -> Lengths:
+        raise AssertionError("a plain order asks for lengths")
+
+
+@pytest.mark.parametrize("kind", ["random", "stateful", "sequential"])
+def test_a_plain_order_looks_at_no_sample(run_of, kind):
+    unread = Unread(**vars(lengths()))
+    assert order_of(run_of(kind, 4), unread, 1, 24).step(3) == order_of(run_of(kind, 4), lengths(), 1, 24).step(3)
+    with pytest.raises(AssertionError, match="asks for lengths"):
+        order_of(run_of("balanced"), unread, 0, 0).step(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
