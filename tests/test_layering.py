@@ -14,7 +14,7 @@ from tests.files import ROOT
 PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_HOUSE_LINES = 33_600
+MAX_HOUSE_LINES = 33_680
 """mm and checkpoint together, as ``git ls-files mm checkpoint | xargs cat | wc -l`` counts.  It goes down with them; a
 change that needs more says why here: 11,500 when the floors were laid; 550 for MindSpeed-MM's loss, rules of pictures
 and of cutting, old words and checkpoints, and for the keys of config.json that ask for another model; 1,400 for
@@ -34,7 +34,8 @@ cost (750), and what joins them; 1,000 for what users see of their data and of l
 places of records, edits of media, interruptions, progress without a terminal, and pictures inside Parquet files; 800
 for whose checkpoints and logs a run may write (ids of runs, locks), and for the schedule that a resumed run has; 300
 for ranks that meet before their first group, whatever an earlier attempt has left, and a hub that outlives what comes
-in wrong; 100 for the way of a record, drawn, the question of each room of data, and one list of samplers."""
+in wrong; 180 for data: the way of a record and the exchange of samples, drawn, the question of each room, one list of
+samplers, and a step's message whose head has names."""
 
 FLOORS = {
     "mm.errors": 0, "mm.placement": 0, "mm.version": 0,

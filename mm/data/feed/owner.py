@@ -7,23 +7,22 @@ of a frozen ViT's work goes in their place, to the ranks that hold the projector
 step n computes; it alone uses the mesh's replica, owners, pixel and feature groups.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from queue import Queue, SimpleQueue
 from threading import Thread
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, Normalisation, StepPlan
+from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config.model import ModelConfig, VisionConfig
 from mm.data.feed.loader import ReadStep
+from mm.data.feed.message import Head, from_message, to_message
 from mm.data.feed.planner import MakeOrder, PlannedSteps, Seat, start_planner
 from mm.data.feed.quarantine import Quarantine
 from mm.data.order.sequence import in_pipeline_order
@@ -34,9 +33,6 @@ from mm.model.flops import image_flops
 from mm.parallel.agreement import all_of, attempt, together
 from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
-
-_NO_KEY = "0" * 32
-"""Stands for "" among ``Microbatch.feature_keys``, on the way."""
 
 
 def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | None:
@@ -123,35 +119,39 @@ class DataOwner(Iterator[StepPlan]):
                 return
 
     def _share_step(self) -> StepPlan:
-        mesh = self._mesh
-        step, problems = (None, ()) if self._steps is None else attempt(mesh, self._steps.__next__)
+        """An owner reads, all owners agree, each sends to its replica (``mm.data.feed.message``), then the media."""
+        mesh, owned, message = self._mesh, None, None
+        if self._steps is not None:
+            owned, message = self._read(self._steps)
+        if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
+            message = _share(message, mesh)
+        assert message is not None, "a rank without peers owns the data"
+        head, problems, light = from_message(message)
+        if head.num_failed:
+            raise AgreedError(problems)
+        light = [deal_images(one, self._model.vision, mesh.cp_size) for one in light]
+        whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
+        return StepPlan(whole, head.totals)
+
+    def _read(self, steps: Iterator[ReadStep]) -> tuple[list[Microbatch], Tensor]:
+        """On an owner: its microbatches of the next step, and the message about them; all owners have its head."""
+        mesh, (step, problems) = self._mesh, attempt(self._mesh, steps.__next__)
         for note in step.notes if step else ():
             sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
-        microbatches = None if step is None else in_pipeline_order(self._model, step.microbatches)
-        totals, bad = astuple(BatchTotals.of(microbatches or [], self._model.vision)), step.bad if step else ()
-        counts = torch.tensor([bool(problems), len(bad), *totals], dtype=torch.int64)
-        if mesh.owns_data and mesh.dp_size > 1:
+        microbatches = in_pipeline_order(self._model, step.microbatches) if step else []
+        bad = step.bad if step else ()
+        head = Head(int(bool(problems)), len(bad), BatchTotals.of(microbatches, self._model.vision))
+        if mesh.dp_size > 1:
+            counts = head.numbers()
             dist.all_reduce(counts, group=mesh.owners_group)
-            problems = all_of(problems, mesh.owners_group) if counts[0] else ()
-        if mesh.owns_data and counts[1]:
+            head = Head.of(counts)
+            problems = all_of(problems, mesh.owners_group) if head.num_failed else ()
+        if head.num_bad:
             is_validation = step is not None and step.is_validation
             problems = self._leave_out(
                 bad, problems, self._validation_quarantine if is_validation else self._quarantine)
-            counts[0] = bool(problems)
-        payload = None
-        if mesh.owns_data:
-            message = torch.tensor(list(json.dumps(problems).encode()))
-            payload = torch.cat([counts, *([message] if problems else _to_numbers(microbatches or []))])
-        if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
-            payload = _share(payload, mesh)
-        assert payload is not None, "a rank without peers owns the data"
-        counts, contents = payload[: len(counts)], payload[len(counts) :]
-        if counts[0]:
-            raise AgreedError(json.loads(contents.to(torch.uint8).numpy().tobytes()))
-        light = [deal_images(one, self._model.vision, mesh.cp_size) for one in _from_numbers(contents)]
-        owned = [None] * len(light) if microbatches is None else microbatches
-        whole = tuple(self._share_media(one, mine) for one, mine in zip(light, owned, strict=True))
-        return StepPlan(whole, BatchTotals(*counts[2:].tolist()))
+            head = replace(head, num_failed=int(bool(problems)))
+        return microbatches, to_message(head, problems, microbatches)
 
     def _leave_out(
         self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
@@ -226,74 +226,3 @@ def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
     payload = torch.empty(int(size), dtype=torch.int64) if payload is None else payload
     dist.broadcast(payload, src=mesh.replica_owner, group=mesh.replica_group)
     return payload
-
-
-def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
-    """The light part as int64 vectors: a count of microbatches, then for each its six counts and its contents."""
-    parts = [torch.tensor([len(microbatches)])]
-    for m in microbatches:
-        parts += [
-            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples), m.feature_bytes,
-                          len(m.feature_keys)]),
-            m.token_ids,
-            m.labels,
-            m.positions.flatten(),
-            torch.tensor(m.segment_lengths, dtype=torch.int64),
-            torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
-            torch.tensor(m.samples, dtype=torch.int64),
-            _bits(m.normalisations),
-            _key_numbers(m.feature_keys),
-        ]
-    return parts
-
-
-def _bits(normalisations: Sequence[Normalisation]) -> Tensor:
-    """Seven float64 of each, as int64 of the same bits."""
-    values = [(one.divisor, *one.mean, *one.std) for one in normalisations]
-    return torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten()
-
-
-def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
-    rows = bits.clone().view(torch.float64).view(-1, 7).tolist()
-    return tuple(Normalisation(row[0], tuple(row[1:4]), tuple(row[4:])) for row in rows)
-
-
-def _key_numbers(keys: Sequence[str]) -> Tensor:
-    """Two int64 of each: its 16 bytes, which are zeros where there is none."""
-    numbers = np.frombuffer(bytes.fromhex("".join(key or _NO_KEY for key in keys)), dtype=np.int64)
-    return torch.from_numpy(numbers.copy())
-
-
-def _keys(numbers: Tensor) -> tuple[str, ...]:
-    found = (pair.tobytes().hex() for pair in numbers.numpy().reshape(-1, 2))
-    return tuple("" if key == _NO_KEY else key for key in found)
-
-
-def _from_numbers(payload: Tensor) -> list[Microbatch]:
-    """The inverse of ``_to_numbers``."""
-    offset = 0
-
-    def read(count: int) -> Tensor:
-        nonlocal offset
-        offset += count
-        return payload[offset - count : offset]
-
-    microbatches = []
-    for _ in range(int(read(1))):
-        num_tokens, num_segments, num_images, num_samples, feature_bytes, num_keys = read(6).tolist()
-        microbatches.append(
-            Microbatch(
-                token_ids=read(num_tokens),
-                labels=read(num_tokens),
-                positions=read(3 * num_tokens).view(3, num_tokens),
-                segment_lengths=tuple(read(num_segments).tolist()),
-                image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
-                pixel_values=None,
-                samples=tuple(read(num_samples).tolist()),
-                normalisations=_normalisations(read(7 * num_images)),
-                feature_bytes=feature_bytes,
-                feature_keys=_keys(read(2 * num_keys)),
-            )
-        )
-    assert offset == payload.numel()
-    return microbatches

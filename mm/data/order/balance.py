@@ -173,8 +173,17 @@ def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> 
 class _Slots:
     """Owners (packs, or ranks with several packs) that exchange samples, so that they come to cost the same.
 
-    A slot is a place for a sample in a pack.  An exchange leaves slots where they are: each pack keeps its number of
-    samples, but for slots that begin empty.
+    A table with a row for each owner and a column for each slot, which is a place for a sample in a pack.  An exchange
+    swaps two entries, of rows that cost much and little:
+
+                 slots               costs                                    costs
+        owner 0  [ 8   5   nobody ]  13     -- 8 for 5 -->  [ 5   5   nobody ]  10
+        owner 1  [ 5   2   nobody ]   7                     [ 8   2   nobody ]  10
+
+    That lowers the costlier of two owners by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
+    8 - 5, half of it, which is best: beyond it the other owner becomes the costlier one.
+
+    Slots stay where they are, so each pack keeps its number of samples, but for empty slots: a sample for nobody moves.
     """
 
     def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
@@ -231,6 +240,7 @@ class _Slots:
         costly, cheap = order[::-1][:num_sets], order[: num_sets * num_partners]
         cheap = np.roll(cheap.reshape(num_partners, num_sets).T, turn, axis=0)
         width = self._samples.shape[1]
+        # Every slot of a costly owner with every slot of its partners: [num_sets, width, num_partners * width].
         given = self._samples[costly][:, :, None]
         taken, packs = (slots[cheap].reshape(num_sets, 1, -1) for slots in (self._samples, self._packs))
         change = self._values[0][given] - self._values[0][taken]

@@ -7,7 +7,7 @@ a record is UTF-8, and what it means, is not known here.
 import json
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from mm.data.record_name import numbered
 from mm.errors import UserError
@@ -129,23 +129,35 @@ def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
             window.grow()
             position = 0
             continue
-        start, end, position, is_last = found
-        place = place if spans else window.place(start)
-        spans.append(window.span(start, end))
-        num_found += 1
+        place = place if spans else window.place(found.start)
+        spans.append(window.span(found.start, found.end))
+        num_found, position, is_last = num_found + 1, found.next, found.is_last
     if spans:
         yield *place, spans
     if is_last and window.skip_space(position + 1):
         problems.append(_no_list(window, 0, path, num_found))
 
 
+class _Element(NamedTuple):
+    """One of a list, by its characters in the window."""
+
+    start: int
+    end: int
+    """After its last character."""
+    next: int
+    """Where the next element stands, or the final bracket."""
+    is_last: bool
+    """The bracket is next."""
+
+
 def _element(
     window: _Window, decoder: json.JSONDecoder, position: int, path: str, number: int
-) -> tuple[int, int, int, bool] | None:
-    """First character and end of the element ``number``, which is at ``position``; where the next one or the final
-    bracket stands; and whether it is the bracket.
+) -> _Element | None:
+    """The element ``number``, which begins at ``position`` or after the space there.
 
-    None: the window ends before that is known.  Raises UserError for what is no list.
+    In ``{"a": 1} , {"b": 2}]`` the first one has ``start`` 0, ``end`` 8 and ``next`` 11, where the second begins: only
+    what follows an element shows that the window does not cut it.  None: the window ends before that is known, so it
+    has to grow.  Raises UserError for what is no list.
     """
     text, is_end = window.text, window.is_end
     start = _skip(text, position)
@@ -162,14 +174,14 @@ def _element(
         raise UserError(_syntax_problem(window, start, error, path, number)) from error
     comma = _skip(text, end)
     if text.startswith("]", comma):
-        return start, end, comma, True
+        return _Element(start, end, comma, is_last=True)
     following = _skip(text, comma + 1)
     is_cut = following >= len(text) or (not text.startswith(",", comma) and len(text) - end < _LONGEST_WORD)
     if is_cut and not is_end:  # a number may go on: of 1e5 the window may hold 1e
         return None
     if not text.startswith(",", comma) or text.startswith("]", following):
         raise UserError(_no_list(window, comma, path, number + 1))
-    return start, end, following, False
+    return _Element(start, end, following, is_last=False)
 
 
 def _may_go_on(error: Exception, length: int) -> bool:

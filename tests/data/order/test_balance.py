@@ -102,3 +102,11 @@ def test_costs_beyond_32_bits_are_added_exactly():
     groups = even_groups(values, 8)
     assert {int(values[group].sum()) for group in groups} == {8 * (2**40 - 1)}
     assert math.prod(map(len, groups)) == 8**8
+
+
+def test_the_exchange_that_halves_the_gap_is_taken():
+    """The picture of ``_Slots``: two ranks of 13 and 7 swap 8 for 5."""
+    costs = np.array([8, 5, 5, 2])
+    sizes = Sizes(costs, np.zeros_like(costs), np.zeros_like(costs))
+    found = spread([[0], [1], [2], [3]], [[0, 1], [2, 3]], sizes, Budget(num_tokens=0))
+    assert found == [[[2], [1]], [[0], [3]]]

@@ -1,0 +1,128 @@
+"""A step, but for its pixels, as one vector of int64: what the owner of a replica sends to its other ranks.
+
+    | failed | bad | totals ... | number of microbatches | counts, ids, labels, positions, ... of each microbatch |
+    |<-------- Head ----------->|<----------- or, where an owner has failed, the problems as JSON, a byte each ---->|
+
+Who sends it, and when, is not known here.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mm.batch import BatchTotals, Microbatch, Normalisation
+
+_NO_KEY = "0" * 32
+"""Stands for "" among ``Microbatch.feature_keys``, on the way."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a step stands.  Every number is a count, so the sum of the owners' vectors is the head of them all."""
+
+    num_failed: int
+    """Owners that cannot go on."""
+    num_bad: int
+    """Samples that they leave out."""
+    totals: BatchTotals
+
+    def numbers(self) -> Tensor:
+        return torch.tensor([self.num_failed, self.num_bad, *astuple(self.totals)], dtype=torch.int64)
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "Head":
+        """The inverse of ``numbers``."""
+        num_failed, num_bad, *totals = numbers.tolist()
+        return cls(num_failed, num_bad, BatchTotals(*totals))
+
+
+_HEAD_NUMBERS = 2 + len(fields(BatchTotals))
+
+
+def to_message(head: Head, problems: Sequence[str], microbatches: list[Microbatch]) -> Tensor:
+    """Where there are ``problems``, they stand in the place of ``microbatches``."""
+    text = torch.tensor(list(json.dumps(problems).encode()))
+    return torch.cat([head.numbers(), *([text] if problems else _to_numbers(microbatches))])
+
+
+def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch]]:
+    """The inverse of ``to_message``: microbatches without pixels and features."""
+    head, contents = Head.of(message[:_HEAD_NUMBERS]), message[_HEAD_NUMBERS:]
+    if head.num_failed:
+        return head, json.loads(contents.to(torch.uint8).numpy().tobytes()), []
+    return head, [], _from_numbers(contents)
+
+
+def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
+    """The light part as int64 vectors: a count of microbatches, then for each its six counts and its contents."""
+    parts = [torch.tensor([len(microbatches)])]
+    for m in microbatches:
+        parts += [
+            torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples), m.feature_bytes,
+                          len(m.feature_keys)]),
+            m.token_ids,
+            m.labels,
+            m.positions.flatten(),
+            torch.tensor(m.segment_lengths, dtype=torch.int64),
+            torch.tensor(m.image_grids, dtype=torch.int64).flatten(),
+            torch.tensor(m.samples, dtype=torch.int64),
+            _bits(m.normalisations),
+            _key_numbers(m.feature_keys),
+        ]
+    return parts
+
+
+def _from_numbers(payload: Tensor) -> list[Microbatch]:
+    """The inverse of ``_to_numbers``."""
+    offset = 0
+
+    def read(count: int) -> Tensor:
+        nonlocal offset
+        offset += count
+        return payload[offset - count : offset]
+
+    microbatches = []
+    for _ in range(int(read(1))):
+        num_tokens, num_segments, num_images, num_samples, feature_bytes, num_keys = read(6).tolist()
+        microbatches.append(
+            Microbatch(
+                token_ids=read(num_tokens),
+                labels=read(num_tokens),
+                positions=read(3 * num_tokens).view(3, num_tokens),
+                segment_lengths=tuple(read(num_segments).tolist()),
+                image_grids=tuple(tuple(grid) for grid in read(3 * num_images).view(-1, 3).tolist()),
+                pixel_values=None,
+                samples=tuple(read(num_samples).tolist()),
+                normalisations=_normalisations(read(7 * num_images)),
+                feature_bytes=feature_bytes,
+                feature_keys=_keys(read(2 * num_keys)),
+            )
+        )
+    assert offset == payload.numel()
+    return microbatches
+
+
+def _bits(normalisations: Sequence[Normalisation]) -> Tensor:
+    """Seven float64 of each, as int64 of the same bits."""
+    values = [(one.divisor, *one.mean, *one.std) for one in normalisations]
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten()
+
+
+def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
+    rows = bits.clone().view(torch.float64).view(-1, 7).tolist()
+    return tuple(Normalisation(row[0], tuple(row[1:4]), tuple(row[4:])) for row in rows)
+
+
+def _key_numbers(keys: Sequence[str]) -> Tensor:
+    """Two int64 of each: its 16 bytes, which are zeros where there is none."""
+    numbers = np.frombuffer(bytes.fromhex("".join(key or _NO_KEY for key in keys)), dtype=np.int64)
+    return torch.from_numpy(numbers.copy())
+
+
+def _keys(numbers: Tensor) -> tuple[str, ...]:
+    found = (pair.tobytes().hex() for pair in numbers.numpy().reshape(-1, 2))
+    return tuple("" if key == _NO_KEY else key for key in found)
