@@ -1,10 +1,11 @@
 """Our settings as megatron-core's configs, in the order in which a stage, its DDP and its optimizer are built.
 
-``mm.parallel.mesh`` gives megatron the parallel sizes, and ``mm.parallel.schedule`` changes two fields for the time of
-one schedule.  Model mathematics stays in ``mm.model``.
+Nothing else sets a field of them; ``mm.parallel.mesh`` gives megatron the parallel sizes.  Model mathematics stays in
+``mm.model``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,3 +136,23 @@ def bind(
     settings.no_sync_func = no_sync
     settings.finalize_model_grads_func = finalize_gradients
     settings.grad_scale_func = optimizer.scale_loss if settings.fp16 else None
+
+
+@contextmanager
+def settings_of_schedule(
+    settings: TransformerConfig, group_size: int | None, starts_ahead: bool, forward_only: bool
+) -> Iterator[None]:
+    """While one schedule runs: what depends on its step.
+
+    ``group_size``: microbatches that pass one virtual chunk in a row, None without virtual chunks; ``starts_ahead``:
+    messages begin before they are wanted.  A schedule that only goes forward would enter ``no_sync_func`` and not
+    leave it.
+    """
+    before = settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func
+    settings.microbatch_group_size_per_vp_stage = group_size
+    settings.overlap_p2p_comm = starts_ahead
+    settings.no_sync_func = None if forward_only else settings.no_sync_func
+    try:
+        yield
+    finally:
+        settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func = before

@@ -21,6 +21,7 @@ from torch import Tensor
 from mm.batch import StepPlan
 from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
+from mm.parallel.megatron import settings_of_schedule
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Turn, forward_order, group_size
 from mm.parallel.pipeline import PipelineCommunicator
@@ -55,12 +56,7 @@ def run_forward(
     """
     chunks: list[Any] = [model.module for model in models]
     losses = torch.zeros(len(plan.microbatches), dtype=torch.float32, device=chunks[0].device.torch_device)
-    settings = chunks[0].config
-    no_sync, settings.no_sync_func = settings.no_sync_func, None  # megatron's schedules would enter it and not leave
-    try:
-        _run(models, plan, communicator, mesh, lambda number, loss: losses[number].copy_(loss), forward_only=True)
-    finally:
-        settings.no_sync_func = no_sync
+    _run(models, plan, communicator, mesh, lambda number, loss: losses[number].copy_(loss), forward_only=True)
     return losses
 
 
@@ -100,20 +96,17 @@ def _run(
         "pg_collection": mesh.groups,
         "forward_only": forward_only,
     }
-    if mesh.pp_size == 1:
-        forward_backward_no_pipelining(**arguments)
-        inputs.end()
-        return
-    arguments["p2p_communicator"] = communicator
-    communicator.begin(plan, forward_only)
-    if len(models) > 1:
-        size = group_size(num_microbatches, mesh.pp_size)
-        communicator.config.microbatch_group_size_per_vp_stage = size
-        communicator.config.overlap_p2p_comm = communicator.starts_ahead
-        forward_backward_pipelining_with_interleaving(**arguments)
-    else:
-        forward_backward_pipelining_without_interleaving(**arguments)
-    communicator.end()
+    interleaves = len(models) > 1
+    size = group_size(num_microbatches, mesh.pp_size) if interleaves else None
+    with settings_of_schedule(chunks[0].config, size, interleaves and communicator.starts_ahead, forward_only):
+        if mesh.pp_size == 1:
+            forward_backward_no_pipelining(**arguments)
+        else:
+            communicator.begin(plan, forward_only)
+            schedule = (forward_backward_pipelining_with_interleaving if interleaves
+                        else forward_backward_pipelining_without_interleaving)
+            schedule(**arguments, p2p_communicator=communicator)
+            communicator.end()
     inputs.end()
 
 
