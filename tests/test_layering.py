@@ -38,7 +38,7 @@ in wrong; 180 for data: the way of a record and the exchange of samples, drawn, 
 samplers, and a step's message whose head has names."""
 
 FLOORS = {
-    "mm.errors": 0, "mm.placement": 0, "mm.version": 0,
+    "mm.errors": 0, "mm.files": 0, "mm.placement": 0, "mm.version": 0,
     "mm.ending": 1, "mm.progress": 1, "mm.report": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.batch": 2, "mm.weights": 2,
@@ -73,7 +73,7 @@ machine."""
 WITHOUT_TORCH = ("mm.errors", "mm.ending", "mm.placement", "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
-CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.placement", "mm.version", "mm.ending", "mm.progress", "mm.config",
+CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.files", "mm.placement", "mm.version", "mm.ending", "mm.progress", "mm.config",
                          "mm.weights"}
 """Of mm.  The rest of its lower floors is about devices and batches, which files know nothing of."""
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from checkpoint.formats.files import Files
 from mm.errors import UserError
+from mm.files import whole_lines
 from mm.weights.plan import TargetFile
 
 Crc32s = Mapping[str, int]
@@ -221,8 +222,7 @@ def _old(target: Path) -> Path:
 
 def _journal_lines(path: Path) -> list[bytes]:
     """Its whole lines: the last one is torn when the machine failed while it was written."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [line for line in lines if line.endswith(b"\n")]
+    return whole_lines(path.read_bytes()) if path.is_file() else []
 
 
 def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | None:

@@ -24,6 +24,7 @@ from mm.data_tool.show import Shown
 from mm.data_tool.survey import Found, look, survey
 from mm.ending import refused, say_notes
 from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
+from mm.files import write_whole
 from mm.report import Report
 from mm.version import version_line
 
@@ -193,7 +194,7 @@ def _check_page(path: Path | None) -> None:
 
 def _write_page(path: Path | None, shown: Report | Shown) -> None:
     if path is not None:
-        path.write_text(shown.html(), encoding="utf-8")
+        write_whole(path, shown.html().encode())
         print(printable(f"\nwritten: {path}"))
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mm.data.index.store import write_whole
 from mm.data.media.picture import format_of
 from mm.data.read.records import Raw, RecordFile
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Inline
 from mm.errors import UserError, naming
+from mm.files import write_whole
 from mm.progress import Progress
 
 _ROLES = {"human": "user", "gpt": "assistant"}

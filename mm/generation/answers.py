@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.errors import UserError, writing
+from mm.files import whole_lines, write_whole
 
 _AGAIN = "give another --output, or remove the file to ask everything again"
 
@@ -51,9 +52,8 @@ class AnswerFile:
         return frozenset(self._lines)
 
     def _read(self, keys: Mapping[int, str]) -> None:
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(keepends=True), start=1):
+        lines = whole_lines(self.path.read_bytes())
+        for number, line in enumerate(lines, start=1):
             where = f"{self.path}:{number}: "
             try:
                 answer = json.loads(line)
@@ -66,7 +66,7 @@ class AnswerFile:
             if prompt in self._lines:
                 raise UserError(f"{where}is a second answer to prompt {prompt}; {_AGAIN}.")
             self._lines[prompt] = line
-        os.ftruncate(self._file, len(whole))
+        os.ftruncate(self._file, sum(map(len, lines)))
 
     def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """Add answers that are not there yet, in one write, and put them on the disk."""
@@ -82,14 +82,8 @@ class AnswerFile:
         """Put the lines in the order of the prompts: the file appears so at once, or stays as it was."""
         lines = b"".join(self._lines[number] for number in sorted(self._lines))
         if self.path.read_bytes() != lines:
-            part = self.path.with_name(f".{self.path.name}.part")
-            with writing(part, "--output"):
-                with part.open("wb") as file:
-                    file.write(lines)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.chmod(os.stat(self.path).st_mode & 0o777)
-                part.replace(self.path)
+            with writing(self.path, "--output"):
+                write_whole(self.path, lines, syncs=True)
         os.close(self._file)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from mm.config.evaluate import Rule
-from mm.data.index.store import write_whole
+from mm.files import write_whole
 from mm.scoring.benchmarks import GROUPS
 from mm.scoring.results import Scored
 

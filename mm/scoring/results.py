@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mm.data.index.store import write_whole
 from mm.errors import UserError, refuse, writing
+from mm.files import write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import SOURCES, chosen_option, score
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm.data.index.store import write_whole
 from mm.data.media.picture import image_size
 from mm.data.read.spans import UTF8_MARK, not_utf8
 from mm.data.sample import Inline
 from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
+from mm.files import write_whole
 
 IMAGE = "image"
 """The column with pictures."""

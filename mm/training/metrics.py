@@ -5,7 +5,6 @@ The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with 
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import Any, TextIO
 
 from mm.config.flags import Arguments
 from mm.errors import UserError, writing
+from mm.files import whole_lines, write_whole
 from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
 
@@ -176,8 +176,7 @@ class MetricsWriter:
         directory = Path(args.log_dir)
         facts, self._path = directory / "run.json", directory / "metrics.jsonl"
         with writing(facts, _FLAG):
-            directory.mkdir(parents=True, exist_ok=True)
-            facts.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+            write_whole(facts, json.dumps(resolved, indent=2).encode() + b"\n")
         with writing(self._path, _FLAG):
             _keep_before(self._path, first_iteration)
             self._file: TextIO = self._path.open("a", encoding="utf-8")
@@ -230,15 +229,10 @@ def _keep_before(path: Path, iteration: int) -> None:
         written = datetime.fromtimestamp(path.stat().st_mtime)
         path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
         return
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    content = path.read_bytes()
     try:
-        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["iteration"] <= iteration]
+        kept = b"".join(row for row in whole_lines(content) if json.loads(row)["iteration"] <= iteration)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
-    if kept != rows:
-        part = path.with_name(f".{path.name}.part")
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+    if kept != content:
+        write_whole(path, kept, syncs=True)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from mm.data.encode.encoder import ImagePlan
-from mm.data.index.store import replace_file
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
 from mm.errors import UserError
+from mm.files import replace_file
 
 _FORM = 1
 """Goes up when the same settings would make other pixels or features."""

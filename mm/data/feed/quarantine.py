@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mm.data.record_name import BadSample
 from mm.errors import UserError, writing
+from mm.files import whole_lines
 
 LEDGER = "quarantine.jsonl"
 """In ``--log-dir``: one line for each sample."""
@@ -58,12 +59,10 @@ def _places(ledger: Path) -> set[tuple[str, int]]:
     """Which samples an earlier run has listed; a last line that it did not finish is cut off."""
     if not ledger.exists():
         return set()
-    raw = ledger.read_bytes()
-    whole = raw.rfind(b"\n") + 1
-    if whole < len(raw):
-        os.truncate(ledger, whole)
+    lines = whole_lines(ledger.read_bytes())
+    os.truncate(ledger, sum(map(len, lines)))
     try:
-        rows = [json.loads(line) for line in raw[:whole].split(b"\n")[:-1]]
+        rows = [json.loads(line) for line in lines]
         return {(row["dataset"], row["index"]) for row in rows}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{ledger}: is no list of samples of an earlier run ({error}); move it away.") from error

@@ -9,7 +9,6 @@ times, so that it is not read at every start.  Of the processes and nodes that n
 import hashlib
 import json
 import os
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from mm.data.index.gauge import ROW
 from mm.data.index.index import Bad, Index
 from mm.data.index.rows import Column, Piece, Rows, packed_numbers
 from mm.data.read.records import RecordFile
+from mm.files import replace_file
 
 _FORM = 4
 """Goes up when the same words would be read or measured otherwise."""
@@ -194,21 +194,3 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def _text(value: Any) -> Callable[[IO[bytes]], Any]:
     return lambda stream: stream.write(json.dumps(value).encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """As ``replace_file``, where all of it is there."""
-    replace_file(path, lambda stream: stream.write(content))
-
-
-def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file beside and rename it: whoever reads ``path`` sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as stream:
-            write(stream)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

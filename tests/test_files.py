@@ -1,0 +1,37 @@
+"""Small files are replaced as a whole; half a line is none."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mm.files import replace_file, whole_lines, write_whole
+
+
+@pytest.mark.parametrize("syncs", [False, True])
+def test_a_file_is_replaced_with_the_permissions_that_it_had(tmp_path: Path, syncs: bool) -> None:
+    path = tmp_path / "folder" / "file"
+    write_whole(path, b"old", syncs=syncs)
+    path.chmod(0o604)
+    write_whole(path, b"new", syncs=syncs)
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o604
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+
+    def fail(stream) -> None:
+        stream.write(b"ne")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        replace_file(path, fail)
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(("content", "lines"), [
+    (b"", []), (b"half", []), (b"1\n", [b"1\n"]), (b"1\n\n2\r\nhalf", [b"1\n", b"\n", b"2\r\n"])])
+def test_half_a_line_is_none(content: bytes, lines: list[bytes]) -> None:
+    assert whole_lines(content) == lines
