@@ -176,7 +176,8 @@ class MetricsWriter:
         directory = Path(args.log_dir)
         facts, self._path = directory / "run.json", directory / "metrics.jsonl"
         with writing(facts, _FLAG):
-            write_whole(facts, json.dumps(resolved, indent=2).encode() + b"\n")
+            directory.mkdir(parents=True, exist_ok=True)
+            facts.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
         with writing(self._path, _FLAG):
             _keep_before(self._path, first_iteration)
             self._file: TextIO = self._path.open("a", encoding="utf-8")
