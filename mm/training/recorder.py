@@ -16,7 +16,6 @@ import torch.distributed as dist
 from mm.config.flags import Arguments
 from mm.device.device import Device
 from mm.errors import writing
-from mm.files import write_whole
 from mm.model.stage import Stage
 from mm.parallel.activity import Activity
 from mm.parallel.agreement import gather, on_first
@@ -158,7 +157,7 @@ def write_timeline(path: Path, records: Sequence[RankRecord], iteration: int) ->
                        (f"{path}.svg", draw(on_one_clock, iteration))):
         with writing(name, "--log-dir"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(name), text.encode())
+            Path(name).write_text(text, encoding="utf-8")
 
 
 def _meet(group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter) -> Meetings:
