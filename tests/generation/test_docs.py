@@ -30,7 +30,7 @@ def run_commands_of(text: str, tmp_path: Path) -> str:
 def test_the_commands_run(tmp_path: Path):
     assert run_commands_of(TEXT, tmp_path).strip()
     (answer,) = (tmp_path / "runs/tiny/answers.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(answer)["question"] == "What is to be seen?"
+    assert json.loads(answer)["question"] == "What is in the picture?"
 
 
 def test_every_flag_is_there():
