@@ -5,9 +5,10 @@ holds the same samples under every layout, and with BalancedBatchSampler and pac
 only who takes which of them differs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -44,12 +45,17 @@ class Shares:
     """Of the pipeline that the microbatches pass."""
 
 
+class DealBySizes(Protocol):
+    """From the samples of a global batch to what each rank takes."""
+
+    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]: ...
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Which samples come when, and which rank takes which of a global batch."""
 
-    deal: Callable[[np.ndarray, HasSizes, Shares], list[Step]]
-    """From the samples of a global batch to what each rank takes."""
+    deal: DealBySizes
     has_buckets: bool = False
     """Whether samples of like cost come one after another; else they come by chance, or as in the files."""
 
