@@ -1,4 +1,4 @@
-"""What messages call a record, and the record that cannot be used.
+"""How messages name a record, and a record that cannot be used.
 
 Who reads records, and what becomes of a bad one, is not known here.
 """
@@ -12,7 +12,7 @@ _ID_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class BadSample:
-    """One line of the ledger."""
+    """A record that cannot be used: one line of ``quarantine.jsonl``."""
 
     dataset: str
     """The file that it is in."""

@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 _PRELOADED = ["mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler"]
-"""All that processes need."""
+"""All that processes need.  Named and not imported, because they stand on higher floors."""
 _WORTH_A_START = 16
 """Items; with fewer, the work is done before the processes are up."""
 _NUM_AHEAD = 4

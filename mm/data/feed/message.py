@@ -1,7 +1,7 @@
-"""A step, but for its pixels, as one vector of int64: what the owner of a replica sends to its other ranks.
+"""One step, without its pixels, as a vector of int64 that a replica's owner sends to the other ranks.
 
     | failed | bad | totals ... | number of microbatches | counts, ids, labels, positions, ... of each microbatch |
-    |<-------- Head ----------->|<----------- or, where an owner has failed, the problems as JSON, a byte each ---->|
+    |<-------- Head ----------->|<---------- or, if an owner failed, its problems as JSON, one byte each ---------->|
 
 Who sends it, and when, is not known here.
 """
@@ -22,7 +22,7 @@ _NO_KEY = "0" * 32
 
 @dataclass(frozen=True)
 class Head:
-    """How a step stands.  Every number is a count, so the sum of the owners' vectors is the head of them all."""
+    """The state of a step.  Every number is a count, so the owners' vectors add up to the head of the whole step."""
 
     num_failed: int
     """Owners that cannot go on."""
@@ -44,7 +44,7 @@ _HEAD_NUMBERS = 2 + len(fields(BatchTotals))
 
 
 def to_message(head: Head, problems: Sequence[str], microbatches: list[Microbatch]) -> Tensor:
-    """Where there are ``problems``, they stand in the place of ``microbatches``."""
+    """``problems``, if there are any, replace ``microbatches``."""
     text = torch.tensor(list(json.dumps(problems).encode()))
     return torch.cat([head.numbers(), *([text] if problems else _to_numbers(microbatches))])
 

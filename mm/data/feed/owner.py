@@ -119,7 +119,7 @@ class DataOwner(Iterator[StepPlan]):
                 return
 
     def _share_step(self) -> StepPlan:
-        """An owner reads, all owners agree, each sends to its replica (``mm.data.feed.message``), then the media."""
+        """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then the pixels."""
         mesh, owned, message = self._mesh, None, None
         if self._steps is not None:
             owned, message = self._read(self._steps)
@@ -134,7 +134,7 @@ class DataOwner(Iterator[StepPlan]):
         return StepPlan(whole, head.totals)
 
     def _read(self, steps: Iterator[ReadStep]) -> tuple[list[Microbatch], Tensor]:
-        """On an owner: its microbatches of the next step, and the message about them; all owners have its head."""
+        """On an owner: its microbatches of the next step, and their message, whose head counts all owners' data."""
         mesh, (step, problems) = self._mesh, attempt(self._mesh, steps.__next__)
         for note in step.notes if step else ():
             sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")

@@ -1,6 +1,6 @@
 """The order of samples that the settings of a run ask for: which sampler, and whether microbatches are packs.
 
-``SAMPLERS`` is the one list of them: a run, ``mm-data stats`` and the benchmark ask it.  The global batch of a step
+``SAMPLERS`` is the one list of them, for a run, ``mm-data stats`` and the benchmark.  The global batch of a step
 holds the same samples under every layout, and with BalancedBatchSampler and packs the same as with a plain shuffle:
 only who takes which of them differs.
 """
@@ -31,18 +31,18 @@ for each stage.  Twice as many would save up to a tenth more, and leave half the
 
 @dataclass(frozen=True)
 class Shares:
-    """What a global batch is dealt out to."""
+    """How a global batch is divided."""
 
     dp_size: int
-    """Ranks."""
+    """Data-parallel ranks."""
     budget: Budget
-    """Of a microbatch that is a pack."""
+    """Of one pack."""
     micro_batch_size: int = 1
-    """Samples of a microbatch that is none."""
+    """Samples in a microbatch without packing."""
     unit: int = 1
-    """Each rank gets a multiple of so many packs."""
+    """The number of a rank's packs is a multiple of this."""
     num_stages: int = 1
-    """Of the pipeline that the microbatches pass."""
+    """Stages of the pipeline."""
 
 
 class DealBySizes(Protocol):
@@ -53,21 +53,21 @@ class DealBySizes(Protocol):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which samples come when, and which rank takes which of a global batch."""
+    """Orders all samples, and deals those of a global batch to the ranks."""
 
     deal: DealBySizes
     has_buckets: bool = False
-    """Whether samples of like cost come one after another; else they come by chance, or as in the files."""
+    """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
 
     def order(self, sizes: HasSizes, shares: Shares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
-        """The stream of all samples, and what is dealt of it."""
+        """The stream of all samples, and the function that deals a global batch of it."""
         stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
             shuffled(len(sizes), seed, shuffle))
         return stream, partial(self.deal, sizes=sizes, shares=shares)
 
 
 def sampler_name(data: DataConfig) -> str:
-    """Under which name ``SAMPLERS`` has what a data JSON asks for; all plain ones are one."""
+    """The key in ``SAMPLERS`` for a data JSON; all samplers that ignore costs share one."""
     by_cost = {"BucketBatchSampler": f"BucketBatchSampler, {data.priority_mode}",
                "BalancedBatchSampler": "BalancedBatchSampler"}
     return by_cost.get(data.sampler_type, PLAIN) + PACKING * data.packs
@@ -94,12 +94,12 @@ def budget_of(run: Run) -> Budget:
 
 
 def plain(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """Dealt in turn, whatever samples cost."""
+    """Deal in turn, whatever the samples cost."""
     return in_turn(samples, shares.micro_batch_size, shares.dp_size)
 
 
 def reordered(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """Dealt in turn by rising cost."""
+    """Deal in turn, in order of cost."""
     return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
 
 
@@ -158,4 +158,4 @@ SAMPLERS: Mapping[str, Sampler] = {
     "BalancedBatchSampler": Sampler(balanced),
     "BalancedBatchSampler" + PACKING: Sampler(packed_evenly),
 }
-"""By what the data JSON says.  The bucket samplers make no packs: mm/config refuses both together."""
+"""By their settings in the data JSON.  Bucket samplers with packing are refused by mm/config."""
