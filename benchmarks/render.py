@@ -33,7 +33,7 @@ def block(records: list[dict]) -> str:
     results = Results.latest(records)
     machines = results.of("machine")
     if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity") for one in results.records):
-        return "\n".join([NOTHING, *_table(("goal", "what", "target", "measured", ""), _goal_rows(results, False)), ""])
+        return "\n".join([NOTHING, *_table(("what", "target", "measured", ""), _goal_rows(results, False)), ""])
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
         raise SystemExit(f"the records are of {' and '.join(devices)}; expected one device: keep a file for each")
@@ -44,7 +44,7 @@ def block(records: list[dict]) -> str:
         parts.append(["A rehearsal: a tiny size or the CPU. It shows that the commands run; its figures say nothing of "
                       "a device, and no goal is judged by them."])  # fmt: skip
     parts += [
-        _table(("goal", "what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
+        _table(("what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
@@ -88,7 +88,7 @@ def _goal_rows(results: Results, is_rehearsal: bool) -> Iterator[tuple[str, ...]
         unit = goal.unit if goal.unit in ("x", "") else f" {goal.unit}"
         measured = "" if goal.value is None else f"{_number(goal.value)}{unit}"
         target = f"{'at least' if goal.is_least else 'at most'} {_number(goal.bound)}{unit}"
-        yield goal.name, goal.what, target, measured, VERDICTS[None if is_rehearsal else goal.is_reached]
+        yield goal.what, target, measured, VERDICTS[None if is_rehearsal else goal.is_reached]
 
 
 STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "tokens/s", "of published peak",
