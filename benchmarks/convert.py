@@ -71,8 +71,8 @@ def make_checkpoint(directory: Path, size: str) -> None:
     """Random bytes under real names, in shards of about 2 GiB."""
     import torch
 
-    from checkpoint.formats.hf_config import model_from_hf
-    from checkpoint.formats.safetensors import safetensors_file
+    from mm.formats.hf_config import model_from_hf
+    from mm.formats.safetensors import safetensors_file
     from mm.weights.table import model_weights
 
     directory.mkdir(parents=True)
@@ -102,7 +102,7 @@ def make_checkpoint(directory: Path, size: str) -> None:
 
 def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], object]]:
     """By name: what makes the conversion to a target.  ``made`` holds what ``prepare`` made."""
-    from checkpoint import convert
+    from mm.conversion import convert
 
     found = {}
     for tp_size in (1, 2):
@@ -116,7 +116,7 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
 
 
 def _layouts(size: str, tp_size: int) -> tuple:
-    from checkpoint.formats.layout import Layout
+    from mm.formats.layout import Layout
 
     depth, layers = SIZES[size]["depth"], SIZES[size]["layers"]
     half = layers // 2
@@ -124,8 +124,8 @@ def _layouts(size: str, tp_size: int) -> tuple:
 
 
 def prepare(size: str, source: Path, made: Path) -> None:
-    from checkpoint import convert
-    from checkpoint.convert import Options
+    from mm.conversion import convert
+    from mm.conversion.convert import Options
 
     for tp_size in (1, 2):
         convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run(Options())
@@ -145,7 +145,7 @@ def child(arguments: argparse.Namespace) -> None:
     source, target = Path(arguments.source), Path(arguments.target)
     work = {"copy": lambda: copy_files(source, target)}
     if arguments.child != "copy":
-        from checkpoint.convert import Options
+        from mm.conversion.convert import Options
 
         make = commands(arguments.size, source, Path(arguments.made))[arguments.child]
         work[arguments.child] = lambda: make(target).run(Options())

@@ -12,9 +12,9 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from checkpoint.compare import Unequal, bits, coarser, held_dtype, hf_parts, same, sample
-from checkpoint.formats.source import Kind, Source
-from checkpoint.formats.storage import Structure, stored_weights
+from mm.conversion.compare import Unequal, bits, coarser, held_dtype, hf_parts, same, sample
+from mm.formats.source import Kind, Source
+from mm.formats.storage import Structure, stored_weights
 from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.plan import dtype_name
 from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, Weight

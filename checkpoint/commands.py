@@ -6,9 +6,8 @@ from typing import Any
 
 from jsonargparse import auto_cli, set_parsing_settings
 
-from checkpoint import convert, lora
+from checkpoint import lora
 from checkpoint.diff import diff_directories
-from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.options import (
     DiffConfig,
     HFToMMConfig,
@@ -21,8 +20,10 @@ from checkpoint.options import (
     VerifyConfig,
 )
 from checkpoint.verify import show_directory, verify_directory
+from mm.conversion import convert
 from mm.ending import refused
 from mm.errors import UserError, printable
+from mm.formats.storage import Format, Storage, Structure
 from mm.version import version_line
 
 _CONVERTER = "Qwen2_5_VLConverter"

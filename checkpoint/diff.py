@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.causes import guess, misfit_cause, missing_head_cause
-from checkpoint.compare import Finding, Unequal, compare, held_dtype
-from checkpoint.convert import HF_DIR, num_threads
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_config import differences
-from checkpoint.formats.manifest import MANIFEST_FILE
-from checkpoint.formats.mindspeed import MindSpeedDirectory
-from checkpoint.formats.safetensors import dtype_name
-from checkpoint.formats.source import Kind, Source, find_kind
-from checkpoint.formats.source import open as open_source
 from mm.config.model import ModelConfig
+from mm.conversion.compare import Finding, Unequal, compare, held_dtype
+from mm.conversion.convert import HF_DIR, num_threads
 from mm.errors import UserError, naming
+from mm.formats.hf import HFDirectory
+from mm.formats.hf_config import differences
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.safetensors import dtype_name
+from mm.formats.source import Kind, Source, find_kind
+from mm.formats.source import open as open_source
 from mm.weights.cut import Span
 from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
 from mm.weights.views import Misfit, Stored

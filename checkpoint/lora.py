@@ -7,17 +7,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_saved
-from checkpoint.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
-from checkpoint.formats.adapter import CONFIG_FILE, AdapterDirectory
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.layout import Layout, check_layout
-from checkpoint.formats.mindspeed import MindSpeedDirectory
-from checkpoint.formats.source import Kind, Source, find_kind, open_adapter, open_hf
-from checkpoint.formats.storage import Format, Storage, Structure, mindspeed_name
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
+from mm.conversion.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_saved
+from mm.conversion.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
 from mm.errors import UserError, naming
+from mm.formats.adapter import CONFIG_FILE, AdapterDirectory
+from mm.formats.hf import HFDirectory
+from mm.formats.layout import Layout, check_layout
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.source import Kind, Source, find_kind, open_adapter, open_hf
+from mm.formats.storage import Format, Storage, Structure, mindspeed_name
 from mm.weights.lora import model_adapters
 from mm.weights.names import ALL_LINEAR
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.convert import HF_DIR, Options
-from checkpoint.formats.adapter import PREFIX
-from checkpoint.formats.hf import HFDirectory, are_module_names
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Structure
 from mm.config.flags import VitQkvOrder
+from mm.conversion.convert import HF_DIR, Options
 from mm.errors import UserError, collected, naming, refuse
+from mm.formats.adapter import PREFIX
+from mm.formats.hf import HFDirectory, are_module_names
+from mm.formats.layout import Layout
+from mm.formats.storage import Structure
 from mm.placement import PipelineLayout
 
 Layers = int | list[int] | list[list[int]] | str

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from checkpoint.compare import is_right
-from checkpoint.convert import HF_DIR, LAYOUT, num_threads
-from checkpoint.formats.files import Files
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.manifest import MANIFEST_FILE
-from checkpoint.formats.safetensors import dtype_name
-from checkpoint.formats.source import Directory, find, open_hf
-from checkpoint.formats.source import open as open_source
+from mm.conversion.compare import is_right
+from mm.conversion.convert import HF_DIR, LAYOUT, num_threads
 from mm.errors import UserError, naming, refuse
+from mm.formats.files import Files
+from mm.formats.hf import HFDirectory
+from mm.formats.layout import Layout
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.safetensors import dtype_name
+from mm.formats.source import Directory, find, open_hf
+from mm.formats.source import open as open_source
 from mm.progress import Progress
 from mm.weights.views import Stored
 

@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _kept(words: Sequence[str]) -> str:
     """What an interruption leaves."""
-    from checkpoint.formats.training import find_checkpoint
     from mm.config.flags import TRAIN
+    from mm.formats.training import find_checkpoint
 
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:

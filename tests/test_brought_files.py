@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage
 from tests.files import EXAMPLES, ROOT
 from tests.launch import free_port, warm_python
 from tests.scoring.tables import encoded, peer_json, write_table

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.source import open as open_source
-from checkpoint.formats.storage import Format, Storage, Structure
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.formats.hf import HFDirectory
+from mm.formats.layout import Layout
+from mm.formats.source import open as open_source
+from mm.formats.storage import Format, Storage, Structure
 from tests import tiny
 from tests.launch import run_ranks
 

@@ -42,12 +42,12 @@ FLOORS = {
     "mm.ending": 1, "mm.progress": 1, "mm.report": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.batch": 2, "mm.weights": 2,
-    "mm.parallel": 3, "checkpoint": 3,
-    "mm.model": 4,
+    "mm.parallel": 3, "mm.formats": 3,
+    "mm.model": 4, "mm.conversion": 4,
     "mm.data": 5,
     "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
     "mm.training": 7,
-    "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8,
+    "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "checkpoint": 8,
     "demo": 9,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are
@@ -65,17 +65,21 @@ ROOMS = {
 """Folders that have rooms inside: the rooms with their floors, by the same rule.  A folder's own ``__init__`` imports
 nothing."""
 
-WITHOUT_PROCESSES = ("mm.errors", "mm.placement", "mm.config", "mm.batch", "mm.weights", "checkpoint",
-                     "mm.model.rope", "mm.model.positions", "mm.data.order", "mm.data.read")  # fmt: skip
+WITHOUT_PROCESSES = ("mm.errors", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.formats",
+                     "mm.conversion", "checkpoint", "mm.model.rope", "mm.model.positions", "mm.data.order",
+                     "mm.data.read")  # fmt: skip
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
 WITHOUT_TORCH = ("mm.errors", "mm.ending", "mm.placement", "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
-CHECKPOINT_MAY_IMPORT = {"mm.errors", "mm.files", "mm.placement", "mm.version", "mm.ending", "mm.progress", "mm.config",
-                         "mm.weights"}
-"""Of mm.  The rest of its lower floors is about devices and batches, which files know nothing of."""
+FILES = {"mm.formats", "mm.conversion", "checkpoint"}
+"""What reads and writes weights, from the formats up to ``mm-convert``."""
+
+FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.files", "mm.placement", "mm.version", "mm.ending", "mm.progress",
+                            "mm.config", "mm.weights"}
+"""The other rooms below are about devices and batches, which files know nothing of."""
 
 MAY_LIST_DEVICES = {"mm.config.flags"}
 """The choices of --device."""
@@ -238,8 +242,8 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 @pytest.mark.parametrize("source", each_source())
 def test_weights_on_disk_know_no_device_and_no_batch(source: Source):
-    if _is_under(source.name, "checkpoint"):
-        assert rooms_of_imports(source) - {"checkpoint"} <= CHECKPOINT_MAY_IMPORT
+    if any(_is_under(source.name, folder) for folder in FILES):
+        assert rooms_of_imports(source) <= FILES_MAY_IMPORT
 
 
 def test_the_proof_of_export_uses_nothing_of_ours():

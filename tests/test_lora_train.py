@@ -11,13 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.convert import Options, hf_to_mm
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage
-from checkpoint.formats.training import LATEST_FILE
-from checkpoint.formats.training_reader import TrainingDirectory
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
+from mm.conversion.convert import Options, hf_to_mm
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage
+from mm.formats.training import LATEST_FILE
+from mm.formats.training_reader import TrainingDirectory
 from tests.files import ROOT
 from tests.generation.commands import run_commands
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs

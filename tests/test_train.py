@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats import training as files
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage, Structure
 from mm import ending
 from mm.config.model import read_model
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.formats import training as files
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage, Structure
 from mm.training.claim import Claim
 from mm.training.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.adapters import base_notes, check_base, holds_adapters, open_beside
-from checkpoint.formats import source as weights
-from checkpoint.formats.hf_config import hf_problems, model_from_hf
-from checkpoint.formats.qkv_order import QkvOrder
-from checkpoint.formats.source import Kind, Source
 from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
+from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.errors import UserError, naming, nearest, refuse
+from mm.formats import source as weights
+from mm.formats.hf_config import hf_problems, model_from_hf
+from mm.formats.qkv_order import QkvOrder
+from mm.formats.source import Kind, Source
 from mm.generation.layout import placed
 
 

@@ -1,7 +1,7 @@
 """Saves and restores training: weights, optimizer, random states, and how far it has come.
 
 Every rank calls these functions together; a mistake or failed write on one is the same UserError on all.  The
-files are those of ``checkpoint.formats``, the optimizer's insides those of ``optimizer_state.py``.
+files are those of ``mm.formats``, the optimizer's insides those of ``optimizer_state.py``.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.adapters import open_adapters
-from checkpoint.formats import training as files
-from checkpoint.formats.source import Source, open_training
-from checkpoint.formats.training import Manifest, Piece
-from checkpoint.formats.training_reader import TrainingDirectory
+from mm.conversion.adapters import open_adapters
 from mm.data.index.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
+from mm.formats import training as files
+from mm.formats.source import Source, open_training
+from mm.formats.training import Manifest, Piece
+from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh

@@ -9,17 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from checkpoint.adapters import base_notes, check_base, holds_adapters
-from checkpoint.convert import check_target
-from checkpoint.formats.hf import HFDirectory
-from checkpoint.formats.hf_config import hf_problems
-from checkpoint.formats.source import Kind, find_kind
-from checkpoint.formats.training import LATEST_FILE, Manifest, find_checkpoint
 from mm.config.command_line import flag_name
 from mm.config.evaluate import evaluating_in_training
 from mm.config.outputs import folder_problems
 from mm.config.run import Run
 from mm.config.sources import training_sources, validation_sources
+from mm.conversion.adapters import base_notes, check_base, holds_adapters
+from mm.conversion.convert import check_target
 from mm.data.encode.encoder import SampleEncoder, image_processor
 from mm.data.feed.quarantine import too_many_bad
 from mm.data.index.contents import TrainedOn
@@ -28,6 +24,10 @@ from mm.data.index.gauge import Gauge
 from mm.data.order.sampler import told_order
 from mm.data.sample import Image
 from mm.errors import UserError, collected
+from mm.formats.hf import HFDirectory
+from mm.formats.hf_config import hf_problems
+from mm.formats.source import Kind, find_kind
+from mm.formats.training import LATEST_FILE, Manifest, find_checkpoint
 from mm.scoring.questions import read_items
 from mm.training.saves import save_problems
 from mm.training.schedule import scheduled

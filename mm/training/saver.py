@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint import convert
-from checkpoint.adapters import export_peft, merge, open_base, open_saved
-from checkpoint.formats.training import remove
 from mm.config.run import Run, resolved
+from mm.conversion import convert
+from mm.conversion.adapters import export_peft, merge, open_base, open_saved
+from mm.formats.training import remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.training import checkpoint as state

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoint.formats.source import Kind
-from checkpoint.formats.training import run_id_of, run_ids, tidy
 from mm.config.run import Run
+from mm.formats.source import Kind
+from mm.formats.training import run_id_of, run_ids, tidy
 from mm.training.sources import Sources
 
 BEST = "best"

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from checkpoint.formats.source import Kind
-from checkpoint.formats.training import stated
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.errors import UserError
+from mm.formats.source import Kind
+from mm.formats.training import stated
 from mm.training.sources import Sources
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}

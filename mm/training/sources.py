@@ -5,12 +5,12 @@ the check before a run asks here too.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.adapters import holds_adapters, open_adapters, open_base
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.qkv_order import QkvOrder
-from checkpoint.formats.source import Source, holds_nothing, open_to_train
 from mm.config.run import Run
+from mm.conversion.adapters import holds_adapters, open_adapters, open_base
 from mm.errors import UserError, collected, refuse
+from mm.formats.layout import Layout
+from mm.formats.qkv_order import QkvOrder
+from mm.formats.source import Source, holds_nothing, open_to_train
 
 
 def qkv_order(run: Run) -> QkvOrder:

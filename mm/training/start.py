@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.adapters import check_base
-from checkpoint.formats.source import Kind
 from mm.config.run import Run
+from mm.conversion.adapters import check_base
 from mm.errors import AgreedError
+from mm.formats.source import Kind
 from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
-from checkpoint.formats.hf_config import model_from_hf
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.safetensors import safetensors_file
-from checkpoint.formats.storage import RELEASE, Storage, mindspeed_targets
 from mm.config.model import ModelConfig
+from mm.formats.hf_config import model_from_hf
+from mm.formats.layout import Layout
+from mm.formats.safetensors import safetensors_file
+from mm.formats.storage import RELEASE, Storage, mindspeed_targets
 from mm.placement import PipelineLayout
 from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights

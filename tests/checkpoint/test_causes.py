@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import convert
-from checkpoint.convert import Options
 from checkpoint.diff import diff_directories
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage
 from tests.checkpoint.models import SmallModel
 
 SMALL = SmallModel(2, vision_ffn=5, language_ffn=6)

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import convert
-from checkpoint.convert import Options
 from checkpoint.diff import Difference, diff_directories
-from checkpoint.formats import training as checkpoint_files
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.safetensors import read_header
-from checkpoint.formats.storage import Format, Storage, Structure
+from mm.conversion import convert
+from mm.conversion.convert import Options
 from mm.errors import UserError
+from mm.formats import training as checkpoint_files
+from mm.formats.layout import Layout
+from mm.formats.safetensors import read_header
+from mm.formats.storage import Format, Storage, Structure
 from mm.weights.table import fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_hf
 from tests.saved_hf import spell

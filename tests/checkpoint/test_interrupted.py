@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import convert
-from checkpoint.convert import Conversion, Options
-from checkpoint.formats.atomic import MEGATRON_MODES, Output
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.verify import verify_directory
+from mm.conversion import convert
+from mm.conversion.convert import Conversion, Options
 from mm.errors import UserError
+from mm.formats.atomic import MEGATRON_MODES, Output
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage, Structure
 from tests.checkpoint.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from checkpoint.cli import main
-from checkpoint.formats.known_models import published_config, published_model
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage, Structure
 from mm.config.model import ModelConfig
+from mm.formats.known_models import published_config, published_model
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage, Structure
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
 
 NAME = "Qwen2.5-VL-{}-Instruct"

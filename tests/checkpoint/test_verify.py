@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.mindspeed import MindSpeedDirectory
-from checkpoint.formats.storage import Format, Storage, Structure
 from checkpoint.verify import show_directory, verify_directory
+from mm.conversion import convert
+from mm.conversion.convert import Options
 from mm.errors import UserError
+from mm.formats.layout import Layout
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.storage import Format, Storage, Structure
 from tests.checkpoint.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)

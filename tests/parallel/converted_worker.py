@@ -20,10 +20,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from checkpoint.adapters import open_adapters  # noqa: E402
-from checkpoint.formats.files import Files  # noqa: E402
-from checkpoint.formats.source import Source, open_to_train  # noqa: E402
-from checkpoint.formats.training_reader import TrainingDirectory  # noqa: E402
+from mm.conversion.adapters import open_adapters  # noqa: E402
+from mm.formats.files import Files  # noqa: E402
+from mm.formats.source import Source, open_to_train  # noqa: E402
+from mm.formats.training_reader import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402

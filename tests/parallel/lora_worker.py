@@ -17,10 +17,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
-from checkpoint.convert import Options
-from checkpoint.formats.training_reader import TrainingDirectory
 from mm.config.model import ModelConfig
+from mm.conversion.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
+from mm.conversion.convert import Options
+from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill
 from mm.parallel import mesh as parallel
 from mm.training import checkpoint as state

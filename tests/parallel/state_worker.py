@@ -22,11 +22,11 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from checkpoint.formats import training as files  # noqa: E402
-from checkpoint.formats.source import open_to_train  # noqa: E402
-from checkpoint.formats.training import LATEST_FILE  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.formats import training as files  # noqa: E402
+from mm.formats.source import open_to_train  # noqa: E402
+from mm.formats.training import LATEST_FILE  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats import training as files
-from checkpoint.formats.source import Kind, find_kind, open_training
-from checkpoint.formats.training_reader import TrainingDirectory
+from mm.conversion import convert
+from mm.conversion.convert import Options
 from mm.errors import UserError
+from mm.formats import training as files
+from mm.formats.source import Kind, find_kind, open_training
+from mm.formats.training_reader import TrainingDirectory
 from mm.weights.names import published_name
 from mm.weights.table import local_shape, model_weights
 from tests import tiny

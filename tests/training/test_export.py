@@ -8,7 +8,7 @@ import pytest
 
 from mm.errors import AgreedError, UserError
 from mm.training.claim import Claim
-from tests.checkpoint.formats.test_training import write_small
+from tests.formats.test_training import write_small
 
 
 def test_an_export_that_fails_removes_the_checkpoint_that_it_was_made_of(one_rank: Any, tmp_path: Path) -> None:

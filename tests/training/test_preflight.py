@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import convert
-from checkpoint.convert import Options
-from checkpoint.formats.layout import Layout
-from checkpoint.formats.storage import Format, Storage
+from mm.conversion import convert
+from mm.conversion.convert import Options
 from mm.errors import UserError
+from mm.formats.layout import Layout
+from mm.formats.storage import Format, Storage
 from mm.train import main
 from tests.files import EXAMPLES, ROOT
 from tests.training.preflight_runs import flags, make_inputs, problems

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from checkpoint.formats import training as files
 from mm.config.run import load_run
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.errors import UserError
+from mm.formats import training as files
 from mm.train import main
 from mm.training.preflight import question_problems, sample_problems
 from tests.training.preflight_runs import flags, make_inputs, problems, set_preprocessing

@@ -15,11 +15,11 @@ Device.pick("cpu")
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-from checkpoint.formats import training as files  # noqa: E402
-from checkpoint.formats.source import Kind, Source  # noqa: E402
 from mm.config.model import Rates  # noqa: E402
 from mm.config.run import Run, load_run  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.formats import training as files  # noqa: E402
+from mm.formats.source import Kind, Source  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
 from mm.training.sources import Sources  # noqa: E402
 from tests.files import EXAMPLES  # noqa: E402

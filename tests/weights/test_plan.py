@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from checkpoint.formats.storage import Storage, mindspeed_targets
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
+from mm.formats.storage import Storage, mindspeed_targets
 from mm.placement import layout_problems
 from mm.weights.cut import Span, shard_spans
 from mm.weights.plan import Index, Plan, make_plan

@@ -1,0 +1,257 @@
+"""Adapters and the models that they stand beside: opened together, exported for PEFT, and added to the weights."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mm.config.model import ModelConfig
+from mm.conversion.convert import LAYOUT, Conversion, Options, check_replaceable, fingerprint_of, write
+from mm.ending import say_notes
+from mm.errors import UserError, refuse
+from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
+from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
+from mm.formats.files import Files
+from mm.formats.hf import HFDirectory
+from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
+from mm.formats.layout import Layout
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.qkv_order import QkvOrder
+from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
+from mm.formats.training_reader import TrainingDirectory
+from mm.progress import Progress
+from mm.weights.lora import Adapter, model_adapters
+from mm.weights.plan import TargetFile, make_plan
+from mm.weights.table import Place, Weight, model_weights
+from mm.weights.trained import saved_weights
+from mm.weights.views import View
+
+
+def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
+    """Whether the directory that ``flag`` gives holds adapters without the model that they stand beside.
+
+    Raises UserError as ``find_kind`` does.
+    """
+    if is_peft_directory(path):
+        return True
+    match find_kind(path, flag):
+        case Kind.TRAINING:
+            return TrainingDirectory.open(path).manifest.model.lora.is_on
+        case Kind.MINDSPEED:
+            return MindSpeedDirectory.open(path).storage.adapters_only
+    return False
+
+
+def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
+    """What ``holds_adapters``; raises UserError when they are not the adapters of ``model``.
+
+    Those in MindSpeed-MM's layout without a manifest are read as they lie on ``layout``.
+    """
+    if is_peft_directory(path):
+        return open_adapter(AdapterDirectory.open(path), model)
+    source = open_saved(path, model, layout)
+    source.check_model(model)
+    refuse(_difference(source, model))
+    return source
+
+
+def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
+    """The adapters of a training checkpoint or in MindSpeed-MM's layout, which mostly say themselves what they are.
+
+    Those in MindSpeed-MM's layout without a manifest say nothing: they are read as those of ``model`` on ``layout``.
+    Raises UserError where these are not given.
+    """
+    if find_kind(path) is not Kind.MINDSPEED:
+        return open_training(TrainingDirectory.open(path), takes_adapters=True)
+    directory = MindSpeedDirectory.open(path)
+    if directory.manifest is not None:
+        return open_mindspeed(directory, None, None)
+    if layout is None:
+        raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them with "
+                        f"mm-convert lora_mm_to_hf, and give that.")
+    return open_mindspeed(directory, model, layout)
+
+
+def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
+    """Adapters in MindSpeed-MM's layout; without a manifest those of ``model`` on ``layout``.
+
+    Raises UserError naming all tensors that are missing, left over or of another shape.
+    """
+    placed, tp_size = directory.placed_model(layout, LAYOUT, model)
+    views, misfits = directory.views(placed, tp_size)
+    problems = list(dict.fromkeys(misfit.text for misfit in misfits))
+    if problems and directory.manifest is None:
+        names = placed.lora.target_modules
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        problems.append(f"{directory.path} was read as the adapters of {', '.join(names[:3])}{others} on "
+                        f"{Layout.of(placed, tp_size)}; give the settings and the layout that it was trained with.")
+    refuse(problems)
+    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
+                  iteration=directory.iteration, consumed_samples=directory.consumed_samples)
+
+
+def open_beside(path: str | Path, base: ModelConfig) -> Source:
+    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``."""
+    if not is_peft_directory(path):
+        return open_saved(path)
+    directory = AdapterDirectory.open(path)
+    return open_adapter(directory, directory.model(base))
+
+
+def _difference(source: Source, model: ModelConfig) -> list[str]:
+    """How what a directory of adapters holds differs from what ``model`` trains."""
+    theirs, ours = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
+    flags = "give the --lora-* flags, lora_mixed_training and --trainable-modules of that run"
+    only = [("holds {}, which this run does not train", sorted(theirs.keys() - ours.keys())),
+            ("has no {}, which this run trains", sorted(ours.keys() - theirs.keys()))]
+    found = [f"{source.path} {text.format(names[0])}{f' ({len(names) - 1} more likewise)' if len(names) > 1 else ''}; "
+             f"{flags}." for text, names in only if names]
+    changed = [name for name in ours if name in theirs
+               and (ours[name].shape, ours[name].scale) != (theirs[name].shape, theirs[name].scale)]
+    if changed:
+        one, other = theirs[changed[0]], ours[changed[0]]
+        found.append(f"{source.path} has {changed[0]} of shape {list(one.shape)} and scale {one.scale}, but this run "
+                     f"{list(other.shape)} and {other.scale}; {flags}.")
+    return found
+
+
+def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
+    """The whole model at ``path``, which the adapters of ``model`` stand beside.
+
+    Raises UserError when it is no whole model, or another one.
+    """
+    return open_to_train(path, model.base, needs_optimizer=False, qkv=qkv)
+
+
+def model_crc32(base: Source) -> int:
+    """A checksum by which adapters know their model: of qkv in the first and the last LLM layer, rounded to bfloat16.
+
+    It is the same for every kind of directory and layout, and for a copy in another precision; training changes it.
+    """
+    last, crc32 = base.model.language.num_layers - 1, 0
+    for weight in model_weights(base.model.base):
+        if weight.place is Place.LANGUAGE_LAYER and weight.layer in (0, last) and "linear_qkv" in weight.name:
+            for number in range(len(weight.hf_names)):
+                rounded = base.read_hf(weight, number).to(torch.bfloat16).contiguous()
+                crc32 = zlib.crc32(rounded.view(torch.uint8).numpy().data, crc32)
+    return crc32
+
+
+def check_base(adapters: Source | None, base: Source) -> int:
+    """The checksum of ``base``; raises UserError when ``adapters`` state that they were trained beside another."""
+    found = model_crc32(base)
+    if adapters is not None and adapters.base_crc32 not in (None, found):
+        raise UserError(
+            f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
+            f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside: "
+            f"--load-base-model of a training, --model-name-or-path elsewhere."
+        )
+    return found
+
+
+def base_notes(adapters: Source, base: Source) -> list[str]:
+    """For the user: that ``adapters`` without a checksum, such as PEFT writes, name another model than ``base``."""
+    name = adapters.base_name
+    if adapters.base_crc32 is not None or not name:
+        return []
+    if Path(name).name in (base.path.absolute().name, base.path.resolve().name):
+        return []
+    return [f"{adapters.path} names {name!r} as its base model, and {base.path} is given; nothing in the files tells "
+            f"whether that is the same model, so make sure that it is"]
+
+
+# Export
+
+
+def export_peft(adapters: Source, target: str | Path, base: str) -> Conversion:
+    """A PEFT directory of ``adapters``, and of what was trained beside them; ``base`` is what it names as its model."""
+    views, file = adapter_targets(adapters.model, adapters.dtypes, adapters.base_crc32)
+
+    def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
+        (folder / CONFIG_FILE).write_text(config_text(adapters.model, base), encoding="utf-8")
+
+    return Conversion(
+        adapters, Path(target), views, make_plan(adapters.index, views, [file]), write_others,
+        lambda path: (path / CONFIG_FILE).is_file(), PLAIN_MODES,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Writes a Hugging Face directory like ``like``: the weights of ``base`` with ``adapters`` added to them."""
+
+    adapters: Source
+    base: Source
+    like: HFDirectory
+    target: Path
+
+    def run(self, options: Options) -> None:
+        """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
+        model, target = self.adapters.model, self.target.resolve()
+        check_base(self.adapters, self.base)
+        say_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
+        views, files = hf_targets(self.like, model.base, self.base.dtypes)
+        num_bytes = sum(file.num_bytes for file in files)
+        if options.dry_run:
+            print(f"{self.base.path} + {self.adapters.path} -> {target}: {len(files)} files, {num_bytes:,} bytes. "
+                  f"Nothing was written.")
+            return
+        sources = self.base, self.adapters
+        fingerprint = fingerprint_of(sources, files)
+        if is_complete(target, fingerprint, files):
+            tidy(target)
+        else:
+            check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
+            for source in sources:
+                source.check()
+            write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
+                  lambda folder, _: write_other_files(self.like, folder, files))
+        print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
+
+    def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
+        values, left = self._values(), [one for one in files if one.name not in output.finished]
+        total, num_left = (sum(file.num_bytes for file in some) for some in (files, left))
+        progress = Progress(f"writing {self.target}", total, "B", total - num_left)
+        for file in left:
+            output.create(file)
+            crc32s: dict[str, int] = {}
+            with Files(output.folder, os.O_WRONLY) as opened:
+                for view in (one for one in views if one.stored.file == file.name):
+                    (span,) = view.spans
+                    assert span.key is not None, view
+                    data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
+                    opened.write(view.stored, 0, memoryview(data))
+                    crc32s[view.stored.name] = zlib.crc32(data)
+            output.finish(file, crc32s)
+            progress.update(file.num_bytes)
+        progress.close()
+
+    def _values(self) -> Callable[[Weight, str], Tensor]:
+        """A Hugging Face tensor of the merged model, in the dtype of the base."""
+        found = {f"{one.layer}.weight": one for one in model_adapters(self.adapters.model)}
+        trained = {one.name for one in saved_weights(self.adapters.model) if not one.is_adapter}
+
+        def values(weight: Weight, key: str) -> Tensor:
+            number = weight.hf_names.index(key)
+            own = self.base.read_hf(weight, number)
+            if weight.name in trained:
+                return self.adapters.read_hf(weight, number).to(own.dtype)
+            return own if key not in found else (own.float() + self._product(found[key]).view(own.shape)).to(own.dtype)
+
+        return values
+
+    def _product(self, adapter: Adapter) -> Tensor:
+        """scale x B A, in fp32."""
+        a, b = (self.adapters.read_hf(one, 0).float().flatten(1) for one in (adapter.a, adapter.b))
+        return (b @ a) * adapter.scale
+
+
+def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Merge:
+    """``hf_dir`` is what the target is to be like; ``base`` may be of any kind."""
+    like = HFDirectory.open(hf_dir, weights_required=False)
+    like.check(adapters.model.base)
+    return Merge(adapters, base, like, Path(target))

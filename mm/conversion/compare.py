@@ -1,0 +1,200 @@
+"""Compares two sources of weights to the last bit, in Hugging Face order: what differs, not why."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mm.formats.copy import Advance
+from mm.formats.files import Files
+from mm.formats.source import Source
+from mm.formats.storage import Structure, stored_weights
+from mm.progress import Progress
+from mm.weights.cut import cut_dim
+from mm.weights.plan import Index, Stretch
+from mm.weights.table import Weight
+from mm.weights.views import Misfit, Stored, View
+
+COMPARED_BYTES = 1 << 20
+"""How much of one tensor in one directory is read at a time by each worker."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """How one Hugging Face tensor differs."""
+
+    part: Weight
+    """The tensor, as one of ``hf_parts``."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """In the source and the target."""
+    num_different: int
+    """Elements; with two dtypes, those that differ after the finer one is rounded to the coarser.  May be 0."""
+    largest: float
+    """Absolute difference; infinite when an element is infinite or no number in one directory only."""
+    at: tuple[int, int]
+    """The first element that differs: its index along ``cut_dim``, and its place in the other dimensions together."""
+    num_bits: int
+    """Differing bits of that element."""
+
+    @property
+    def key(self) -> str:
+        return self.part.hf_names[0]
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where ``at`` is in the tensor."""
+        index, place = self.at
+        if cut_dim(self.part):
+            return place, index
+        return index, *map(int, np.unravel_index(place, self.part.shape[1:]))
+
+
+@dataclass
+class Finding:
+    """What is wrong with one weight."""
+
+    weight: Weight
+    unequal: list[Unequal] = field(default_factory=list)
+    lacking: list[Weight] = field(default_factory=list)
+    """Those of ``hf_parts`` that cannot be compared."""
+    copies: list[tuple[Source, Stored, Stored]] = field(default_factory=list)
+    """Tensors of one directory that should be equal."""
+    padding: dict[Stored, Source] = field(default_factory=dict)
+    """Stored tensors with padding that is not zero."""
+    misfits: list[tuple[Source, Misfit]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.unequal or self.lacking or self.copies or self.padding or self.misfits)
+
+
+def compare(weights: Sequence[Weight], source: Source, target: Source, num_workers: int) -> list[Finding]:
+    """A finding for each of ``weights``, in their order; most are empty."""
+    sides = [(source, _checks(source)), (target, _checks(target))]
+    total = sum(math.prod(weight.shape) for weight in weights)
+    with Progress("comparing", total, "elements") as bar, ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(lambda weight: _compare_weight(weight, sides, bar.update), weights))
+
+
+def hf_parts(weight: Weight) -> tuple[Weight, ...]:
+    """The Hugging Face tensors of ``weight``, each as a weight of its own with that one name and shape."""
+    return stored_weights(weight, Structure.CANONICAL)
+
+
+_Checks = dict[str, list[tuple[View, View] | Stretch | Misfit]]
+
+
+def _checks(source: Source) -> _Checks:
+    """Copies, padding and misfits by the first Hugging Face tensor of their weight, which files may keep as three."""
+    found: _Checks = {}
+    for weight, check in (
+        *((copies[0].weight, copies) for copies in source.index.copies),
+        *((padding.view.weight, padding) for padding in source.index.padding),
+        *((misfit.weight, misfit) for misfit in source.problems),
+    ):
+        if weight is not None:
+            found.setdefault(weight.hf_names[0], []).append(check)
+    return found
+
+
+def held_dtype(source: Source, part: Weight) -> torch.dtype | None:
+    """The dtype in which ``source`` holds one of ``hf_parts``; None if not in whole, or in two dtypes."""
+    stretches, dim, shape = source.index.stretches(part.hf_names[0]), cut_dim(part), part.shape
+    dtypes = {one.view.stored.dtype for one in stretches}
+    fits = all(one.view.stored.shape[:dim] + one.view.stored.shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
+               for one in stretches)
+    is_whole = fits and sum(one.span.length for one in stretches) == shape[dim]
+    return dtypes.pop() if is_whole and len(dtypes) == 1 else None
+
+
+def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], progress: Advance) -> Finding:
+    finding, (source, target) = Finding(weight), (side for side, _ in sides)
+    with Files(source.path) as left, Files(target.path) as right:
+        for part in hf_parts(weight):
+            one, other = held_dtype(source, part), held_dtype(target, part)
+            if one is None or other is None:
+                finding.lacking.append(part)
+                continue
+            unequal = _compare_tensor(part, (one, other), ((source, left), (target, right)), progress)
+            if unequal.num_different or one != other:
+                finding.unequal.append(unequal)
+        for (side, checks), files in zip(sides, (left, right), strict=True):
+            for check in (check for key in weight.hf_names for check in checks.get(key, ())):
+                match check:
+                    case Misfit():
+                        finding.misfits.append((side, check))
+                    case Stretch(view) if not files.is_zero(check):
+                        finding.padding[view.stored] = side
+                    case (kept, copy) if not files.are_equal(kept.stored, copy.stored):
+                        finding.copies.append((side, kept.stored, copy.stored))
+    return finding
+
+
+def _compare_tensor(
+    part: Weight,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    sides: Sequence[tuple[Source, Files]],
+    progress: Advance,
+) -> Unequal:
+    num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), part.hf_names[0]
+    view = sides[0][0].index.stretches(key)[0].view
+    for rows, indices in view.blocks(range(part.shape[view.dim]), COMPARED_BYTES):
+        left, right = (files.block(side.index, key, rows, indices) for side, files in sides)
+        progress(left.numel())
+        if same(left.to(dtype), right.to(dtype)):
+            continue
+        left_bits, right_bits = bits(left.to(dtype)), bits(right.to(dtype))
+        unlike = left_bits != right_bits
+        amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if not num_different:
+            row, index, place = first = tuple(unlike.nonzero()[0].tolist())
+            at = indices.start + index, rows.start + row + place  # one of row and place is always 0
+            num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
+        num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
+    return Unequal(part, dtypes, num_different, largest, at, num_bits)
+
+
+def sample(source: Source, part: Weight, indices: range, places: range) -> Tensor:
+    """[index, place] of one of ``hf_parts``: indices along ``cut_dim``, places in the other dimensions."""
+    key = part.hf_names[0]
+    with Files(source.path) as files:
+        if cut_dim(part):
+            return files.block(source.index, key, places, indices)[:, :, 0].T
+        found = (files.block(source.index, key, rows, some)[0]
+                 for rows, some in source.index.stretches(key)[0].view.blocks(indices, COMPARED_BYTES))
+        return torch.cat([block[:, places.start : places.stop].clone() for block in found])
+
+
+def is_right(view: View, found: Source, expected: Source) -> bool:
+    """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
+    alone = Index((view,))
+    with Files(found.path) as files, Files(expected.path) as others:
+        return all(map(files.is_zero, alone.padding)) and all(
+            same(files.block(alone, span.key, rows, indices), others.block(expected.index, span.key, rows, indices))
+            for span in view.spans if span.key is not None
+            for rows, indices in view.blocks(range(span.start, span.stop), COMPARED_BYTES)
+        )
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal."""
+    return one.dtype == other.dtype and np.array_equal(bits(one).numpy(), bits(other).numpy())
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, so that equal means equal in every bit."""
+    return tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def coarser(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype with the larger rounding errors."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.dtype.itemsize == 2 else torch.float64)

@@ -1,0 +1,214 @@
+"""PEFT's directories of adapters: ``adapter_config.json`` beside ``adapter_model.safetensors``, read and laid out.
+
+Only headers are read here.  Which adapters a model has, and how its matrices are named, is ``mm.weights``'.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mm.config.lora import LoraConfig
+from mm.config.model import ModelConfig
+from mm.errors import UserError, refuse
+from mm.formats.hf import is_adapter_file
+from mm.formats.safetensors import FLOAT_DTYPES, read_header, read_metadata, safetensors_file
+from mm.weights.lora import model_adapters
+from mm.weights.names import ALL_LINEAR, live_name, published_name
+from mm.weights.plan import TargetFile
+from mm.weights.table import model_weights
+from mm.weights.trained import saved_weights
+from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""How PEFT's names of tensors begin."""
+BASE_KEY = "base_crc32"
+"""In the header of the weights: which base model they were trained beside (``Source.base_crc32``)."""
+_DEFAULT = 8
+"""PEFT's rank and alpha."""
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "use_dora": (None, False), "bias": (None, "none"), "lora_bias": (None, False),
+    "use_qalora": (None, False), "fan_in_fan_out": (None, False), "layer_replication": (None, []),
+    "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None, []), "arrow_config": (None,), "velora_config": (None,),
+    "monteclora_config": (None,), "kasa_config": (None,),
+}  # fmt: skip
+"""Keys of adapter_config.json that ask for another kind of adapter, and the values that do not."""
+
+
+def is_peft_directory(path: str | Path) -> bool:
+    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
+    path = Path(path)
+    return path.is_dir() and any(map(is_adapter_file, os.listdir(path))) and not (path / "config.json").is_file()
+
+
+@dataclass(frozen=True)
+class AdapterDirectory:
+    """One directory whose two files were found whole."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    """By the name that the table of weights has for them."""
+    base_crc32: int | None
+    """Of the base model, where it is stated."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> "AdapterDirectory":
+        """Raises UserError when a file is missing or damaged, or it is another kind of adapter than LoRA."""
+        directory = Path(path)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (directory / name).is_file():
+                pickled = " (a .bin file is a pickle, which is not read: save it again with a newer peft)" if (
+                    name == WEIGHTS_FILE and any(directory.glob("adapter_model*.bin"))) else ""
+                raise UserError(f"{directory} holds an adapter, but no {name}{pickled}.")
+        try:
+            config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{directory / CONFIG_FILE} is not valid JSON ({error}); download it again.") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{directory / CONFIG_FILE} is no object; download it again.")
+        refuse(f"{directory / CONFIG_FILE}: {key} is {config[key]!r}; expected {legal[0]!r}: adapters of that kind are "
+               f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
+        stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
+        found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
+        tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
+        return cls(directory, config, tensors, int(stated) if stated is not None and stated.isdecimal() else None)
+
+    @property
+    def base_name(self) -> str | None:
+        """What it names as its base model: a path, or a name on a hub."""
+        name = self.config.get("base_model_name_or_path")
+        return name if isinstance(name, str) else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.path / CONFIG_FILE, self.path / WEIGHTS_FILE
+
+    @cached_property
+    def settings(self) -> LoraConfig:
+        """What is said of every adapter.  Raises UserError where that is nothing possible."""
+        try:
+            return LoraConfig(
+                r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
+                dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
+                            f"({error}); download it again.") from error
+
+    def scale(self, layer: str, rank: int) -> float:
+        """By which PEFT multiplies the adapter of ``layer``, named as in the live module."""
+        alpha = self.settings.alpha
+        for pattern, one in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", layer):
+                alpha = float(one)
+                break
+        return self.settings.scale(rank, alpha)
+
+    def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
+        """Views of what a checkpoint of ``model`` holds, and what does not fit."""
+        views, misfits, left_over = whole_views(
+            saved_weights(model), self.tensors,
+            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: are "
+                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?",
+            lambda name, shape, stored: (
+                f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
+                f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
+        whole = [name for name in left_over if ".lora_" not in name]
+        for name in left_over:
+            text = self._untrained(name, whole, model) if name in whole else (
+                f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
+                f"layer with --lora-target-modules, if the base model has it")
+            misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))
+        return views, misfits
+
+    def _untrained(self, name: str, whole: Sequence[str], model: ModelConfig) -> str:
+        """Why the tensor ``name``, one of those that PEFT has trained in ``whole``, does not fit, and what to do."""
+        text = (f"{self.path / WEIGHTS_FILE} holds {name}, which was trained in whole beside the adapters "
+                f"(modules_to_save of {CONFIG_FILE})")
+        weights = {one: weight for weight in model_weights(model.base) for one in weight.hf_names}
+        merge = "merge adapters and model with PEFT (merge_and_unload), and train that model, saved, as --load"
+        if name not in weights:
+            return f"{text}, but the model has no such weight; {merge}"
+        apart = [one for one in weights[name].hf_names if one not in self.tensors]
+        if apart:
+            return (f"{text} without {apart[0]}; both are one weight here, {weights[name].name}, which is trained "
+                    f"together: {merge}")
+        ours = dict.fromkeys(weights[one].name for one in whole if one in weights)
+        return (f"{text}, but this run would not train it; give --trainable-modules "
+                f"{' '.join((*model.trainable_modules, *ours))} to train it on, or {merge}")
+
+    def model(self, base: ModelConfig) -> ModelConfig:
+        """``base`` with just these adapters, and with those weights trained that are kept in whole."""
+        whole = {name for name in self.tensors if ".lora_" not in name}
+        trained = tuple(one.name for one in model_weights(base.base) if not whole.isdisjoint(one.hf_names))
+        plain = replace(base.unfrozen, trainable_modules=trained)
+        ranks = {name.removesuffix(".lora_A.weight"): stored.shape[0] for name, stored in self.tensors.items()
+                 if name.endswith(".lora_A.weight")}
+        lora = replace(self.settings, target_modules=tuple(ranks) or (ALL_LINEAR,), rank_pattern=tuple(ranks.items()))
+        found = model_adapters(replace(plain, lora=lora))
+        scales = {one.layer: self.scale(live_name(one.layer), one.rank) for one in found}
+        alphas = tuple((one.layer, scales[one.layer] * one.alpha / one.scale) for one in found)
+        return replace(plain, lora=replace(lora, alpha_pattern=alphas))
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        """How its adapters differ from those of ``model``: one sentence for all tensors of a kind."""
+        by_kind: dict[tuple[str, bool], list[str]] = {}
+        for misfit in self.views(model)[1]:
+            is_matrix = ".lora_" in (misfit.hf_name or "")
+            by_kind.setdefault((misfit.kind, is_matrix), []).append(misfit.text)
+        found = [f"{texts[0]}{f' ({len(texts) - 1} more tensors likewise)' if len(texts) > 1 else ''}"
+                 for texts in by_kind.values()]
+        if found:
+            return found
+        for adapter in model_adapters(model):
+            theirs = self.scale(live_name(adapter.layer), adapter.rank)
+            if not math.isclose(theirs, adapter.scale, rel_tol=1e-9):
+                return [f"{self.path / CONFIG_FILE} multiplies the adapter of {adapter.layer} by {theirs:g} (alpha "
+                        f"{theirs / adapter.scale * adapter.alpha:g} at rank {adapter.rank}), but this run by "
+                        f"{adapter.scale:g}; give the same --lora-alpha, --lora-alpha-pattern and --lora-use-rslora"]
+        return []
+
+
+def adapter_targets(
+    model: ModelConfig, dtypes: Mapping[str, torch.dtype], base_crc32: int | None
+) -> tuple[list[View], TargetFile]:
+    """Views and layout of ``adapter_model.safetensors``; ``dtypes`` are those of the source by published name."""
+    weights = {PREFIX + live_name(name): (name, weight, shape) for weight in saved_weights(model)
+               for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
+    described = [(ours, dtypes[name], shape) for ours, (name, _, shape) in sorted(weights.items())]
+    stated = {} if base_crc32 is None else {BASE_KEY: str(base_crc32)}
+    file = safetensors_file(WEIGHTS_FILE, described, stated)
+    return [whole_view(stored, *weights[stored.name][:2]) for stored in file.tensors], file
+
+
+def config_text(model: ModelConfig, base: str) -> str:
+    """``adapter_config.json`` of the adapters of ``model``, with whole names: PEFT finds just these layers."""
+    lora, found = model.lora, model_adapters(model)
+    whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)
+             if not weight.is_adapter for name in weight.hf_names}
+    content = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.r, "lora_alpha": _plain(lora.alpha), "lora_dropout": lora.dropout, "use_rslora": lora.use_rslora,
+        "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
+        "target_modules": sorted(live_name(one.layer) for one in found),
+        "modules_to_save": sorted(whole) or None,
+        "rank_pattern": {live_name(one.layer): one.rank for one in found if one.rank != lora.r},
+        "alpha_pattern": {live_name(one.layer): _plain(one.alpha) for one in found
+                          if not math.isclose(one.alpha, lora.alpha)},
+    }  # fmt: skip
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _plain(number: float) -> float | int:
+    """8 for 8.0, as PEFT writes it."""
+    rounded = round(number, 9)
+    return int(rounded) if rounded == int(rounded) else rounded

@@ -1,0 +1,238 @@
+"""A directory that appears complete or not at all, for conversions and training checkpoints.
+
+Everything is written under a temporary sibling and renamed at the end.  A conversion also remembers what it finished:
+a journal beside its temporary directory ``.NAME.mm-convert`` says which files are on the disk, with the checksums of
+their tensors.  The same conversion goes on from there; another one starts anew.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mm.errors import UserError
+from mm.files import whole_lines
+from mm.formats.files import Files
+from mm.weights.plan import TargetFile
+
+Crc32s = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Permissions of what is written, before the umask takes its bits away."""
+
+    directory: int
+    file: int
+
+
+MEGATRON_MODES = Modes(0o750, 0o640)
+"""Megatron's and MindSpeed-MM's for checkpoints."""
+PLAIN_MODES = Modes(0o777, 0o666)
+"""Any program's for its files: only the umask decides."""
+
+
+def sync(path: Path) -> None:
+    """Put a file or directory on the disk for good."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """A file that must not exist yet, to be written; it is on the disk when the block is left."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+        yield opened
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def put_in_place(finished: Path, target: Path, aside: Path) -> None:
+    """Rename a directory, whose content is on the disk, to ``target``; what stood there is left ``aside``."""
+    replaces = target.exists()
+    if replaces:
+        target.rename(aside)
+    try:
+        finished.rename(target)
+    except OSError:
+        if replaces:
+            aside.rename(target)
+        raise
+    sync(target.parent)
+
+
+class Output:
+    """The target of one conversion while it is written.  Safe to use from several threads."""
+
+    def __init__(self, target: Path, fingerprint: str, modes: Modes, journal: BinaryIO) -> None:
+        self.target = target
+        self.folder = _temporary(target)
+        self._modes = modes
+        self._fingerprint = fingerprint
+        self._journal = journal
+        self._lock = threading.Lock()
+        self.finished: dict[str, dict[str, int]] = {}
+        """Checksums of the tensors of every file that is on the disk, by file."""
+
+    @classmethod
+    def begin(cls, target: Path, fingerprint: str, modes: Modes) -> "Output":
+        """Claim ``target`` (a resolved path) for the conversion ``fingerprint``, and take over what it finished before.
+
+        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.  Raises
+        UserError when another process is writing it.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path = _journal(target)
+        journal = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, modes.file), "r+b")
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))
+        except BlockingIOError:
+            is_current = False
+        if not is_current:  # locked by, or just now removed by, a run that is about to be complete
+            journal.close()
+            raise UserError(
+                f"Another mm-convert is writing {target} (it holds {path}); wait for it, or give another target."
+            )
+        output = cls(target, fingerprint, modes, journal)
+        finished = _read_journal(path, fingerprint)
+        if finished is None or not output.folder.is_dir():
+            output._start_anew()
+        else:
+            output.finished = finished
+            journal.truncate(len(b"".join(_journal_lines(path))))
+        return output
+
+    def _start_anew(self) -> None:
+        self.finished = {}
+        self._journal.truncate(0)
+        os.fsync(self._journal.fileno())
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(mode=self._modes.directory)
+        self._append({"conversion": self._fingerprint})
+
+    def drop_damaged(self, files: Sequence[TargetFile]) -> list[str]:
+        """Forget the finished files that are not, byte for byte, what the journal says; return their names."""
+        damaged = [file.name for file in files if file.name in self.finished
+                   and not is_intact(self.folder, file, self.finished[file.name])]
+        for name in damaged:
+            del self.finished[name]
+        return damaged
+
+    def create(self, file: TargetFile) -> None:
+        """Make room for a file that is to be filled."""
+        path = self.folder / file.name
+        for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) would not give them the mode
+            (self.folder / parent).mkdir(mode=self._modes.directory, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._modes.file)
+        try:
+            os.ftruncate(descriptor, file.num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def finish(self, file: TargetFile, crc32s: Crc32s) -> None:
+        """All tensors of ``file`` are written: add its frame, put it on the disk, and remember it."""
+        path = self.folder / file.name
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for offset, data in file.frame(crc32s):
+                os.pwrite(descriptor, data, offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with self._lock:
+            self.finished[file.name] = dict(crc32s)
+            self._append({"file": file.name, "crc32": dict(crc32s)})
+
+    def commit(self, write_others: Callable[[Path, Mapping[str, Crc32s]], None]) -> None:
+        """Write the small files, rename the whole into place, and remove what stood there and the journal."""
+        write_others(self.folder, self.finished)
+        for path in (*self.folder.rglob("*"), self.folder):
+            sync(path)
+        if self.target.exists() and _old(self.target).exists():
+            shutil.rmtree(_old(self.target))
+        put_in_place(self.folder, self.target, _old(self.target))
+        tidy(self.target)
+
+    def close(self) -> None:
+        """Let go of the target; what was finished stays for the next run."""
+        self._journal.close()
+
+    def _append(self, entry: Mapping[str, object]) -> None:
+        self._journal.write(_line(entry))
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+
+def is_complete(target: Path, fingerprint: str, files: Sequence[TargetFile]) -> bool:
+    """Whether an earlier run of the same conversion was interrupted when only tidying up was left."""
+    finished = _read_journal(_journal(target), fingerprint)
+    return (
+        finished is not None
+        and not _temporary(target).exists()
+        and all(file.name in finished and is_intact(target, file, finished[file.name]) for file in files)
+    )
+
+
+def tidy(target: Path) -> None:
+    """Remove what a complete conversion has no more use for."""
+    if _old(target).exists():
+        shutil.rmtree(_old(target))
+    _journal(target).unlink()
+
+
+def left_bytes(target: Path) -> int:
+    """Bytes on the disk of what an interrupted run left for ``target``: they will be used or freed."""
+    folder = _temporary(target)
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
+
+
+def is_intact(folder: Path, file: TargetFile, crc32s: Crc32s | None = None) -> bool:
+    """Whether ``file`` in ``folder`` has its size, these checksums (None: any), and the frame of what it holds."""
+    path = folder / file.name
+    if not path.is_file() or path.stat().st_size != file.num_bytes:
+        return False
+    with path.open("rb", buffering=0) as opened, Files(folder) as files:
+        found = {tensor.name: files.crc32(tensor) for tensor in file.tensors}
+        is_framed = all(os.pread(opened.fileno(), len(data), at) == data for at, data in file.frame(found))
+        return is_framed and crc32s in (None, found)
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert")
+
+
+def _journal(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert.journal")
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.mm-convert.old")
+
+
+def _journal_lines(path: Path) -> list[bytes]:
+    """Its whole lines: the last one is torn when the machine failed while it was written."""
+    return whole_lines(path.read_bytes()) if path.is_file() else []
+
+
+def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | None:
+    """Finished files with their checksums; None when it is not the journal of the conversion ``fingerprint``."""
+    lines = _journal_lines(path)
+    if not lines or lines[0] != _line({"conversion": fingerprint}):
+        return None
+    entries = [json.loads(line) for line in lines[1:]]
+    return {entry["file"]: entry["crc32"] for entry in entries}
+
+
+def _line(entry: Mapping[str, object]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"

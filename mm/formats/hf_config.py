@@ -1,0 +1,240 @@
+"""Hugging Face's ``config.json``, flat (transformers 4) or nested (5), as our ModelConfig, and models compared.
+
+Also what a config must say for either version to read that model from it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, getitem
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from mm.config.model import ModelConfig
+from mm.config.read import read_json
+from mm.config.schema import expected, settings_of, shown
+from mm.errors import UserError, refuse
+from mm.formats.hf_fixed import fixed_problems
+
+Section = Mapping[str, Any]
+
+MODEL_TYPE = "qwen2_5_vl"
+FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "lora",
+                  "rates", "recompute", "init_method_std")  # fmt: skip
+"""Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
+which are other tensors, are compared in ``mm.conversion.adapters``."""
+FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
+"""The same for a model from a config.json, whose length of positions changes nothing here."""
+
+KEYS: Mapping[str, tuple[str, str, Any]] = {
+    "language.num_layers": ("text", "num_hidden_layers", None),
+    "language.hidden_size": ("text", "hidden_size", None),
+    "language.ffn_hidden_size": ("text", "intermediate_size", None),
+    "language.num_attention_heads": ("text", "num_attention_heads", None),
+    "language.num_query_groups": ("text", "num_key_value_heads", None),
+    "language.vocab_size": ("text", "vocab_size", None),
+    "language.max_position_embeddings": ("text", "max_position_embeddings", None),
+    "language.layernorm_epsilon": ("text", "rms_norm_eps", 1e-5),
+    "language.rope_theta": ("rope", "rope_theta", 1_000_000.0),
+    "language.mrope_section": ("rope", "mrope_section", None),
+    "vision.num_layers": ("vision", "depth", None),
+    "vision.hidden_size": ("vision", "hidden_size", None),
+    "vision.ffn_hidden_size": ("vision", "intermediate_size", None),
+    "vision.num_attention_heads": ("vision", "num_heads", None),
+    "vision.in_channels": ("vision", "in_channels in_chans", 3),
+    "vision.patch_size": ("vision", "patch_size", 14),
+    "vision.temporal_patch_size": ("vision", "temporal_patch_size", 2),
+    "vision.spatial_merge_size": ("vision", "spatial_merge_size", 2),
+    "vision.window_attn_size": ("vision", "window_size", 112),
+    "vision.fullatt_block_indexes": ("vision", "fullatt_block_indexes", (7, 15, 23, 31)),
+    "vision.tokens_per_second": ("vision", "tokens_per_second", 4),
+    "projector.hidden_size": ("vision", "out_hidden_size", None),
+    "image_token_id": ("top", "image_token_id", 151655),
+    "video_token_id": ("top", "video_token_id", 151656),
+    "vision_start_token_id": ("top", "vision_start_token_id", 151652),
+}
+"""Field of ours ("language.num_layers", or "image_token_id" at the top) -> section of config.json that holds it (see
+``_sections``), its names there, of which the first that is there counts, and the default of ``Qwen2_5_VLTextConfig`` or
+``Qwen2_5_VLVisionConfig``; None for what a config must state."""
+
+LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in KEYS.items()
+                      if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
+"""What must be equal for the LLM of another directory to take the place of a model's own."""
+
+
+def model_from_hf(
+    config: Section, otherwise: ModelConfig | None = None, file: object = "config.json"
+) -> ModelConfig:
+    """The model of a parsed ``config.json``, all on one stage; ``file`` is its path, for messages.
+
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a size that
+    is missing, values that no model can have, and a rotary embedding that is not computed here.
+    """
+    sections, found = _sections(config, file), {"vision": {}, "projector": {}, "language": {}}
+    if otherwise is not None:
+        found = dataclasses.asdict(otherwise)
+    elif not sections["vision"]:
+        raise UserError(f"{file} lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
+    for ours, (section, theirs, default) in KEYS.items():
+        part, _, name = ours.rpartition(".")
+        values = found[part] if part else found
+        stated = (sections[section].get(one) for one in theirs.split())
+        value = next((one for one in stated if one is not None), values.get(name, default))
+        if value is None:
+            raise UserError(f"{file} lacks {theirs!r}; expected a complete config of Qwen2.5-VL.")
+        values[name] = value
+    vision, language, tied = found["vision"], found["language"], is_tied(config)
+    vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
+    language.setdefault("pipeline_num_layers", [[language["num_layers"]]])
+    if tied is not None or otherwise is None:
+        language["untie_embeddings_and_output_weights"] = not tied
+    language.pop("kv_channels", None)  # follows from heads and hidden size
+    sizes = vision["hidden_size"], vision["spatial_merge_size"]
+    merged_size = sizes[0] * sizes[1] ** 2 if all(isinstance(size, int) for size in sizes) else None
+    found["projector"] |= {"input_size": vision["hidden_size"], "ffn_hidden_size": merged_size}
+    try:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        raise UserError(_value_problems(error, found, file)) from error
+
+
+def _value_problems(error: ValidationError, found: Section, file: object) -> Iterator[str]:
+    """What is wrong with the values of ``file``; nothing of what only follows from them."""
+    wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
+    for name, _, field in settings_of(ModelConfig):
+        if name in wrong and name in KEYS:
+            theirs, value = KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
+            yield f"{file}: {theirs} is {shown(value)}; expected {expected(field)}."
+
+
+def _sections(config: Section, file: object) -> dict[str, Section]:
+    text = config.get("text_config") or config
+    rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
+    sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
+    refuse(f"{file}: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
+           if not isinstance(value, dict | None))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    refuse(fixed_problems(config, file))
+    theta = {"rope_theta": text.get("rope_theta")}
+    return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
+
+
+# Comparing models
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field in which two models differ; lists, as JSON has them, in the place of tuples."""
+
+    field: str
+    """"language.num_layers", or "image_token_id" at the top."""
+    json_name: str
+    """The key in a model JSON file."""
+    one: Any
+    other: Any
+
+
+def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[Difference]:
+    """Every field in which two models differ, except those named in ``but``."""
+    found = []
+    for name, key_paths, _ in settings_of(ModelConfig):
+        values = [attrgetter(name)(model) for model in (one, other)]
+        if set(but).isdisjoint(name.split(".")) and not _equal(*values):
+            found.append(Difference(name, key_paths[0], *(list(v) if isinstance(v, tuple) else v for v in values)))
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)  # epsilons and rope bases
+    return one == other
+
+
+def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> list[str]:
+    """Say how ``model``, read from ``model_path``, differs from the model in ``directory``.
+
+    One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
+    A field that the Hugging Face file leaves out is not compared.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return []
+    try:
+        config = read_json(path).root
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        if model_type != MODEL_TYPE:
+            return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
+        found = differences(model, model_from_hf(config, model, path))
+    except UserError as error:
+        return list(error.problems)
+    if not found:
+        return []
+    width = max(len(one.json_name) for one in found)
+    table = "\n".join(f"    {one.json_name:<{width}}  {one.one}  |  {one.other}" for one in found)
+    return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
+            f"(model JSON | config.json):\n{table}"]
+
+
+def stored_problems(
+    where: Path, stored: ModelConfig, model: ModelConfig, but: tuple[str, ...] = FREE_FIELDS
+) -> list[str]:
+    """Say every field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
+    return [
+        f"{where}: the checkpoint was saved with {one.json_name} = {one.one!r}, but the model JSON says {one.other!r}; "
+        f"give the model JSON that it was trained with."
+        for one in sorted(differences(stored, model, but), key=lambda one: one.json_name)
+    ]
+
+
+# What config.json says besides
+
+
+def is_tied(config: Section) -> bool | None:
+    """Whether the output layer is the word embedding, by either of the places that say so; None when neither does.
+
+    transformers 5.23 takes either too.  4.57 asks the text config only, 5.8 the top level only.
+    """
+    said = [section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {})]
+    return None if said == [None, None] else any(said)
+
+
+def for_both_versions(config: Section) -> dict[str, Any]:
+    """The config with what transformers 4.57 or 5 would miss in it; equal to ``config`` when both read it as it is.
+
+    Both read the published flat form.  Version 5 saves the rotary embedding as ``rope_parameters``, which 4.57 does not
+    know: it takes its own ``rope_theta`` and fails without ``rope_scaling``.  Each version saves
+    ``tie_word_embeddings`` only where it reads it itself; another version then draws a random output layer for a tied
+    model (see ``is_tied``).  Both read ``dtype`` as well as ``torch_dtype``.
+    """
+    nested = config.get("text_config")
+    text = _with_rope_scaling(nested or config)
+    if not nested:
+        return text
+    tied = {"tie_word_embeddings": True} if is_tied(config) else {}
+    return {**config, **tied, "text_config": {**text, **tied}}
+
+
+def _with_rope_scaling(text: Section) -> dict[str, Any]:
+    rope = text.get("rope_parameters")
+    if not rope:
+        return dict(text)
+    scaling = {"rope_type": rope.get("type", "default")} | {k: v for k, v in rope.items() if k != "rope_theta"}
+    added = {"rope_scaling": scaling, "rope_theta": rope.get("rope_theta")}
+    return {**text, **{key: value for key, value in added.items() if text.get(key) is None and value is not None}}
+
+
+def stated_dtype(config: Section) -> str | None:
+    """The dtype of the weights that the config states, such as "bfloat16": ``dtype``, or ``torch_dtype`` before v5."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def with_dtype(config: Section, name: str) -> dict[str, Any]:
+    """The config with every statement of the weights' dtype replaced; one is added when there is none."""
+    keys = {"dtype", "torch_dtype"}
+    patched = json.loads(json.dumps(config), object_hook=lambda one: one | dict.fromkeys(keys & one.keys(), name))
+    return patched if stated_dtype(patched) else {**patched, "torch_dtype": name}

@@ -1,0 +1,100 @@
+"""New Hugging Face directories like a base: which tensor goes into which file, and the files beside the weights."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from mm.config.model import ModelConfig
+from mm.formats.hf import INDEX_FILE, SINGLE_FILE, HFDirectory, is_model_weights
+from mm.formats.hf_config import for_both_versions, stated_dtype, with_dtype
+from mm.formats.safetensors import safetensors_file, safetensors_file_like
+from mm.weights.plan import TargetFile
+from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
+from mm.weights.views import View, whole_view
+
+_SHARD_BYTES = 5_000_000_000
+"""Size of a shard file where the base has none to follow; transformers 4 wrote 5 GB too."""
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
+
+Dtypes = Mapping[str, torch.dtype]
+
+
+def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
+    """Views and files of a new directory: the shards of ``base`` where it has weights, else new ones.
+
+    ``dtypes`` are those of the source by published name: a conversion changes none.  A shard whose tensors have the
+    dtypes of the base's gets the base's header to the byte.
+    """
+    weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
+    shapes = {name: shape for weight in weights.values()
+              for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
+    views, files = [], []
+    for shard, sources in _shards(base, model, dtypes):
+        if base.tensors and all(base.contents[shard][name].dtype == dtypes[hf] for name, hf in sources.items()):
+            file = safetensors_file_like(base.path / shard)
+        else:
+            file = safetensors_file(shard, [(name, dtypes[hf], shapes[hf]) for name, hf in sources.items()])
+        files.append(file)
+        views += [whole_view(stored, sources[stored.name], weights[sources[stored.name]]) for stored in file.tensors]
+    return views, files
+
+
+def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each file with the names in it, and the published name of what they hold."""
+    if base.tensors:
+        shards: dict[str, dict[str, str]] = {}
+        for name, stored in base.tensors.items():
+            # A tied model's spare lm_head.weight stays, as what it is: the embedding.
+            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
+            shards.setdefault(stored.file, {})[stored.name] = HF_EMBEDDING_NAME if is_copy else name
+        yield from shards.items()
+        return
+    parts, free_bytes = [{}], _SHARD_BYTES
+    for weight in model_weights(model):
+        for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+            num_bytes = torch.Size(shape).numel() * dtypes[name].itemsize
+            if parts[-1] and num_bytes > free_bytes:
+                parts.append({})
+                free_bytes = _SHARD_BYTES
+            parts[-1][name] = name
+            free_bytes -= num_bytes
+    for number, part in enumerate(parts, start=1):
+        yield SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
+
+
+def is_hf_target(path: Path) -> bool:
+    """Whether a directory is of the kind that is written here, so that it may be replaced."""
+    return (path / "config.json").is_file()
+
+
+def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
+    """Everything beside the weights ``files``: config.json, the index, and what the base has at its top.
+
+    Neither weights nor pickles nor hidden files are copied.  config.json states the dtype of the weights, and gets what
+    one of transformers 4.57 and 5 would miss in it; where neither changes anything, it is the base's to the byte.  So
+    is the index of the same tensors; another one keeps further metadata of the base's.
+    """
+    for file in sorted(base.path.iterdir()):
+        is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
+        if file.is_file() and not is_weights and not file.name.startswith("."):
+            shutil.copyfile(file, folder / file.name)
+    is_like_base = {file.name: file.tensors for file in files} == {
+        file: tuple(stored.values()) for file, stored in base.contents.items()}
+    config, dtypes = base.config, [tensor.dtype for file in files for tensor in file.tensors]
+    if not is_like_base and f"torch.{stated_dtype(config)}" not in map(str, dtypes):
+        config = with_dtype(config, str(dtypes[0]).removeprefix("torch."))
+    config = for_both_versions(config)
+    if config != base.config:
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    index = folder / INDEX_FILE
+    if is_like_base and base.index is not None:
+        shutil.copyfile(base.path / INDEX_FILE, index)
+    elif len(files) > 1 or base.index is not None:
+        total_bytes = sum(tensor.num_bytes for file in files for tensor in file.tensors)
+        metadata = {**(base.index or {}).get("metadata", {}), "total_size": total_bytes}
+        weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+        index.write_text(text, encoding="utf-8")

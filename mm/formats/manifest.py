@@ -1,0 +1,91 @@
+"""``manifest.json``: a list of tensors with checksums, and whatever else a directory states about itself.
+
+Conversions and training checkpoints both keep one.  A checksum of the whole shows damage and edits.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.formats.safetensors import DTYPE_NAMES, DTYPES
+from mm.weights.views import Stored
+
+MANIFEST_FILE = "manifest.json"
+
+
+def manifest_text(content: Mapping[str, Any], key: str, tensors: Sequence[Mapping[str, Any]]) -> str:
+    """JSON to be looked at: ``content``, and under ``key`` one line for each of ``tensors``."""
+    whole = {**content, key: tensors}
+    text = json.dumps({"crc32": _crc32(whole), **content, key: []}, indent=1)
+    lines = ",\n  ".join(json.dumps(tensor) for tensor in tensors)
+    return f"{text.removesuffix('[]' + chr(10) + '}')}[\n  {lines}\n ]\n}}\n"
+
+
+def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[str, Any]:
+    """What the manifest in ``folder`` states, without its format and version; ``mend`` ends the messages.
+
+    Raises UserError when it is missing, damaged, or of another format or version.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {mend}.") from error
+    crc32 = content.pop("crc32", None) if isinstance(content, dict) else None
+    if crc32 is None or crc32 != _crc32(content):
+        raise UserError(f"{path} is damaged (its crc32 differs); {mend}.")
+    found = content.pop("format"), content.pop("version")
+    if found != (format, version):
+        raise UserError(f"{path} is {found[0]!r} version {found[1]!r}; expected {format!r} version {version}.")
+    return content
+
+
+def read_head(folder: Path, key: str) -> dict[str, Any]:
+    """What the manifest in ``folder`` states before its list ``key``, which is most of a large file.
+
+    The checksum is of the whole, so it is not compared.  Raises UserError when the file cannot be read.
+    """
+    path, head = folder / MANIFEST_FILE, []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith(f' "{key}": ['):
+                    break
+                head.append(line)
+            else:
+                raise ValueError(f"it has no {key}")
+        return json.loads("".join(head).rstrip().removesuffix(",") + "}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}).") from error
+
+
+def tensor_json(stored: Stored) -> dict[str, Any]:
+    """A tensor as a manifest lists it."""
+    return {
+        "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
+        "crc32": stored.crc32,
+    }  # fmt: skip
+
+
+def tensor_from_json(entry: Mapping[str, Any]) -> Stored:
+    """A tensor that a manifest lists; where in its file it lies, the file itself says."""
+    return Stored(entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
+
+
+def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
+    """A ``ModelConfig`` from its ``asdict`` in JSON; raises UserError for other fields or values than ours can have."""
+    try:
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        raise UserError(f"{MANIFEST_FILE} describes a model of another version ({error}); use the version that wrote "
+                        f"it.") from error
+
+
+def _crc32(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,356 @@
+"""Directories in MindSpeed-MM's layout, as a source of weights for any other layout.
+
+Reads what this project converts and what MindSpeed-MM converts or trains.  Without a manifest, files and names show the
+layout; what model it is must be given.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mm import version
+from mm.config.model import ModelConfig
+from mm.errors import UserError, collected, nearest, refuse
+from mm.formats.layout import Layout, check_layout
+from mm.formats.manifest import (
+    MANIFEST_FILE,
+    manifest_text,
+    model_from_json,
+    read_manifest,
+    tensor_from_json,
+    tensor_json,
+)
+from mm.formats.safetensors import dtype_name, read_header
+from mm.formats.storage import (
+    RELEASE,
+    TORCH_FILE,
+    Format,
+    RankFile,
+    Storage,
+    Structure,
+    is_canonical_name,
+    num_layers,
+    rank_files,
+    rank_of,
+)
+from mm.formats.torch_file import read_consumed_samples, read_torch_file
+from mm.formats.training import LATEST_FILE, iteration_name
+from mm.placement import layout_problems
+from mm.weights.table import Weight, local_shape
+from mm.weights.views import Misfit, Stored, View, shard_view
+
+FORMAT, VERSION = "mm weights", 2
+TOOL = f"mm-convert {version.VERSION}"
+_CONVERT_AGAIN = "convert the source again"
+_SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
+_ITERATION_NAME = re.compile(r"iter_(\d+)")
+_CHUNK = re.compile(r"model(\d*)[./]")
+_NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
+"""What Megatron's training writes beside the weights: optimizer and random states."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a converted directory states about itself."""
+
+    tool: str
+    model: ModelConfig
+    """With the pipeline lists of the directory."""
+    tp_size: int
+    storage: Storage
+    source: Mapping[str, Any]
+    """"kind" and "fingerprint" of what was converted; for people, and to know one source from another."""
+    tensors: tuple[Stored, ...]
+    """Each with its checksum; files are relative to the directory of the manifest."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.model, self.tp_size)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest | None":
+        """The manifest of ``directory``; None when it has none.
+
+        Raises UserError when it is damaged or of another format or version.
+        """
+        if not (directory / MANIFEST_FILE).is_file():
+            return None
+        content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
+        layout, model = content["layout"], content["model"]
+        for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
+            model[tower]["pipeline_num_layers"] = layout[key]
+        tensors = tuple(tensor_from_json(entry) for entry in content["tensors"])
+        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"],
+                          adapters_only=content.get("adapters_only", False))
+        return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
+
+    def text(self) -> str:
+        """The file."""
+        model = dataclasses.asdict(self.model)
+        layout = {
+            "vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
+            "llm_pp_layers": model["language"].pop("pipeline_num_layers"),
+            "tp_size": self.tp_size,
+        }
+        content = {
+            "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
+            "save_format": self.storage.format.value, "structure": self.storage.structure.value,
+            "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
+            "model": model,
+        }  # fmt: skip
+        return manifest_text(content, "tensors", [tensor_json(tensor) for tensor in self.tensors])
+
+
+@dataclass(frozen=True)
+class MindSpeedDirectory:
+    """A directory whose files were found whole; only headers were read."""
+
+    path: Path
+    folder: str
+    """Holds the ranks, relative to ``path``: ``release`` or ``iter_0000010``."""
+    manifest: Manifest | None
+    storage: Storage
+    num_chunks: int
+    """Virtual chunks per stage."""
+    contents: Mapping[str, Mapping[str, Stored]]
+    """Tensors by file, relative to ``path``, and name."""
+    notes: tuple[str, ...] = ()
+    """For the user; none, as every kind of directory has them."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> "MindSpeedDirectory":
+        """Find the ranks, the manifest and every tensor's place; no weights are read.
+
+        Raises UserError when it is no such directory, and naming each file that is damaged.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
+        folder, manifest = _folder(path), Manifest.read(path)
+        contents, chunk_keys, problems = {}, set(), []
+        for file in (f"{folder}/{file}" for file in _weight_files(path / folder)):
+            with collected(problems):
+                if file.endswith(".pt"):
+                    contents[file], keys = read_torch_file(path / file, file)
+                else:
+                    contents[file], keys = read_header(path / file, file), (Path(file).stem,)
+                chunk_keys.update(keys)
+        refuse(problems)
+        num_chunks = 1 + max(_chunk(f"{key}/") for key in chunk_keys)
+        return cls(path, folder, manifest, _storage(path, contents), num_chunks, contents)
+
+    @property
+    def iteration(self) -> int | None:
+        """At which MindSpeed-MM's training wrote it; None for a conversion."""
+        match = _ITERATION_NAME.fullmatch(self.folder)
+        return match and int(match[1])
+
+    @property
+    def consumed_samples(self) -> int | None:
+        """How many samples that training had consumed; None for a conversion, and where its files don't say."""
+        file = next((file for file in self.files if file.suffix == ".pt"), None)
+        return read_consumed_samples(file) if file is not None and self.iteration is not None else None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that names of files and tensors show."""
+        names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
+        ranks = {file: rank_of(Path(file).parent.name) or (0, 0) for file in self.contents}
+        last_tp_rank, last_stage = (max(rank[axis] for rank in ranks.values()) for axis in range(2))
+        for file, (tp_rank, stage) in ranks.items():
+            for name in self.contents[file] if tp_rank == 0 else ():
+                chunk = _chunk(name if self.storage.format is Format.TORCH else Path(file).name)
+                names.setdefault((chunk, stage), []).append(name)
+        counts = [[num_layers(names.get((chunk, stage), ())) for stage in range(last_stage + 1)]
+                  for chunk in range(self.num_chunks)]
+        vision, language = (tuple(tuple(slot[tower] for slot in chunk) for chunk in counts) for tower in range(2))
+        return Layout(vision, language, last_tp_rank + 1)
+
+    def placed_model(
+        self, given: Layout | None, flag: str, model: ModelConfig | None = None
+    ) -> tuple[ModelConfig, int]:
+        """The model on the layout of this directory, and its tensor parallel size.
+
+        Model and layout are the manifest's; without a manifest the model is ``model``, and the layout is what the files
+        show.  A ``given`` layout, which ``flag`` gives, must be the same.  Raises UserError when given and found layout
+        differ, the model is not given, or the files do not hold all of it.
+        """
+        adapters_only = self.storage.adapters_only  # whose files may leave layers out, and so don't show the layout
+        found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
+        if given is not None and given != found:
+            how = "was written with" if self.manifest else "holds files of"
+            raise UserError(
+                f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right directory."
+            )
+        if self.manifest is not None:
+            return self.manifest.model, self.manifest.tp_size
+        if model is None:
+            raise UserError(
+                f"{self.path} has no manifest that says what model it is; give --cfg.hf_config.hf_dir, the Hugging "
+                f"Face directory that it was converted from."
+            )
+        if self.storage.vit_only:
+            raise UserError(
+                f"{self.path} holds no LLM and no manifest that says on how many stages one would be; convert from the "
+                f"Hugging Face directory instead."
+            )
+        where = f"{self.path / self.folder}: "
+        problems = layout_problems(found.vision, found.language, model.vision.num_layers, model.language.num_layers,
+                                   f"{where}vit_pp_layers", f"{where}llm_pp_layers")
+        if problems:
+            has_end = any("final_layernorm" in name for stored in self.contents.values() for name in stored)
+            stages = [count for chunk in found.vision for count in chunk]
+            cause = (
+                "every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it.  Give the directory that "
+                "convert_base_to_hetero was given, or the Hugging Face directory."
+                if len(stages) > 1 and set(stages) == {model.vision.num_layers} else
+                "MindSpeed-MM's converter from 26.0.0 on loses the last LLM layers, final norm and output layer where "
+                "the list of LLM layers begins with 0.  Convert again with mm-convert hf_to_mm."
+                if found.language[0][0] == 0 and not has_end
+                else "some are missing or incomplete, or they are of another model."
+            )
+            raise UserError([*problems, f"{where}this layout is what the files hold; {cause}"])
+        check_layout(found, model, where.rstrip(": "))
+        return found.place(model), found.tp_size
+
+    def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights, and what does not fit; ``model`` is on the layout of this directory.
+
+        Views have the checksums of the manifest.  Raises UserError when the manifest describes other files.
+        """
+        if self.manifest is not None and self.manifest.storage != self.storage:
+            raise UserError(
+                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again."
+            )
+        views, misfits, known = [], [], {}
+        for part in rank_files(model, tp_size, self.storage):
+            file = f"{self.folder}/{part.file}"
+            known.setdefault(file, set()).update(part.weights)
+            for name, weight in part.weights.items():
+                misfit = self._misfit(file, name, weight, tp_size, part)
+                if misfit is not None:
+                    misfits.append(misfit)
+                else:
+                    stored, stated = self.contents[file][name], self._stated.get((file, name))
+                    stored = dataclasses.replace(stored, crc32=stated.crc32) if stated else stored
+                    views.append(shard_view(stored, weight, tp_size, part.tp_rank))
+        return views, misfits + self._left_over(known)
+
+    def _misfit(self, file: str, name: str, weight: Weight, tp_size: int, part: RankFile) -> Misfit | None:
+        path, shape = self.path / file, local_shape(weight, tp_size)
+        if file not in self.contents:
+            text = f"{path} is missing; copy the directory again, or correct the layout."
+            return Misfit("missing", text, weight, part.tp_rank)
+        stored = self.contents[file].get(name)
+        if stored is None:
+            return Misfit("missing", f"{path} lacks the tensor {name} of shape {list(shape)}.", weight, part.tp_rank)
+        if stored.shape != shape:
+            text = (f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
+                    f"size?")
+            return Misfit("shape", text, weight, part.tp_rank, stored=stored)
+        where, stated = f"{path}: {name} is {dtype_name(stored.dtype)}", self._stated.get((file, name))
+        if not stored.dtype.is_floating_point:
+            text = f"{where}; expected floating-point numbers."
+        elif self.manifest is not None and stated is None:
+            text = f"{where}, but {MANIFEST_FILE} does not name it; convert again."
+        elif stated is not None and stated.dtype != stored.dtype:
+            text = f"{where}, but {MANIFEST_FILE} says {dtype_name(stated.dtype)}; convert again."
+        else:
+            return None
+        return Misfit("dtype", text, weight, part.tp_rank, stored=stored)
+
+    def _left_over(self, known: Mapping[str, set[str]]) -> list[Misfit]:
+        misfits = []
+        for file, contents in sorted(self.contents.items()):
+            path = self.path / file
+            if file not in known:
+                misfits.append(Misfit("left over", f"{path} belongs to no rank of the layout; remove it."))
+                continue
+            for name in sorted(contents.keys() - known[file]):
+                text = f"{path} holds {name}, which has no place on this rank{nearest(name, known[file])}."
+                misfits.append(Misfit("left over", text, stored=contents[name]))
+        return misfits
+
+    @cached_property
+    def _stated(self) -> Mapping[tuple[str, str], Stored]:
+        return {(one.file, one.name): one for one in self.stated or ()}
+
+    @property
+    def stated(self) -> Sequence[Stored] | None:
+        """The tensors that the manifest lists; None without a manifest."""
+        return None if self.manifest is None else self.manifest.tensors
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All weight files."""
+        return tuple(self.path / file for file in sorted(self.contents))
+
+    def describe(self) -> list[str]:
+        """What it is, for ``show``."""
+        lines = [f"{self.path}: MindSpeed-MM's layout, {self.folder}, {self.storage}"]
+        if self.manifest is None:
+            return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; as the files show it)"]
+        return [*lines, f"layout: {self.manifest.layout}",
+                f"source: {self.manifest.source['kind']}, written by {self.manifest.tool}"]
+
+
+def _chunk(name: str) -> int:
+    """The number in ``model0.safetensors`` or ``model0/NAME``; 0 without virtual chunks."""
+    match = _CHUNK.match(name)
+    return int(match[1] or 0) if match else 0
+
+
+def _folder(path: Path) -> str:
+    latest = path / LATEST_FILE
+    if not latest.is_file():
+        raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
+    text = latest.read_text(encoding="utf-8", errors="replace").strip()
+    folder = iteration_name(int(text)) if text.isdecimal() else text
+    if Path(folder).name != folder or not (path / folder).is_dir():
+        raise UserError(
+            f"{latest} says {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the one "
+            f"to use there."
+        )
+    if not any((path / folder).glob("mp_rank_*")):
+        raise UserError(f"{path / folder} holds no mp_rank_* directories; expected one for every rank.")
+    return folder
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """All weight files of all ranks; anything else that has no business there is a problem."""
+    found, problems = [], []
+    for rank in sorted(folder.iterdir()):
+        if rank.is_dir() and rank_of(rank.name) is None and rank.name.startswith("mp_rank_"):
+            problems.append(f"{rank} is no mp_rank_TT or mp_rank_TT_PPP; this model has no expert ranks.")
+        if not rank.is_dir() or rank_of(rank.name) is None:
+            continue
+        for file in sorted(rank.iterdir()):
+            if file.name == TORCH_FILE or _SAFETENSORS_FILE.fullmatch(file.name):
+                found.append(f"{rank.name}/{file.name}")
+            elif not _NO_WEIGHTS.fullmatch(file.name):
+                problems.append(f"{file} is no file of weights (model.safetensors or {TORCH_FILE}); remove it.")
+    if not found:
+        problems.append(f"{folder} holds no weights; expected model.safetensors or {TORCH_FILE} in every mp_rank_*.")
+    refuse(problems)
+    return found
+
+
+def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storage:
+    formats = {Format.TORCH if file.endswith(".pt") else Format.SAFETENSORS: file for file in contents}
+    if len(formats) > 1:
+        raise UserError(
+            f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
+            f"date."
+        )
+    names = [name for stored in contents.values() for name in stored]
+    if names and all(".lora_" in name for name in names):
+        return Storage(next(iter(formats)), Structure.CANONICAL, adapters_only=True)
+    vit_only = not any("text_decoder." in name for name in names)
+    is_canonical = any(is_canonical_name(name) for stored in contents.values() for name in stored)
+    return Storage(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
+
+

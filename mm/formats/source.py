@@ -1,0 +1,362 @@
+"""Opens a directory of weights of any kind, and reads any weight of it for any layout.
+
+A source is a set of views that cover the model, whether it is a Hugging Face directory, one in MindSpeed-MM's layout or
+a training checkpoint.  Opening reads headers only.
+"""
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm.config.model import ModelConfig
+from mm.errors import UserError, naming, refuse
+from mm.formats.adapter import AdapterDirectory, is_peft_directory
+from mm.formats.copy import check_copies_and_padding
+from mm.formats.files import Files
+from mm.formats.hf import HFDirectory, language_views
+from mm.formats.hf_config import FREE_ON_RESUME, hf_problems, stored_problems
+from mm.formats.known_models import recognize
+from mm.formats.layout import Layout
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.qkv_order import QkvOrder, in_qkv_order
+from mm.formats.storage import Storage
+from mm.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
+from mm.formats.training_reader import TrainingDirectory
+from mm.weights.cut import cut_dim, shard_spans
+from mm.weights.plan import Index
+from mm.weights.table import Weight, local_shape
+from mm.weights.views import Misfit, View
+
+BLOCK_BYTES = 1 << 26
+"""How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
+
+
+Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
+"""Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
+
+
+class Kind(Enum):
+    """What a directory of weights is."""
+
+    HUGGING_FACE = "Hugging Face directory"
+    MINDSPEED = "MindSpeed-MM's layout"
+    TRAINING = "training checkpoint"
+    ADAPTER = "PEFT directory of adapters"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set of weights on the disk; only headers were read."""
+
+    path: Path
+    """What the files of the views are relative to."""
+    kind: Kind
+    model: ModelConfig
+    """On the layout of the directory."""
+    tp_size: int
+    views: tuple[View, ...]
+    files: tuple[Path, ...]
+    """All weight files, and config.json or manifest."""
+    storage: Storage | None = None
+    """How a directory in MindSpeed-MM's layout keeps the weights."""
+    problems: tuple[Misfit, ...] = ()
+    """What does not fit the model; empty unless opened leniently."""
+    is_stated: bool = True
+    """Whether the directory itself says what model it holds."""
+    iteration: int | None = None
+    """At which a training wrote it; None for what no training wrote."""
+    consumed_samples: int | None = None
+    """By that training; None where nothing says."""
+    notes: tuple[str, ...] = ()
+    """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
+    base_crc32: int | None = None
+    """Of adapters, where it is stated: which model they were trained beside (``model_crc32`` in mm.conversion)."""
+    base_name: str | None = None
+    """Of PEFT's adapters: the directory, or the name on the hub, of that model."""
+
+    @property
+    def is_vit_only(self) -> bool:
+        """Whether there is no LLM in it (``save_vit_only``)."""
+        return self.storage is not None and self.storage.vit_only
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a manifest states the checksum of every tensor: then its writer compared copies and padding."""
+        return all(view.stored.crc32 is not None for view in self.views)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By published name; where one tensor is held in two dtypes, a plan refuses it."""
+        return {span.key: view.stored.dtype for view in self.views for span in view.spans if span.key is not None}
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.model, self.tp_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells two versions of the same files apart without reading their weights: sizes, headers, times of change."""
+        digest = hashlib.sha256()
+        for path in sorted(self.files):
+            state = path.stat()
+            digest.update(f"{os.path.relpath(path, self.path)} {state.st_size} {state.st_mtime_ns}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(65536))
+        return digest.hexdigest()
+
+    @cached_property
+    def index(self) -> Index:
+        """Who holds which range of the model, what must be equal, and what must be zero."""
+        return Index(self.views)
+
+    def check(self) -> None:
+        """Make sure that copies are equal and padding is zero, which ``read`` does not look at.
+
+        Raises UserError naming each tensor that is not as it should be.
+        """
+        check_copies_and_padding(self.index, self.path)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Make sure that ``model``, on any layout, is what is stored.
+
+        Raises UserError naming every field that differs.
+        """
+        match self.kind:
+            case Kind.HUGGING_FACE:
+                problems = hf_problems(model, self.path, "The model JSON")
+            case Kind.MINDSPEED:
+                problems = stored_problems(self.path, self.model, model)
+            case Kind.TRAINING:
+                problems = stored_problems(self.path, self.model, model, but=FREE_ON_RESUME)
+            case Kind.ADAPTER:
+                problems = AdapterDirectory.open(self.path).problems(model)
+        refuse(problems)
+
+    def check_optimizer(self) -> None:
+        """Raise UserError where a training wrote it, whose optimizer state cannot be read."""
+        if self.iteration is not None and self.kind is Kind.MINDSPEED:
+            raise UserError(
+                f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration {self.iteration}), whose "
+                f"optimizer state cannot be read here; add --no-load-optim to go on from that iteration with new "
+                f"optimizer state, or --finetune to start at step 0 from its weights."
+            )
+
+    def read(
+        self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
+    ) -> Tensor:
+        """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
+
+        A stored tensor with a checksum is read in whole and checked; of others only what the rank needs is read.
+        Raises UserError when a tensor is damaged; the message names it and its file.
+        """
+        shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
+        spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
+        whole = shard.view(math.prod(shard.shape[: cut_dim(weight)]), sum(span.length for span in spans), -1)
+        with Files(self.path) as files:
+            for span in spans:
+                found = list(self.index.find(span))
+                assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
+                for one in found:
+                    if one.view not in checked:
+                        files.check(one.view.stored, USE_ANOTHER if self.kind is Kind.TRAINING else "convert again")
+                        checked.add(one.view)
+                    into = whole[:, filled + one.span.start - span.start :]
+                    for rows, indices in one.view.blocks(range(one.start, one.stop), block_bytes):
+                        block = files.tensor(one.view, rows, indices)
+                        into[rows.start : rows.stop, indices.start - one.start :][:, : len(indices)] = block
+                filled += span.length
+        return shard
+
+    def read_hf(self, weight: Weight, number: int) -> Tensor:
+        """The Hugging Face tensor ``number`` of ``weight`` as it is stored, without looking at checksums."""
+        key, shape, dim = weight.hf_names[number], weight.hf_shapes[number], cut_dim(weight)
+        with Files(self.path) as files:
+            return files.block(self.index, key, range(math.prod(shape[:dim])), range(shape[dim])).reshape(shape)
+
+
+# Opening
+
+
+def find(path: str | Path, flag: str = "--load") -> Directory:
+    """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers show.
+
+    Raises UserError when it is of no kind, incomplete or damaged.
+    """
+    classes = {
+        Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
+    }  # fmt: skip
+    return classes[find_kind(path, flag)].open(path)
+
+
+def open(
+    path: str | Path,
+    flag: str = "--load",
+    *,
+    layout: Layout | None = None,
+    layout_flag: str = "",
+    model: ModelConfig | None = None,
+    qkv: QkvOrder | None = None,
+    lenient: bool = False,
+) -> Source:
+    """A directory of weights of any kind as a source; ``flag`` gives it.
+
+    ``layout`` is the layout that the user states with ``layout_flag``.  ``model`` says what model it is, where a
+    directory in MindSpeed-MM's layout has no manifest, and ``qkv`` how the order of its ViT's qkv is found.  With
+    ``lenient``, what does not fit that model is collected in ``problems`` instead of raised, and the views are those of
+    what fits.  Raises UserError when it is of no kind, incomplete, damaged, or not on the given layout.
+    """
+    directory = find(path, flag)
+    match directory:
+        case HFDirectory():
+            with naming(flag):
+                source = open_hf(directory, lenient=lenient)
+        case MindSpeedDirectory():
+            source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
+        case TrainingDirectory():
+            source = open_training(directory, lenient=lenient)
+            if layout is not None and layout != source.layout:
+                raise UserError(
+                    f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
+                    f"{source.layout}; leave {layout_flag} out, or give the right directory."
+                )
+    return source
+
+
+def open_to_train(
+    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
+) -> Source:
+    """What ``--load`` gives, found to be a whole ``model``.
+
+    Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and the training
+    is to go on with its optimizer state.
+    """
+    source = open(path, "--load", model=model, qkv=qkv)
+    if needs_optimizer:
+        source.check_optimizer()
+    if source.is_vit_only:
+        raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
+    source.check_model(model)
+    return source
+
+
+def open_hf(directory: HFDirectory, language_path: str | Path | None = None, lenient: bool = False) -> Source:
+    """A Hugging Face directory; with ``language_path``, ViT and projector of it and the LLM of another one."""
+    model = directory.model_config()
+    views, misfits = directory.views(model)
+    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, misfits), lenient)
+    if language_path is None:
+        return source
+    language, files = language_views(language_path, directory.config, model)
+    kept = [view for view in views if view.weight.part != "language"]
+    return replace(source, views=(*kept, *language), files=(*source.files, *files))
+
+
+def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
+
+    Raises UserError where there are adapters in place of a whole model, unless ``takes_adapters``.
+    """
+    manifest = directory.manifest
+    if manifest.model.lora.is_on and not takes_adapters:
+        base = (manifest.base or {}).get("path")
+        raise UserError(
+            f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; train on with the "
+            f"--lora-* flags that it was trained with, or make a whole model of it with mm-convert merge_lora."
+        )
+    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
+                   iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
+                   base_crc32=(manifest.base or {}).get("crc32"))
+
+
+def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
+    """A PEFT directory as the adapters, and modules trained in whole, of ``model``.
+
+    Raises UserError for each way in which they are not.
+    """
+    refuse(directory.problems(model))
+    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
+                   base_name=directory.base_name)
+
+
+def _open_mindspeed(
+    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder,
+    lenient: bool,
+) -> Source:
+    if directory.storage.adapters_only:
+        raise UserError(
+            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
+            f"that they were trained with, or make a PEFT directory of them with mm-convert lora_mm_to_hf."
+        )
+    is_stated = directory.manifest is not None
+    if not is_stated and model is None:
+        model = recognize(directory)
+    placed, tp_size = directory.placed_model(layout, layout_flag, model)
+    directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
+    return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
+                   storage=directory.storage, is_stated=is_stated, notes=notes, iteration=directory.iteration,
+                   consumed_samples=directory.consumed_samples)
+
+
+def _source(
+    directory: Directory | AdapterDirectory,
+    kind: Kind,
+    model: ModelConfig,
+    tp_size: int,
+    found: tuple[list[View], list[Misfit]],
+    lenient: bool,
+    **facts: Any,
+) -> Source:
+    views, misfits = found
+    refuse(misfit.text for misfit in misfits if not lenient)
+    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, problems=tuple(misfits), **facts)
+
+
+def holds_nothing(path: str | Path) -> bool:
+    """Whether ``path`` is missing, or a directory without anything that is, or was to be, weights of any kind.
+
+    What an interrupted first save left is nothing.
+    """
+    path = Path(path)
+    names = (MANIFEST_FILE, LATEST_FILE, "config.json")
+    return not path.exists() or (
+        path.is_dir() and not is_peft_directory(path) and not any((path / name).exists() for name in names)
+        and not any(path.glob("mp_rank_*")) and not any(path.glob("*/mp_rank_*"))
+        and all(".tmp-" in one.name for one in path.glob("iter_*")))
+
+
+def find_kind(path: str | Path, flag: str = "--load") -> Kind:
+    """What ``path``, which ``flag`` gives, holds.  Only names are looked at.
+
+    Raises UserError when there is nothing that weights are read from; the message says what was found.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{flag} {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
+    if any(path.glob("mp_rank_*")):
+        raise UserError(f"{flag} {path} holds the ranks of one checkpoint; give the directory above, {path.parent}.")
+    if any(path.glob("*/mp_rank_*")):
+        return Kind.MINDSPEED
+    if (path / MANIFEST_FILE).is_file() or any(path.glob(f"iter_*/{MANIFEST_FILE}")):
+        return Kind.TRAINING
+    if (path / "config.json").is_file():
+        return Kind.HUGGING_FACE
+    if is_peft_directory(path):
+        raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model, or "
+                        f"--lora-target-modules and what else it was trained with.")
+    if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
+        find_checkpoint(path)  # says what is wrong with it
+    names = sorted(entry.name for entry in path.iterdir())
+    raise UserError(
+        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
+        f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
+    )

@@ -1,0 +1,185 @@
+"""Which file of a directory in MindSpeed-MM's layout holds which weights, and how: for reading and for writing.
+
+``<dir>/latest_checkpointed_iteration.txt`` says ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds what one
+rank owns: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
+``model_optim_rng.pt`` with the keys ``model`` (``model0``, ``model1``...).  Names in the files are MindSpeed-MM's,
+whose layers count from 0 in every slot.
+
+MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up apart, and the ViT's qkv
+in Hugging Face's order; the rest is as in the fused one, which is the trainer's.  Pure: opens no file.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from mm.config.model import ModelConfig
+from mm.formats.safetensors import safetensors_file
+from mm.formats.torch_file_writer import Tensors, TorchFile
+from mm.weights.plan import TargetFile
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_local_name, stage_weights
+from mm.weights.views import View, shard_view
+
+RELEASE = "release"
+TORCH_FILE = "model_optim_rng.pt"
+_RANK_NAME = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+class Format(Enum):
+    """Kind of files: ``--cfg.save_format``."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+class Structure(Enum):
+    """How the weights of a directory are kept."""
+
+    FUSED = "fused"
+    CANONICAL = "canonical"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of a directory are kept, apart from where."""
+
+    format: Format = Format.SAFETENSORS
+    structure: Structure = Structure.FUSED
+    vit_only: bool = False
+    """Whether the LLM is left out (``--cfg.save_vit_only``)."""
+    whole_vision_qkv: bool = False
+    """Whether the ViT's qkv stays [Q; K; V] and is cut as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0
+    leave it by mistake."""
+    adapters_only: bool = False
+    """Whether it holds adapters, in the canonical structure, and not the model beside which they stand."""
+
+    def __str__(self) -> str:
+        return (f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
+                + ", the ViT's qkv as a whole" * self.whole_vision_qkv + ", adapters only" * self.adapters_only)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one slot holds for one tensor-parallel rank."""
+
+    file: str
+    """Relative to the directory of the ranks.  The chunks of a stage share a torch file."""
+    chunk_key: str
+    """``model``, or ``model0``, ``model1``... with virtual chunks."""
+    tp_rank: int
+    weights: Mapping[str, Weight]
+    """By name as ``mm.weights.views.Stored`` has it."""
+
+
+def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:
+    """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
+    placement = model.placement()
+    for stage in range(placement.num_stages):
+        for tp_rank in range(tp_size):
+            for chunk in range(placement.num_chunks):
+                spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
+                prefix = f"{key}/" if storage.format is Format.TORCH else ""
+                owned = {
+                    prefix + mindspeed_name(stage_local_name(part, spec)): part
+                    for weight in stage_weights(model, spec)
+                    if not (storage.vit_only and weight.part == "language")
+                    and weight.is_adapter == storage.adapters_only
+                    for part in _kept(weight, storage)
+                }
+                rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
+                file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
+                yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
+
+
+def mindspeed_name(name: str) -> str:
+    """MindSpeed-MM's name of a tensor: PEFT's for adapters, beside the layers of the canonical structure."""
+    if ".lora_" not in name:
+        return name
+    linear, word, matrix, kind = name.rsplit(".", 3)
+    layer = linear if word == SINGLE_ADAPTER else f"{linear.rpartition('.')[0]}.{word}"
+    return f"{layer}.{matrix}.default.{kind}"
+
+
+def _kept(weight: Weight, storage: Storage) -> tuple[Weight, ...]:
+    """``stored_weights``, with the ViT's qkv cut like one matrix where it is kept as a whole."""
+    if storage.whole_vision_qkv and weight.fusion is Fusion.PER_HEAD_QKV:
+        return (replace(weight, fusion=Fusion.COPY, num_units=3 * weight.num_units),)
+    return stored_weights(weight, storage.structure)
+
+
+def mindspeed_targets(
+    model: ModelConfig, tp_size: int, storage: Storage, dtypes: Mapping[str, torch.dtype]
+) -> tuple[list[View], list[TargetFile]]:
+    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published Hugging Face name."""
+    by_file: dict[str, list[RankFile]] = {}
+    for part in rank_files(model, tp_size, storage):
+        by_file.setdefault(f"{RELEASE}/{part.file}", []).append(part)
+    views, files = [], []
+    for name, parts in by_file.items():
+        owned = {key: (weight, part.tp_rank) for part in parts for key, weight in part.weights.items()}
+        described = {
+            key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
+        }
+        file = _torch_file(name, parts, described) if storage.format is Format.TORCH else safetensors_file(
+            name, [(key, *spec) for key, spec in described.items()])
+        files.append(file)
+        for stored in file.tensors:
+            weight, tp_rank = owned[stored.name]
+            views.append(shard_view(stored, weight, tp_size, tp_rank))
+    return views, files
+
+
+def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFile:
+    return TorchFile.new(name, {
+        part.chunk_key: {key.removeprefix(f"{part.chunk_key}/"): described[key] for key in part.weights}
+        for part in parts
+    })
+
+
+def rank_of(directory_name: str) -> tuple[int, int] | None:
+    """(tensor-parallel rank, stage) of a rank's directory; None for another name, with an expert rank for example."""
+    match = _RANK_NAME.fullmatch(directory_name)
+    return match and (int(match[1]), int(match[2] or 0))
+
+
+def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
+    """The tensors as which ``weight`` is kept, in the order of its Hugging Face tensors.
+
+    Each is a ``Weight`` itself, which the functions of ``mm.weights.table`` cut like any other.  The ViT's qkv is cut
+    within each of its three parts, so that a rank's shard is [Q; K; V] of that rank's heads.
+    """
+    if structure is Structure.FUSED or weight.fusion is Fusion.COPY:
+        return (weight,)
+    if weight.fusion is Fusion.PER_HEAD_QKV:
+        return (replace(weight, fusion=Fusion.STACKED_QKV),)
+    place, _, kind = weight.name.rsplit(".", 2)
+    parts = []
+    for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
+        name = f"{place}.{hf_name.split('.')[-2]}.{kind}"
+        parts.append(replace(weight, name=name, hf_names=(hf_name,), hf_shapes=(shape,), fusion=Fusion.COPY,
+                             shape=shape, head_dim=0))
+    return tuple(parts)
+
+
+# What the names in the files show
+
+_LAYER = re.compile(r"(?:model\d*/)?(image_encoder\.encoder\.blocks|text_decoder\.decoder)\.layers\.(\d+)\.")
+
+
+def num_layers(names: Iterable[str]) -> tuple[int, int]:
+    """(ViT layers, LLM layers) of the slot whose tensors have these names."""
+    counts = {"image_encoder.encoder.blocks": 0, "text_decoder.decoder": 0}
+    for name in names:
+        match = _LAYER.match(name)
+        if match:
+            counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
+    return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]
+
+
+def is_canonical_name(name: str) -> bool:
+    """Whether a stored tensor of this name is found in the canonical structure only."""
+    return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _SEPARATE

@@ -1,0 +1,111 @@
+"""New torch.save files whose tensors are copied in, so that no model is ever held in memory.
+
+torch.save itself writes them around the tensors, which it is told to leave out.
+"""
+
+import os
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._utils import _rebuild_tensor_v2
+
+from mm.errors import UserError
+from mm.formats.torch_file import STORAGES
+from mm.weights.plan import TargetFile
+from mm.weights.views import Stored
+
+_NUM_RECORDS_BEFORE = 4
+"""Those of torch.save before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""dtype and shape by name."""
+
+
+@dataclass(frozen=True)
+class TorchFile(TargetFile):
+    """A file to write.
+
+    It is what torch.save would have written, byte for byte, but for one record: ``.data/serialization_id``, a hash
+    that torch makes of the checksums, which are not known yet.  Readers treat it as optional.
+    """
+
+    @classmethod
+    def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
+        """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``.
+
+        Depends on the arguments alone, so that a file begun by one process can be completed by another.  Raises
+        UserError for a dtype that torch saves in another way.
+        """
+        specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
+        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES.values()]
+        if unknown:
+            known = ", ".join(map(str, dict.fromkeys(STORAGES.values())))
+            raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
+        # Interned, because pickle writes a name that two chunks share as a reference only if it is one object.
+        content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}
+                   for chunk, tensors in chunks.items()}
+        space = _Space()
+        with torch.serialization.skip_data():
+            torch.save(content | {"checkpoint_version": 3.0}, cast(Any, space))  # Megatron wants to see the version
+        starts = space.starts[_NUM_RECORDS_BEFORE:]
+        stored = (Stored(name, key, dtype, tuple(shape), at)
+                  for (key, dtype, shape), at in zip(specs, starts, strict=False))
+        return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(part)) for at, part in space.parts))
+
+    def frame(self, crc32s: Mapping[str, int]) -> list[tuple[int, bytes]]:
+        """``parts`` with the checksums, which torch.load does not compare, but zipfile and every unzip do."""
+        filled = [(number, tensor) for number, tensor in enumerate(self.tensors) if tensor.num_bytes]
+        parts = [(offset, bytearray(part)) for offset, part in self.parts]
+        last_offset, last = parts[-1]
+        # The last part ends with three records of 56, 20 and 22 bytes; the first says where the directory begins.
+        at = struct.unpack_from("<Q", last, len(last) - 50)[0] - last_offset
+        for (number, tensor), (_, part) in zip(filled, parts[1:], strict=True):
+            # In the descriptor behind the data, and in the directory 30 bytes before the record's name.
+            struct.pack_into("<I", part, 4, crc32s[tensor.name])
+            at = last.index(f"archive/data/{number}".encode(), at)
+            struct.pack_into("<I", last, at - 30, crc32s[tensor.name])
+        return [(offset, bytes(part)) for offset, part in parts]
+
+
+class _Space:
+    """A file for torch.save that keeps what is written, and notes where the data of each record begins."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytearray]] = [(0, bytearray())]
+        self.starts: list[int] = []
+        self.num_bytes = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.parts[-1][1].extend(content)
+        self.num_bytes += len(content)
+        if content[:2] == b"FB":  # the field that pads a record's header, so that its data is aligned
+            self.starts.append(self.num_bytes)
+        return len(content)
+
+    def seek(self, num_bytes: int, whence: int) -> int:
+        assert whence == os.SEEK_CUR  # over a tensor
+        self.num_bytes += num_bytes
+        self.parts.append((self.num_bytes, bytearray()))
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """For torch.save."""
+
+
+class _Absent:
+    """Pickled as a contiguous tensor on the CPU, without any memory.
+
+    torch saves its fake tensors in the same way, but these cost 2.5 seconds and 70 MiB at their first use.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self._tensor = torch.empty(shape, dtype=dtype, device="meta")
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        tensor, storage = self._tensor, self._tensor._typed_storage()
+        storage._fake_device = cast(Any, "cpu")  # one string, which pickle writes once, as that of real tensors
+        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())

@@ -1,0 +1,328 @@
+"""Training checkpoints on disk: names, manifest, how they are written, and which one to load.
+
+``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
+directory ``<dir>/iter_0000010`` with a ``manifest.json`` that lists every tensor with its place, shape and crc32.  A
+directory of that name is complete: it is written under another name (``.tmp-``) and renamed.
+
+``mm.training.checkpoint`` decides which rank saves what; ``training_reader.py`` reads it for any layout.
+"""
+
+import dataclasses
+import math
+import re
+import secrets
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from mm.config.model import ModelConfig
+from mm.errors import UserError
+from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
+from mm.formats.manifest import (
+    MANIFEST_FILE,
+    manifest_text,
+    model_from_json,
+    read_head,
+    read_manifest,
+    tensor_from_json,
+    tensor_json,
+)
+from mm.formats.safetensors import safetensors_file
+from mm.weights.views import Stored
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+FORMAT, VERSION = "mm training checkpoint", 1
+USE_ANOTHER = "use another checkpoint"
+"""How most messages about damage end."""
+UNREADABLE = ""
+"""In place of a run's id, where the manifest cannot be read: no run has it."""
+
+_ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+_LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a stored tensor is: a weight of one tensor-parallel rank, or a flat range of something of the same size."""
+
+    name: str
+    """Name of the weight, with the global layer number."""
+    part: str
+    """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, no weight)."""
+    tp_rank: int
+    """0 for what is the same on all tensor-parallel ranks: it is stored once."""
+    start: int
+    """Position of the first element in the flattened shard of that rank, as files hold it (``local_shape``)."""
+    stored: Stored
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, part: str, tp_rank: int = 0, start: int = 0
+    ) -> "Piece":
+        """A piece to be written; its checksum is found then."""
+        return cls(name, part, tp_rank, start, Stored(file, _key(name, part), dtype, tuple(shape), 0))
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.stored.shape)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "Piece":
+        stored = tensor_from_json({**entry, "name": _key(entry["name"], entry["part"])})
+        return cls(entry["name"], entry["part"], entry["tp_rank"], entry["start"], stored)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **tensor_json(self.stored), "name": self.name, "part": self.part, "tp_rank": self.tp_rank,
+            "start": self.start,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.  ``facts`` are for people; nothing is read back from them."""
+
+    iteration: int
+    consumed_samples: int
+    world_size: int
+    tp_size: int
+    pp_size: int
+    model: ModelConfig
+    """On the layout of the run that saved it."""
+    optimizer: Mapping[str, Any] | None
+    """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
+    facts: Mapping[str, Any]
+    pieces: tuple[Piece, ...]
+    data: Mapping[str, Any] | None = None
+    """Which samples it was trained on; None where an older version saved it."""
+    base: Mapping[str, Any] | None = None
+    """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
+    best: Mapping[str, Any] | None = None
+    """What the run remembers of its validations; None in checkpoints of before there were any."""
+    run_id: str | None = None
+    """The same in all checkpoints that one run saved into one directory; None where an older version saved it."""
+    schedule: Mapping[str, Any] | None = None
+    """Of learning rates and weight decay; None where an older version saved it."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises UserError when it is missing, damaged or of another version."""
+        content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
+        pieces = tuple(Piece.from_json(piece) for piece in content["pieces"])
+        outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
+        if outside is not None:
+            raise UserError(
+                f"{folder / MANIFEST_FILE} names the file {outside!r}; expected plain file names beside it."
+            )
+        return cls(**content | {"model": model_from_json(content["model"]), "pieces": pieces})
+
+    def text(self) -> str:
+        """The file."""
+        content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
+        del content["pieces"]  # they come last, a line for each
+        return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
+
+
+def _key(name: str, part: str) -> str:
+    """How a piece is called in its safetensors file."""
+    return name if part == "weight" else f"{name}:{part}"
+
+
+# Writing
+
+
+def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
+    """Make the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
+    directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(directory).free
+    if num_bytes > free_bytes:
+        raise UserError(
+            f"The checkpoint of iteration {iteration} needs {num_bytes:,} bytes in {directory}, but only "
+            f"{free_bytes:,} are free; make room, give another --save, or use --keep-last-checkpoints."
+        )
+    temporary = directory / f"{iteration_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir(mode=MEGATRON_MODES.directory)
+    return temporary
+
+
+def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Callable[[], Tensor]]]) -> list[Piece]:
+    """Write one safetensors file through to the disk and return its pieces with their checksums.
+
+    Each comes with the function that gives its tensor, so that one at a time is copied to the host.  Raises UserError
+    when the file cannot be written.
+    """
+    by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
+    planned = safetensors_file(
+        file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
+    finished = []
+    with _new_file(folder / file) as opened:
+        opened.write(planned.parts[0][1])
+        for stored in planned.tensors:
+            piece, values = by_name[stored.name]
+            data = values().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            opened.write(data)
+            finished.append(dataclasses.replace(piece, stored=dataclasses.replace(stored, crc32=zlib.crc32(data))))
+    return finished
+
+
+def commit(temporary: Path, manifest: Manifest) -> Path:
+    """Make a written checkpoint the newest one: manifest, rename, then ``latest``.  An older twin is replaced."""
+    with _new_file(temporary / MANIFEST_FILE) as opened:
+        opened.write(manifest.text().encode())
+    sync(temporary)
+    directory, final = temporary.parent, temporary.with_name(iteration_name(manifest.iteration))
+    old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
+    put_in_place(temporary, final, old)
+    latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
+    with _new_file(latest) as opened:
+        opened.write(f"{manifest.iteration}\n".encode())
+    latest.replace(directory / LATEST_FILE)
+    sync(directory)
+    try:
+        if old.exists():
+            shutil.rmtree(old)
+    except OSError as error:  # the new one is complete all the same
+        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=2)
+    return final
+
+
+def purge(directory: Path, newest: int, keep_last: int, run_id: str | None) -> list[str]:
+    """Delete the checkpoints of one run before ``newest`` except the last ``keep_last - 1``; returns what went wrong.
+
+    Later ones, and those of other runs, are not touched.  One that cannot be deleted does not keep the others.
+    """
+    problems = []
+    earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
+    for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
+        doomed = directory / iteration_name(iteration)
+        renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # never half a directory of that name
+        try:
+            doomed.rename(renamed)
+            shutil.rmtree(renamed)
+        except OSError as error:
+            problems.append(f"the old checkpoint {doomed} could not be deleted: {error}")
+    return problems
+
+
+def tidy(directory: Path) -> list[str]:
+    """Delete what interrupted saves and deletions left in ``directory``, which no run may be writing; says what it did.
+
+    A checkpoint that was put aside is kept while nothing stands in its place.
+    """
+    notes = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = _LEFTOVER_NAME.fullmatch(path.name)
+        is_only_one = match and match[1] == "old" and not (
+            path.with_name(path.name.partition(".")[0]) / MANIFEST_FILE).is_file()
+        if is_only_one or not (match or path.name.startswith(f"{LATEST_FILE}.tmp-")):
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            notes.append(f"{path} was left over from an interrupted save; it is deleted")
+        except OSError as error:
+            notes.append(f"{path} was left over from an interrupted save, and cannot be deleted: {error}")
+    return notes
+
+
+def remove(directory: str | Path) -> None:
+    """Delete every checkpoint in ``directory``, and the directory itself when nothing else is in it."""
+    directory = Path(directory)
+    (directory / LATEST_FILE).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if _ITERATION_NAME.fullmatch(path.name) or _LEFTOVER_NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is on the disk when the block is left; failing is a UserError that names it."""
+    try:
+        with new_file(path, MEGATRON_MODES.file) as opened:
+            yield opened
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so this checkpoint is given up; earlier ones are as they "
+            f"were. Make room, or give another --save that every machine can write."
+        ) from error
+
+
+# Finding
+
+
+def iteration_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """Iterations of the complete checkpoints, ascending."""
+    matches = [_ITERATION_NAME.fullmatch(path.parent.name) for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def run_ids(directory: Path) -> dict[int, str | None]:
+    """Which run saved each complete checkpoint, by iteration, ascending: ``Manifest.run_id``, or ``UNREADABLE``."""
+    return {iteration: run_id_of(directory / iteration_name(iteration)) for iteration in complete_iterations(directory)}
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The same of one checkpoint."""
+    try:
+        return stated(folder).get("run_id")
+    except UserError:
+        return UNREADABLE
+
+
+def stated(folder: Path) -> Mapping[str, Any]:
+    """What the manifest of a checkpoint states beside its pieces, as JSON; raises UserError when it cannot be read."""
+    return read_head(folder, "pieces")
+
+
+def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
+
+    ``directory`` is the directory of all checkpoints, of which ``latest_checkpointed_iteration.txt`` names one, or one
+    of them.  Raises UserError when there is none.
+    """
+    directory = Path(directory)
+    if (directory / MANIFEST_FILE).is_file():
+        return directory, ()
+    complete, latest, notes = complete_iterations(directory), directory / LATEST_FILE, []
+    if latest.is_file():
+        text = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdecimal():
+            raise UserError(f"{latest} holds {text[:40]!r}; expected the number of an iteration, for example 100, "
+                            f"or 'release' beside release/mp_rank_*.")
+        iteration = int(text)
+    elif complete:
+        iteration = complete[-1]
+        notes.append(f"{directory} has no {LATEST_FILE}; the newest complete checkpoint is iteration {iteration}")
+    else:
+        raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
+    chosen = directory / iteration_name(iteration)
+    # a save over an existing checkpoint that was killed between its two renames leaves the complete old one aside
+    asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
+    if not (chosen / MANIFEST_FILE).is_file():
+        if not asides:
+            raise UserError(
+                f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in {directory}: "
+                f"{', '.join(map(str, complete)) or 'none'}. Write one of these numbers into {LATEST_FILE} there to "
+                f"use it."
+            )
+        chosen = asides[-1]
+        notes.append(f"{chosen} is used: the save that was to replace it was interrupted")
+    notes += [
+        f"{path} is left over from an interrupted save and is not used; delete it"
+        for path in sorted(directory.iterdir())
+        if _LEFTOVER_NAME.fullmatch(path.name) and path != chosen
+    ]
+    return chosen, tuple(notes)

@@ -1,0 +1,143 @@
+"""Reads training checkpoints for any layout: weights as views, optimizer state as flat ranges, random states."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mm.errors import UserError, collected, refuse
+from mm.formats.files import Files
+from mm.formats.layout import Layout
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.safetensors import read_header
+from mm.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
+from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
+from mm.weights.trained import saved_weights
+from mm.weights.views import Misfit, Stored, View, shard_view
+
+
+@dataclass(frozen=True)
+class TrainingDirectory:
+    """One complete checkpoint, read for any layout; every byte that is read is checked."""
+
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    """For the user: what an interrupted save left behind."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TrainingDirectory":
+        """The checkpoint that ``find_checkpoint`` finds; raises UserError for none and for a damaged manifest."""
+        folder, notes = find_checkpoint(path)
+        return cls(folder, Manifest.read(folder), notes)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The manifest and all files of weights."""
+        names = {piece.stored.file for piece in self.manifest.pieces if piece.part == "weight"}
+        return self.path / MANIFEST_FILE, *(self.path / name for name in sorted(names))
+
+    @property
+    def stated(self) -> Sequence[Stored]:
+        """The tensors that the manifest lists."""
+        return [piece.stored for piece in self.manifest.pieces]
+
+    @cached_property
+    def contents(self) -> Mapping[str, Mapping[str, Stored]]:
+        """Tensors by file and name, also those that the manifest does not list."""
+        return {path.name: read_header(path) for path in sorted(self.path.glob("*.safetensors"))}
+
+    def describe(self) -> list[str]:
+        """What it is, for ``show``."""
+        manifest = self.manifest
+        return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
+                f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
+
+    def views(self) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights, and what is missing; UserError names each tensor that is not as the manifest says."""
+        views, misfits, problems = [], [], []
+        for weight in saved_weights(self.manifest.model):
+            for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
+                pieces = self._pieces.get((weight.name, "weight", tp_rank))
+                if not pieces:
+                    text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; use another one."
+                    misfits.append(Misfit("missing", text, weight, tp_rank))
+                    continue
+                with collected(problems):
+                    stored = self._located(pieces[0])
+                    # Parameters may have another shape than the weight, such as a flattened patch embedding.
+                    shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
+                    assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
+                    views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
+        refuse(problems)
+        return views, misfits
+
+    def has(self, weight: Weight, part: str) -> bool:
+        return (stored_name(weight), part, 0) in self._pieces
+
+    def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
+
+        Raises UserError with file and tensor when something is missing or damaged.
+        """
+        name, stored_size = stored_name(weight), self.manifest.tp_size
+        if weight.tp_dim is None or tp_size == stored_size:
+            return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
+        shape = local_shape(weight, stored_size)
+        shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape) for rank in range(stored_size)]
+        return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
+
+    def read_random(self, name: str) -> Tensor | None:
+        """A random state; None when it was not saved."""
+        pieces = self._pieces.get((name, "random", 0))
+        return self._tensor(pieces[0]) if pieces else None
+
+    @cached_property
+    def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[Piece]]:
+        found: dict[tuple[str, str, int], list[Piece]] = {}
+        for piece in sorted(self.manifest.pieces, key=lambda piece: piece.start):
+            found.setdefault((piece.name, piece.part, piece.tp_rank), []).append(piece)
+        return found
+
+    @cached_property
+    def _header(self) -> Callable[[str], Mapping[str, Stored]]:
+        """The tensors of a file, which is read when they are first needed: a rank reads few of the files."""
+        return cache(lambda file: read_header(self.path / file))
+
+    def _located(self, piece: Piece) -> Stored:
+        """The piece as its file has it, with the manifest's checksum."""
+        stated, path = piece.stored, self.path / piece.stored.file
+        try:
+            found = self._header(stated.file).get(stated.name)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
+        if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
+            raise UserError(f"{path}: {stated.name} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
+        return dataclasses.replace(found, crc32=stated.crc32)
+
+    def _range(self, name: str, part: str, tp_rank: int, start: int, stop: int) -> Tensor:
+        found, position = [], start
+        for piece in self._pieces.get((name, part, tp_rank), ()):
+            if piece.start <= position < min(piece.stop, stop):
+                end = min(piece.stop, stop)
+                found.append(self._tensor(piece)[position - piece.start : end - piece.start])
+                position = end
+        if position != stop:
+            raise UserError(
+                f"{self.path} lacks elements {position} to {stop} of {part} of {name} (tensor-parallel rank "
+                f"{tp_rank} of {self.manifest.tp_size}); the checkpoint is incomplete, use another one."
+            )
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def _tensor(self, piece: Piece) -> Tensor:
+        """All of a piece, flat."""
+        stored, content = self._located(piece), bytearray(piece.stored.num_bytes)
+        with Files(self.path) as files:
+            files.check(stored, USE_ANOTHER)
+            files.read(stored, 0, memoryview(content))
+        return torch.frombuffer(content, dtype=stored.dtype)

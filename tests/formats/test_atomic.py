@@ -1,0 +1,39 @@
+"""Permissions of what is written; that it appears whole or not at all is tested in test_interrupted.py."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.formats.layout import Layout
+from tests.checkpoint.models import SmallModel
+
+ONE_WORKER = Options(num_workers=1)
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(paths: list[Path]) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in paths}
+
+
+def test_each_kind_of_target_has_the_modes_of_its_kind(umask, tmp_path):
+    """Megatron keeps weights from others; a Hugging Face directory is like any program's output."""
+    SmallModel(2).save(tmp_path / "hf")
+    convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2, 0),), ((1, 2),), 2)).run(ONE_WORKER)
+    written = list((tmp_path / "mm").rglob("*"))
+    folders = [tmp_path / "mm", *(path for path in written if path.is_dir())]
+    assert len(folders) == 6 and modes(folders) == {0o750 & ~umask}
+    assert modes([path for path in written if path.suffix == ".safetensors"]) == {0o640 & ~umask}
+
+    convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back").run(ONE_WORKER)
+    assert modes([tmp_path / "back"]) == {0o777 & ~umask}
+    files = list((tmp_path / "back").iterdir())
+    assert len(files) == 5 and modes(files) == {0o666 & ~umask}

@@ -1,0 +1,50 @@
+"""A directory without a manifest is recognised by its shapes, and nothing else is taken for a published model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mm.config.model import ModelConfig, read_model
+from mm.formats.known_models import published_model, recognize
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.storage import Storage
+from mm.weights.table import model_weights
+from tests.checkpoint.models import write_sparse_mm
+from tests.files import EXAMPLES
+
+SIZES = ("3b", "7b", "32b", "72b")
+
+
+def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MindSpeedDirectory:
+    """Real headers, without the bytes of the weights."""
+    write_sparse_mm(model, tp_size, Storage(), root)
+    return MindSpeedDirectory.open(root)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_are_those_of_the_examples(size):
+    """In everything that shapes and heads depend on."""
+    example, known = read_model(EXAMPLES / f"model_{size}.json").value, published_model(size.upper())
+    assert model_weights(known) == model_weights(example)
+    placed = dataclasses.replace(known.language, pipeline_num_layers=example.language.pipeline_num_layers,
+                                 max_position_embeddings=example.language.max_position_embeddings,
+                                 init_method_std=example.language.init_method_std, freeze=example.language.freeze,
+                                 recompute=example.language.recompute)
+    assert placed == example.language
+
+
+@pytest.mark.parametrize(("size", "tp_size"), [("3b", 1), ("7b", 4), ("32b", 8), ("72b", 1)])
+def test_a_published_model_is_recognized(size, tp_size, tmp_path):
+    model = read_model(EXAMPLES / f"model_{size}.json").value
+    directory = directory_of(model, tp_size, tmp_path)
+    assert recognize(directory) == published_model(size.upper())
+    assert directory.layout.vision == model.vision.pipeline_num_layers
+    assert directory.layout.language == model.language.pipeline_num_layers
+    assert directory.layout.tp_size == tp_size
+
+
+def test_another_vocabulary_is_not(tmp_path):
+    model = published_model("7B")
+    other = dataclasses.replace(model, language=dataclasses.replace(model.language, vocab_size=151660))
+    assert recognize(directory_of(other, 1, tmp_path)) is None

@@ -1,0 +1,367 @@
+"""Weights as any layout needs them, from a directory of any other one, and every damage found on the way."""
+
+import argparse
+import dataclasses
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mm.config.model import ModelConfig, read_model
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.errors import UserError
+from mm.formats.files import Files
+from mm.formats.hf_config import model_from_hf, stored_problems
+from mm.formats.known_models import published_model
+from mm.formats.layout import Layout
+from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.source import open as open_source
+from mm.formats.source import open_to_train
+from mm.formats.storage import Format, Storage, Structure
+from mm.weights.cut import cut_dim
+from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
+from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
+from tests.files import EXAMPLES
+
+ONE_WORKER = Options(num_workers=1)
+SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
+STORAGES = [Storage(format, structure) for format in Format for structure in Structure]
+
+
+@st.composite
+def cases(draw) -> tuple[SmallModel, Layout, Layout, Storage, bool, int]:
+    small = draw(small_models())
+    block_bytes = draw(st.sampled_from((1, 64, 1 << 20)))
+    storage, has_manifest = draw(st.sampled_from(STORAGES)), draw(st.booleans())
+    return small, draw(layouts(small)), draw(layouts(small)), storage, has_manifest, block_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_any_layout_from_any_other(case):
+    small, stored, wanted, storage, has_manifest, block_bytes = case
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        tensors = small.save(root / "hf")
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
+        if not has_manifest:
+            (root / "mm" / "manifest.json").unlink()
+        model = wanted.place(small.model)
+        source = open_source(root / "mm", model=model)
+        assert source.has_checksums is has_manifest
+        source.check()
+        placement = model.placement()
+        for spec in placement.slots:
+            for weight in stage_weights(model, spec):
+                whole = fuse(weight, [tensors[hf_name] for hf_name in weight.hf_names])
+                for tp_rank in range(wanted.tp_size):
+                    expected = shard(weight, whole, wanted.tp_size, tp_rank)
+                    for dtype in (torch.bfloat16, torch.float32):
+                        found = source.read(weight, wanted.tp_size, tp_rank, dtype, block_bytes)
+                        assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(small_models().flatmap(lambda small: st.tuples(st.just(small), layouts(small))), st.data())
+def test_blocks_of_published_tensors(case, data):
+    (small, stored), storage = case, data.draw(st.sampled_from(STORAGES))
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        tensors = small.save(root / "hf")
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
+        source = open_source(root / "mm")
+        weight = data.draw(st.sampled_from(model_weights(small.model)))
+        key = data.draw(st.sampled_from(weight.hf_names))
+        dim = cut_dim(weight)
+        expected = tensors[key].flatten(0, dim - 1) if dim else tensors[key][None]
+        expected = expected.reshape(*expected.shape[:2], -1)
+        rows, indices = (range(start, data.draw(st.integers(start + 1, size))) for size in expected.shape[:2]
+                         for start in [data.draw(st.integers(0, size - 1))])
+        with Files(source.path) as files:
+            found = files.block(source.index, key, rows, indices)
+        assert torch.equal(found, expected[rows.start : rows.stop, indices.start : indices.stop])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    SMALL.save(root / "hf")
+    for storage in STORAGES:
+        name = f"{storage.format.value}-{storage.structure.value}"
+        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(ONE_WORKER)
+    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(ONE_WORKER)
+    return root
+
+
+@pytest.fixture(params=["safetensors-fused", "torch-canonical"])
+def copy(request, made, tmp_path) -> Path:
+    return Path(shutil.copytree(made / request.param, tmp_path / "mm"))
+
+
+def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer: bool = True) -> None:
+    """On one rank, after what is checked for all ranks."""
+    source = open_to_train(directory, model, needs_optimizer)
+    if not source.has_checksums:
+        source.check()
+    placement = model.placement()
+    for weight in stage_weights(model, placement[0]):
+        source.read(weight, 1, 0, torch.float32)
+
+
+def flip(directory: Path, name: str, tp_rank: int, place: int = 0) -> Path:
+    """Change one bit of a tensor; returns its file."""
+    opened = MindSpeedDirectory.open(directory)
+    for file, tensors in opened.contents.items():
+        stored = next((one for key, one in tensors.items() if key.endswith(name)), None)
+        if stored is not None and Path(file).parent.name.startswith(f"mp_rank_{tp_rank:02d}"):
+            path = directory / file
+            content = bytearray(path.read_bytes())
+            content[stored.offset + place % stored.num_bytes] ^= 1
+            path.write_bytes(content)
+            return path
+    raise AssertionError(name)
+
+
+def test_a_flipped_bit(copy):
+    read_all(copy)
+    path = flip(copy, "mlp.linear_fc2.weight", 1, 2)
+    with pytest.raises(UserError, match=f"{path}: .*mlp.linear_fc2.weight is damaged"):
+        read_all(copy)
+
+
+def test_without_a_manifest_copies_are_compared_and_padding_is_zero(copy):
+    (copy / "manifest.json").unlink()
+    read_all(copy)
+    path = flip(copy, "final_layernorm.weight", 1)
+    with pytest.raises(UserError, match=f"{path}: .*final_layernorm.weight differs from the one in .*mp_rank_00_001"):
+        read_all(copy)
+    flip(copy, "final_layernorm.weight", 1)
+    read_all(copy)
+    path = flip(copy, "image_encoder.encoder.blocks.layers.1.mlp.linear_fc2.weight", 1, -2)  # its last column: 5 of 6
+    with pytest.raises(UserError, match=f"{path}: the padding of .*linear_fc2.weight is not zero"):
+        read_all(copy)
+
+
+def test_missing_files_and_layers(copy):
+    (copy / "manifest.json").unlink()
+    missing = next((copy / "release" / "mp_rank_01_001").iterdir())
+    content = missing.read_bytes()
+    missing.unlink()
+    with pytest.raises(UserError, match=f"{missing} is missing"):
+        read_all(copy)
+    missing.write_bytes(content[:-5])
+    with pytest.raises(UserError, match=str(missing)):
+        read_all(copy)
+    missing.write_bytes(content)
+    shutil.rmtree(copy / "release" / "mp_rank_00_001")
+    with pytest.raises(UserError, match=r"llm_pp_layers is \[1, 0\], which sums to 1; expected num_layers = 3"):
+        read_all(copy)
+
+
+def test_layers_that_the_peers_converter_loses(made, tmp_path):
+    """From 26.0.0 on it leaves out the end of an LLM whose list begins with 0."""
+    layout = Layout(((2, 0, 0),), ((0, 1, 2),), 1)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
+    (tmp_path / "mm" / "manifest.json").unlink()
+    last = tmp_path / "mm" / "release" / "mp_rank_00_002" / "model.safetensors"
+    lost = ("decoder.layers.1.", "final_layernorm", "output_layer")
+    save_file({name: tensor for name, tensor in load_file(last).items() if not any(one in name for one in lost)}, last)
+    with pytest.raises(UserError, match="on loses the last LLM layers") as told:
+        read_all(tmp_path / "mm")
+    assert "llm_pp_layers is [0, 1, 1], which sums to 2; expected num_layers = 3" in told.value.problems[0]
+
+
+def test_directories_of_the_peers_hetero_parallel_are_named(made, tmp_path):
+    """Every file of theirs holds the whole encoder."""
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(ONE_WORKER)
+    (tmp_path / "mm" / "manifest.json").unlink()
+    first, last = (tmp_path / f"mm/release/mp_rank_00_{stage:03}/model.safetensors" for stage in range(2))
+    vision = {name: tensor for name, tensor in load_file(first).items() if name.startswith("image_encoder.")}
+    save_file({**load_file(last), **vision}, last)
+    with pytest.raises(UserError, match="every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it"):
+        read_all(tmp_path / "mm")
+
+
+def test_another_model_is_told_with_every_field(copy):
+    language = dataclasses.replace(SMALL.model.language, rope_theta=10.0, layernorm_epsilon=0.5)
+    with pytest.raises(UserError) as told:
+        read_all(copy, dataclasses.replace(SMALL.model, language=language))
+    text = "\n".join(told.value.problems)
+    assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 10.0" in text
+    assert "text_decoder.layernorm_epsilon" in text
+    longer = dataclasses.replace(SMALL.model.language, max_position_embeddings=7, freeze=True,
+                                 freeze_layers="0")  # fmt: skip
+    read_all(copy, dataclasses.replace(  # these change no weight
+        SMALL.model, language=longer, freeze_modules=("norm",), trainable_modules=("bias",)))
+
+
+def test_the_vit_alone_is_no_model(made):
+    with pytest.raises(UserError, match="holds no LLM"):
+        read_all(made / "vit")
+
+
+def test_what_mindspeed_mm_trained(made, tmp_path):
+    """Its files hold more than weights, which is left aside; going on from them must be asked for."""
+    trained = Path(shutil.copytree(made / "torch-fused", tmp_path / "trained"))
+    (trained / "manifest.json").unlink()
+    (trained / "release").rename(trained / "iter_0000100")
+    (trained / "latest_checkpointed_iteration.txt").write_text("100")
+    for path in trained.rglob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        content["model"] = {name: torch.nn.Parameter(tensor) for name, tensor in content["model"].items()}
+        content["model"]["text_decoder.decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+        args = argparse.Namespace(lr=1.0, consumed_train_samples=4800)
+        more = {"iteration": 100, "args": args, "rng_state": [{"torch": torch.get_rng_state()}],
+                "optimizer": {"param_groups": []}, "num_floating_point_operations_so_far": 1.0}
+        torch.save(content | more, path)
+        torch.save({"state": torch.zeros(3)}, path.with_name("distrib_optim.pt"))
+    with pytest.raises(UserError, match=r"training checkpoint of MindSpeed-MM \(iteration 100\).*add --no-load-optim"):
+        read_all(trained)
+    read_all(trained, needs_optimizer=False)
+    source = open_to_train(trained, SMALL.model, needs_optimizer=False)
+    assert (source.iteration, source.consumed_samples) == (100, 4800)
+    convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(ONE_WORKER)
+    for file in (made / "hf").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
+
+
+def test_whole_numbers_are_no_weights(copy):
+    (copy / "manifest.json").unlink()
+    (path,) = (copy / "release" / "mp_rank_00_000").iterdir()
+    name = "image_encoder.projector.layernorm.weight"
+    if path.suffix == ".pt":
+        content = torch.load(path, weights_only=True)
+        content["model"][name] = content["model"][name].long()
+        torch.save(content, path)
+    else:
+        tensors = load_file(path)
+        save_file(tensors | {name: tensors[name].long()}, path)
+    with pytest.raises(UserError, match=f"{name} is I64; expected floating-point numbers"):
+        read_all(copy)
+
+
+def test_a_manifest_of_other_files(copy):
+    text = json.loads((copy / "manifest.json").read_text())
+    assert text["tensors"][0]["dtype"] == "BF16"
+    text["tensors"][0]["dtype"] = "F32"
+    (copy / "manifest.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match="is damaged"):
+        read_all(copy)
+
+
+def test_every_flipped_bit_is_found_and_named(made, tmp_path):
+    chooser = random.Random(0)
+    for storage in STORAGES:
+        name = f"{storage.format.value}-{storage.structure.value}"
+        path = Path(shutil.copytree(made / name, tmp_path / name))
+        contents = MindSpeedDirectory.open(path).contents
+        stored = [one for file, held in contents.items() if "/mp_rank_00" in file for one in held.values()]
+        for one in chooser.sample(stored, 12):
+            content = bytearray((path / one.file).read_bytes())
+            whole = bytes(content)
+            content[one.offset + chooser.randrange(one.num_bytes)] ^= 1 << chooser.randrange(8)
+            (path / one.file).write_bytes(content)
+            with pytest.raises(UserError) as told:
+                read_all(path)
+            (problem,) = told.value.problems
+            assert problem.startswith(f"{path / one.file}: {one.name} is damaged (its crc32 differs")
+            (path / one.file).write_bytes(whole)
+        read_all(path)
+
+
+def edit(path: Path, name: str, change) -> None:
+    """Change a tensor in its safetensors file in place."""
+    tensors = load_file(path)
+    change(tensors[name])
+    save_file(tensors, path)
+
+
+def problem_of(directory: Path) -> str:
+    with pytest.raises(UserError) as told:
+        read_all(directory)
+    (problem,) = told.value.problems
+    return problem
+
+
+def test_copies_are_compared_by_bits(made, tmp_path):
+    """Two equal NaN are no difference; 0 and -0 are one; so are the same bytes under two dtypes."""
+    path, name = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm")), (
+        "text_decoder.decoder.final_layernorm.weight")
+    (path / "manifest.json").unlink()
+    files = [path / f"release/mp_rank_0{rank}_001/model.safetensors" for rank in range(2)]
+    for file in files:
+        edit(file, name, lambda tensor: tensor.copy_(torch.tensor([float("nan")] + [0.0] * 15)))
+    read_all(path)
+    edit(files[1], name, lambda tensor: tensor[1:].neg_())
+    assert f"{files[1]}: {name} differs from the one in {files[0]}" in problem_of(path)
+    save_file(load_file(files[1]) | {name: load_file(files[0])[name].view(torch.float16)}, files[1])
+    assert f"{files[1]}: {name} differs from the one in {files[0]}" in problem_of(path)
+
+
+def test_a_rank_that_holds_padding_only_holds_zeros(tmp_path):
+    """Five columns on four ranks: none is left for the fourth, whose file no rank reads."""
+    small, layout = SmallModel(4, vision_ffn=5), Layout(((2,),), ((3,),), 4)
+    small.save(tmp_path / "hf")
+    convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, Storage()).run(ONE_WORKER)
+    (tmp_path / "mm/manifest.json").unlink()
+    read_all(tmp_path / "mm", small.model)
+    file = tmp_path / "mm/release/mp_rank_03/model.safetensors"
+    name = "image_encoder.encoder.blocks.layers.1.mlp.linear_fc2.weight"
+    edit(file, name, lambda tensor: tensor[-1, -1].fill_(1))
+    with pytest.raises(UserError, match=f"{file}: the padding of {name} is not zero"):
+        read_all(tmp_path / "mm", small.model)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(copy):
+    (copy / "manifest.json").unlink()
+    source = open_source(copy, model=SMALL.model)
+    stored = source.views[0].stored
+    with (copy / stored.file).open("r+b") as file:
+        file.truncate(stored.offset + 1)
+    with pytest.raises(UserError, match=f"{copy / stored.file} ends within "):
+        for weight in model_weights(SMALL.model):
+            source.read(weight, 1, 0, torch.float32)
+
+
+def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
+    """The checksum, of the bytes alone, is the same."""
+    path = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm"))
+    file, name = path / "release/mp_rank_00_001/model.safetensors", "text_decoder.decoder.final_layernorm.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].view(torch.float16)}, file)
+    assert problem_of(path).startswith(f"{file}: {name} is F16, but manifest.json says BF16")
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
+def test_the_shipped_model_files_describe_what_is_converted_from_the_published_models(size):
+    shipped = read_model(EXAMPLES / f"model_{size}.json").value
+    assert stored_problems(Path("converted"), published_model(size.upper()), shipped) == []
+
+
+def resident_bytes(name: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (the most since the last reset) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.parametrize(("stored_tp", "tp_size"), [(1, 1), (1, 2), (2, 1), (2, 4)])
+def test_reading_takes_no_more_memory_than_the_result_and_a_block(stored_tp, tp_size, tmp_path):
+    config = SmallModel(8, queries_per_group=128).config | {"vocab_size": 1 << 14}
+    model, block_bytes = model_from_hf(config), 1 << 20
+    write_sparse_mm(model, stored_tp, Storage(), tmp_path)
+    source = open_source(tmp_path, model=model)
+    embedding = next(weight for weight in model_weights(model) if weight.name == EMBEDDING_NAME)
+    source.read(embedding, 1 << 14, 0, torch.bfloat16, block_bytes)  # what the first use takes is not counted
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = resident_bytes("VmRSS")
+    found = source.read(embedding, tp_size, 0, torch.bfloat16, block_bytes)
+    assert found.nbytes == (128 << 20) // tp_size
+    assert resident_bytes("VmHWM") - before < found.nbytes + 4 * block_bytes

@@ -1,0 +1,138 @@
+"""Training checkpoints as files: whole or not at all wherever a process is killed, each run's own, tidied up."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm.errors import UserError
+from mm.formats import training as files
+from mm.formats.training_reader import TrainingDirectory
+from tests.checkpoint.models import SmallModel
+from tests.killed import run_killed
+
+
+def manifest(iteration: int, pieces: list[files.Piece], run_id: str | None) -> files.Manifest:
+    return files.Manifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
+
+
+def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str | None = None) -> None:
+    """A whole save of two small files."""
+    temporary = files.begin(directory, iteration, 100)
+    pieces = []
+    for name in ("a", "b"):
+        tensor = torch.full((3,), value)
+        piece = files.Piece.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
+        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor.clone)])
+    files.commit(temporary, manifest(iteration, pieces, run_id))
+
+
+def small_value(directory: Path) -> tuple[str, float]:
+    stored = TrainingDirectory.open(directory)
+    values = {float(value) for name in ("a", "b") for value in stored.read_random(name)}
+    assert len(values) == 1
+    return stored.path.name, values.pop()
+
+
+@pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
+def test_a_save_killed_at_any_point_leaves_a_whole_checkpoint(iteration: int, tmp_path: Path) -> None:
+    outcomes, point = [], 0
+    was_killed = True
+    while was_killed:
+        point += 1
+        directory = tmp_path / str(point)
+        write_small(directory, 10, 1.0)
+        was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
+        outcomes.append(small_value(directory)[1])
+        write_small(directory, iteration, 3.0)  # whatever was left over does not disturb the next save
+        assert small_value(directory) == (files.iteration_name(iteration), 3.0)
+    assert point > 15
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_run_deletes_its_own_checkpoints_only(tmp_path: Path) -> None:
+    for iteration, run_id in ((1, "mine"), (2, "other"), (3, "mine"), (4, None), (5, "mine"), (6, "mine")):
+        write_small(tmp_path, iteration, run_id=run_id)
+    (tmp_path / "iter_0000002" / files.MANIFEST_FILE).write_text("{")
+    assert files.run_ids(tmp_path) == {1: "mine", 2: files.UNREADABLE, 3: "mine", 4: None, 5: "mine", 6: "mine"}
+    assert files.purge(tmp_path, 5, 1, "mine") == []
+    assert list(files.run_ids(tmp_path)) == [2, 4, 5, 6]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: Path, monkeypatch) -> None:
+    for iteration in range(1, 5):
+        write_small(tmp_path, iteration)
+    really = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "iter_0000001":
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)  # root, who runs these tests in places, may rename everything
+    (problem,) = files.purge(tmp_path, 4, 1, None)
+    assert problem.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted: ")
+    assert names(tmp_path) == ["iter_0000001", "iter_0000004", files.LATEST_FILE]
+
+
+def test_what_killed_saves_left_is_deleted_but_the_only_copy(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        write_small(tmp_path, iteration)
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.old-ab12")  # killed before the new one was in place
+    shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000020.old-cd34")
+    for name in ("iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", "best", "my.tmp-78ab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{files.LATEST_FILE}.tmp-12ab").touch()
+    notes = files.tidy(tmp_path)
+    assert [note.split(" ")[0].removeprefix(f"{tmp_path}/") for note in notes] == [
+        "iter_0000020.old-cd34", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", f"{files.LATEST_FILE}.tmp-12ab"]
+    assert all(note.endswith("was left over from an interrupted save; it is deleted") for note in notes)
+    assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", files.LATEST_FILE, "my.tmp-78ab"]
+    assert files.tidy(tmp_path) == files.tidy(tmp_path / "none") == []
+
+
+def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path: Path) -> None:
+    write_small(tmp_path, 10, 1.0)
+    write_small(tmp_path, 20, 2.0)
+    (tmp_path / files.LATEST_FILE).unlink()
+    folder, (note,) = files.find_checkpoint(tmp_path)
+    assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
+    (tmp_path / files.LATEST_FILE).write_text("10\n")
+    assert files.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
+    (tmp_path / files.LATEST_FILE).write_text("ten")
+    with pytest.raises(UserError, match="expected the number of an iteration"):
+        files.find_checkpoint(tmp_path)
+
+
+def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
+        files.begin(tmp_path / "new", 1, 10**18)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_modes_of_files_and_directories(tmp_path: Path) -> None:
+    write_small(tmp_path / "new", 10, 1.0)
+    folder = tmp_path / "new" / "iter_0000010"
+    allowed = 0o777 & ~current_umask()
+    assert folder.stat().st_mode & 0o777 == 0o750 & allowed
+    assert all(path.stat().st_mode & 0o777 == 0o640 & allowed for path in folder.iterdir())
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_remove_takes_checkpoints_only(tmp_path: Path) -> None:
+    write_small(tmp_path / "new", 10, 1.0)
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    assert files.complete_iterations(tmp_path / "new") == [10]
+    files.remove(tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]
