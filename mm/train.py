@@ -42,10 +42,10 @@ def _run(words: Sequence[str]) -> int:
     end_with_launcher()
     try:
         run = load_run(words)
-        if run.args.loads_what_it_saves:
-            from mm.training.sources import with_base  # loads torch
+        if run.args.may_begin:
+            from mm.training.sources import with_start  # loads torch
 
-            run = with_base(run)
+            run = with_start(run)
         if run.args.dry_run or run.args.check:
             run, _ = check_files(run)
     except UserError as error:

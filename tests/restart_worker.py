@@ -1,4 +1,4 @@
-"""A rank of a run whose first attempts are cut short: ``restart_worker INPUTS FLAGS...``, under torchrun.
+"""A rank of a run whose first attempts are cut short: ``restart_worker FLAGS...``, under torchrun.
 
 In attempt 0 the last rank is killed in the third iteration, in attempt 1 the first rank in the fifth.  From attempt 1
 on the first rank comes late to the meeting.  Started by tests/test_restart.py.
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 from mm import train
 from mm.device.device import Device
@@ -40,15 +39,13 @@ class KilledTrainer(run.Trainer):
         pass
 
 
-def main(inputs: Path, name: str, flags: list[str]) -> int:
-    saved = inputs / name / "save"
+def main(flags: list[str]) -> int:
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) and os.environ["RANK"] == "0":
         time.sleep(LATE_SECONDS)
     if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
         run.Trainer = KilledTrainer
-    has_saved = (saved / "latest_checkpointed_iteration.txt").is_file()
-    return train.main([*flags, "--load", str(saved if has_saved else inputs / "hf")])
+    return train.main(flags)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1:]))

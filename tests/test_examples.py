@@ -153,17 +153,20 @@ def test_scripts_launch_flags_that_parse(tmp_path, size):
 
 @pytest.mark.parametrize("size", [*SIZES, "tiny"])
 def test_the_same_command_resumes(tmp_path, size):
-    """With optimizer and random states, which the first run has saved."""
-    args = parse(train_flags(run_script(tmp_path, size, LOAD_PATH="base", MASTER_ADDR="10.0.0.1")[1]))
-    assert (args.load, args.no_load_optim, args.no_load_rng) == ("base", True, True)
-    assert not args.no_save_optim and not args.no_save_rng
-    assert (args.save_interval, args.keep_last_checkpoints) == (100 if size == "tiny" else 500, 2)
-    (tmp_path / "save dir").mkdir()
-    (tmp_path / "save dir" / "latest_checkpointed_iteration.txt").write_text("500")
-    outcome, argv = run_script(tmp_path, size, LOAD_PATH="base", MASTER_ADDR="10.0.0.1")
-    args = parse(train_flags(argv))
-    assert (args.load, args.no_load_optim, args.no_load_rng) == (str(tmp_path / "save dir"), False, False)
-    assert f"{tmp_path}/save dir holds a checkpoint: going on from it, not from base" in outcome.stdout
+    """The trainer decides, at every start of its ranks, so the command is the same before and after the first save."""
+    for number in range(2):
+        argv = run_script(tmp_path, size, LOAD_PATH="base", MASTER_ADDR="10.0.0.1", MAX_RESTARTS=str(number))[1]
+        assert argv[argv.index("--max_restarts") + 1] == str(number)
+        args, saved = parse(train_flags(argv)), tmp_path / "save dir"
+        assert (args.load, args.save, args.pretrained_checkpoint) == (str(saved), str(saved), "base")
+        assert not (args.no_load_optim or args.no_load_rng or args.no_save_optim or args.no_save_rng)
+        assert (args.save_interval, args.keep_last_checkpoints) == (100 if size == "tiny" else 500, 2)
+        (saved / "iter_0000500").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_save_of_the_user_is_where_to_resume(tmp_path):
+    args = parse(train_flags(run_script(tmp_path, "7b", "--save", "a", "--lr", "1", "--save", "my own")[1]))
+    assert (args.load, args.save) == ("my own", "my own")
 
 
 def test_every_layout_variable_comes_from_the_environment(tmp_path):
@@ -176,7 +179,7 @@ def test_every_layout_variable_comes_from_the_environment(tmp_path):
     args = parse(train_flags(argv))
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.micro_batch_size) == (2, 2, 3)
     assert args.global_batch_size == 3 * 5 * 2
-    assert (args.train_iters, args.load, args.mm_model, args.mm_data, args.lr) == (
+    assert (args.train_iters, args.pretrained_checkpoint, args.mm_model, args.mm_data, args.lr) == (
         7, "weights here", "m.json", "d.json", 2e-5)
 
 
@@ -269,6 +272,7 @@ def test_hostfile_gives_rank_and_master(tmp_path):
     ({"NNODES": "1"}, "not a multiple of TP x PP x CP"),
     ({"TP": "0", "MBS": "2.5"}, "TP is '0'; expected an integer of at least 1. MBS is '2.5'"),
     ({"TP": "x"}, "TP is 'x'"),
+    ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1'; expected 0 to 9999"),
     ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; expected at most 65535"),
     ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is '2'; expected 0 to 1"),
 ])

@@ -12,18 +12,27 @@ from pathlib import Path
 
 import psutil
 
-from tests.files import ROOT
-from tests.launch import warm_python
+from tests.files import EXAMPLES, ROOT
+from tests.launch import free_port, warm_python
 from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 
 def launch(inputs: Path, name: str, max_restarts: int) -> str:
-    """The worker on two stages under torchrun, which starts its ranks in forks of the warm process."""
-    flags = flags_of(inputs, name, 2, "--num-workers", "0", "--save-interval", "2", "--deterministic-mode")
-    command = [warm_python(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--local_addr", "localhost",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--max_restarts", str(max_restarts), "-m",
-               "tests.restart_worker", str(inputs), name, *flags]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    """The tiny script on two stages, with the worker in place of mm.train; its ranks are forks of the warm process."""
+    python = inputs / "python"
+    python.write_text('#!/bin/bash\n'
+                      '[[ "$2" == torch.distributed.run ]] && set -- "${@/#mm.train/tests.restart_worker}"\n'
+                      f'exec {warm_python()} "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | {
+        "PYTHON": str(python), "MM_MODEL": str(inputs / "model_2.json"), "MM_DATA": str(inputs / "data.json"),
+        "LOAD_PATH": str(inputs / "hf"), "SAVE_PATH": str(inputs / name / "save"),
+        "LOG_DIR": str(inputs / name / "logs"),
+        "MBS": "2", "GRAD_ACC_STEP": "2", "SEQ_LENGTH": "512", "TRAIN_ITERS": "6", "SAVE_INTERVAL": "2",
+        "MASTER_PORT": str(free_port()), "MAX_RESTARTS": str(max_restarts),
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh"), "--deterministic-mode"],
+                          env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -33,7 +42,8 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
     launch(inputs, "whole", 0)
     said = launch(inputs, "restarted", 2)
     found = re.findall(r"loaded a (.+) checkpoint from \S+, iteration (\d)", said)
-    assert found == [("Hugging Face", "0"), ("training", "2"), ("training", "4")]
+    assert found == [("Hugging Face", "0"), ("training", "2"), ("training", "4")], said
+    assert "holds a checkpoint: the run goes on from it, not from" in said
     whole, restarted = metrics(inputs, "whole"), metrics(inputs, "restarted")
     assert [row["iteration"] for row in restarted] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "lr", "consumed_samples", "num_tokens"):

@@ -240,7 +240,7 @@ def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path)
 
 
 def test_the_same_command_begins_and_goes_on(inputs: Path) -> None:
-    """Runs after the tests above: the base is the data JSON's, or --load-base-model's."""
+    """Runs after the tests above: the base is the data JSON's, --load-base-model's or --pretrained-checkpoint's."""
     save = inputs / "same" / "save"
     same = ("--load", str(save), "--save-interval", "2", "--deterministic-mode")
     said = run(inputs, "same", 1, *same, "--exit-interval", "2")
@@ -254,5 +254,12 @@ def test_the_same_command_begins_and_goes_on(inputs: Path) -> None:
     assert f"begins with the weights of {inputs / 'mm'} (--load-base-model)" in said
     (first,) = metrics(inputs, "other")
     assert first["loss"] == metrics(inputs, "whole")[0]["loss"]
+    again = ("--load", str(inputs / "third" / "save"), "--pretrained-checkpoint", str(inputs / "same" / "save"))
+    said = run(inputs, "third", 1, *again, "--train-iters", "7")
+    assert f"begins with the weights of {inputs / 'same' / 'save'} (--pretrained-checkpoint)" in said
+    assert "--no-load-optim: the learning rate's schedule begins anew after iteration 6" in said
+    said = run(inputs, "third", 1, *again, "--train-iters", "7", "--finetune", "--lr-decay-style", "cosine")
+    assert f"loaded a training checkpoint from {inputs / 'third' / 'save'}, iteration 7" in said
+    assert "(--pretrained-checkpoint), so --finetune does not count either" in said
     with pytest.raises(AssertionError, match=r"--load is '.*none', which is not a directory"):
         run(inputs, "other", 1, "--load", str(inputs / "none"))

@@ -9,7 +9,8 @@
 # loss is divided by the target tokens of the global batch.  Only --calculate-per-microbatch-loss makes MBS count.
 #
 # The same command resumes: where SAVE_PATH holds a checkpoint, training goes on from it with its optimizer, schedule,
-# random states and data; else it starts from the weights in LOAD_PATH.  Every SAVE_INTERVAL steps a checkpoint is saved,
+# random states and data; else it starts from the weights in LOAD_PATH.  The trainer decides at each start, so ranks
+# that torchrun starts again (MAX_RESTARTS, default 0: how often, after a rank has failed) lose no saved step.  Every SAVE_INTERVAL steps a checkpoint is saved,
 # and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each takes 2 bytes for each weight and 12 more for
 # each that is trained.  MindSpeed-MM's scripts save weights alone, and only at the end: add --no-save-optim
 # --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
@@ -18,7 +19,8 @@
 # process checks everything before several are launched, so that a mistake is told once and ends the script with status 2.
 # All paths are relative to the repository root.
 #
-# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON, CANN_ENV, ATB_ENV.
+# From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, MAX_RESTARTS, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON,
+# CANN_ENV, ATB_ENV.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -26,6 +28,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 NODE_RANK=${NODE_RANK:-0}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
 LOG_DIR=${LOG_DIR:-logs}
 GIVEN_GRAD_ACC_STEP=${GRAD_ACC_STEP:-}
 if [[ -z "${PYTHON:-}" ]]; then
@@ -91,13 +94,14 @@ nodes_from_hostfile() {
     fail "none of the addresses in $hostfile (${nodes[*]}) belongs to this machine ($own)"
 }
 
-# WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP), OVERLAP_ARGS and LOAD_ARGS from the variables of the script.
+# WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP) and OVERLAP_ARGS from the variables of the script.
 derive_sizes() {
     local name wrong=()
     for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP SAVE_INTERVAL KEEP_CHECKPOINTS MASTER_PORT \
         ${GBS:+GBS}; do
         [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
     done
+    [[ "$MAX_RESTARTS" =~ ^[0-9]{1,4}$ ]] || wrong+=("MAX_RESTARTS is '$MAX_RESTARTS'; expected 0 to 9999.")
     ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
     [[ "$NODE_RANK" =~ ^[0-9]{1,8}$ ]] && ((10#$NODE_RANK < NNODES)) ||
         fail "NODE_RANK is '$NODE_RANK'; expected 0 to $((NNODES - 1)), for NNODES is $NNODES"
@@ -124,17 +128,17 @@ derive_sizes() {
         0) OVERLAP_ARGS=() ;;
         *) fail "OVERLAP is '$OVERLAP'; expected 1 or 0" ;;
     esac
-    # MindSpeed-MM's own training checkpoints hold optimizer state that is not read here.
-    LOAD_ARGS=(--load "$LOAD_PATH" --no-load-optim --no-load-rng)
-    if [[ -f "$SAVE_PATH/latest_checkpointed_iteration.txt" ]]; then
-        echo "$SAVE_PATH holds a checkpoint: going on from it, not from $LOAD_PATH"
-        LOAD_ARGS=(--load "$SAVE_PATH")
-    fi
 }
 
 # launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.
 launch() {
-    local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@")
+    local word before=
+    for word in "$@"; do  # a --save of the user's is where to resume, too
+        if [[ "$before" == --save ]]; then SAVE_PATH=$word; fi
+        before=$word
+    done
+    local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}"
+        --load "$SAVE_PATH" --pretrained-checkpoint "$LOAD_PATH" "$@")
     local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.train "${flags[@]}"
         --world-size "$WORLD_SIZE")
     local flag log status rehearsal
@@ -156,7 +160,8 @@ launch() {
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     set +e
     "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
-        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" -m mm.train "${flags[@]}" 2>&1 | tee "$log"
+        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS" \
+        -m mm.train "${flags[@]}" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
     set -e
     chmod 440 "$log"

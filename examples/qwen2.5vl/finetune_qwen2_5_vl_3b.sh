@@ -56,7 +56,6 @@ GPT_ARGS=(
     --no-gradient-accumulation-fusion
     --seed 42
     --bf16
-    "${LOAD_ARGS[@]}"
     --use-flash-attn
     --use-distributed-optimizer
     "${OVERLAP_ARGS[@]}"

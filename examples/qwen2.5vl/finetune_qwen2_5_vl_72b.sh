@@ -63,7 +63,6 @@ GPT_ARGS=(
     --no-gradient-accumulation-fusion
     --seed 42
     --bf16
-    "${LOAD_ARGS[@]}"
     --use-flash-attn
     --variable-seq-lengths
     --use-distributed-optimizer

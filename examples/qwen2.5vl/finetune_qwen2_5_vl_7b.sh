@@ -55,7 +55,6 @@ GPT_ARGS=(
     --adam-beta2 0.999
     --seed 42
     --bf16
-    "${LOAD_ARGS[@]}"
     --use-flash-attn
     --variable-seq-lengths
     --use-distributed-optimizer

@@ -43,7 +43,6 @@ GPT_ARGS=(
     --adam-beta1 0.9
     --adam-beta2 0.999
     --seed 42
-    "${LOAD_ARGS[@]}"
     --use-distributed-optimizer
     --num-workers 0
 )

@@ -49,6 +49,9 @@ class Arguments:
     mm_model: str = Field(description="model JSON")
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
+    pretrained_checkpoint: str | None = Field(None, description=(
+        "what a run begins with while --load is its --save and holds no checkpoint yet, or is absent: weights or a "
+        "checkpoint, whose optimizer and random states are not read"))
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
     save: str | None = Field(None, description="directory of the training checkpoints")
@@ -143,8 +146,8 @@ class Arguments:
     lora_rank_pattern: Patterns = Field((), description="other ranks of some of the adapters, such as q_proj=4")
     lora_alpha_pattern: Patterns = Field((), description="other alphas of some of the adapters, such as q_proj=8")
     load_base_model: str | None = Field(None, description=(
-        "the model that the adapters of --load stand beside, and what a run begins with whose --load is its --save and "
-        "holds no checkpoint yet; absent = model_name_or_path"))
+        "the model that the adapters of --load stand beside, and what a run without --pretrained-checkpoint begins "
+        "with while --load is its --save and holds no checkpoint yet; absent = model_name_or_path"))
 
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
@@ -256,6 +259,11 @@ class Arguments:
     def loads_what_it_saves(self) -> bool:
         """Whether ``--load`` is ``--save``, so that the same command begins a run and goes on with it."""
         return is_same_directory(self.load, self.save)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether something else than ``--load`` may be what the run begins with; the files decide."""
+        return self.loads_what_it_saves or (self.load is None and self.pretrained_checkpoint is not None)
 
     @property
     def recompute(self) -> RecomputeConfig:

@@ -202,8 +202,11 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
 def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     data_path = words.last("--mm-data")
     directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
-    if is_same_directory(words.last("--load"), words.last("--save")) and not Path(words.last("--load") or "").exists():
+    load = words.last("--load")
+    if is_same_directory(load, words.last("--save")) and not Path(load or "").exists():
         del directories["--load"]  # the run makes it
+    if load is None or not any(Path(load).glob("iter_*")):  # a run that goes on does not need it any more
+        directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
         directories[f"{data_path}: dataset_dir"] = data.dataset_dir
@@ -332,7 +335,8 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
 def _adapter_problems(run: Run) -> Iterator[str]:
     """Flags that only go with adapters."""
     for name in ("load_base_model", "export_merged_hf"):
-        begins = name == "load_base_model" and run.args.loads_what_it_saves
+        begins = (name == "load_base_model" and run.args.loads_what_it_saves
+                  and run.args.pretrained_checkpoint is None)
         if not (run.model.lora.is_on or begins) and (path := getattr(run.args, name)) is not None:
             yield (f"{flag_name(name)} is {path!r}, but there are no adapters; name the linear layers that get them "
                    f"with --lora-target-modules, or leave the flag out"
@@ -362,7 +366,9 @@ def _notes(args: Arguments) -> Iterator[str]:
     yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
     if "core_attn" in args.recompute_modules:
         yield NoEffect(["core_attn of --recompute-modules"], "attention scores are never kept")
-    if args.load is None and args.load_base_model is None:
+    if args.pretrained_checkpoint is not None and not args.may_begin:
+        yield NoEffect(["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save")
+    if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
         yield "--load is absent: training starts from random weights"
     if args.save is None:
         interval = f", in spite of --save-interval {args.save_interval}" if args.save_interval else ""

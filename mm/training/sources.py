@@ -19,20 +19,43 @@ def qkv_order(run: Run) -> QkvOrder:
     return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
 
 
-def with_base(run: Run) -> Run:
-    """``run`` as it begins, where its ``--load`` is its ``--save`` and holds no checkpoint yet.
+def with_start(run: Run) -> Run:
+    """``run`` with the ``--load`` that counts at this start, where ``--load`` is ``--save`` or absent.
 
-    Then it begins as with ``--load-base-model`` as ``--load``, or with ``model_name_or_path``: never at random.
+    A run whose ``--save`` holds a checkpoint goes on from it; any other begins with ``--pretrained-checkpoint``, or
+    without that flag with ``--load-base-model`` or ``model_name_or_path``: never at random.
     """
     args = run.args
-    if args.load is None or not args.loads_what_it_saves or not holds_nothing(args.load):
+    if not args.may_begin:
         return run
-    base, what = (run.data.model_name_or_path, f"model_name_or_path of {args.mm_data}")
-    if args.load_base_model is not None:
-        base, what = args.load_base_model, "--load-base-model"
-    stands_beside = run.model.lora.is_on and args.load_base_model is not None
-    note = f"--load {args.load} holds no checkpoint yet, so the run begins with the weights of {base} ({what})"
-    return replace(run, args=replace(args, load=None if stands_beside else base), notes=(*run.notes, note))
+    if args.load is not None and not holds_nothing(args.load):
+        return _going_on(run)
+    found = "" if args.load is None else f"--load {args.load} holds no checkpoint yet, so "
+    begins = f"{found}the run begins with the weights of"
+    if args.pretrained_checkpoint is not None:
+        note = f"{begins} {args.pretrained_checkpoint} (--pretrained-checkpoint)"
+        args = replace(args, load=args.pretrained_checkpoint, no_load_optim=True, no_load_rng=True)
+    elif args.load_base_model is not None:
+        note = f"{begins} {args.load_base_model} (--load-base-model)"
+        args = replace(args, load=None if run.model.lora.is_on else args.load_base_model)
+    else:
+        note = f"{begins} {run.data.model_name_or_path} (model_name_or_path of {args.mm_data})"
+        args = replace(args, load=run.data.model_name_or_path)
+    return replace(run, args=args, notes=(*run.notes, note))
+
+
+def _going_on(run: Run) -> Run:
+    """``run``, whose ``--load`` holds a checkpoint: what says how to begin no longer counts."""
+    args, base = run.args, run.args.pretrained_checkpoint
+    if base is None:
+        return run
+    note = f"--load {args.load} holds a checkpoint: the run goes on from it, not from {base} (--pretrained-checkpoint)"
+    if args.finetune:
+        note += ", so --finetune does not count either"
+        args = replace(args, finetune=False)
+    if run.model.lora.is_on and args.load_base_model is None and Path(base).is_dir() and not holds_adapters(base):
+        args = replace(args, load_base_model=base)  # the adapters have been trained beside it
+    return replace(run, args=args, notes=(*run.notes, note))
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inp
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 2
-    assert "--lr is 'fast'" in done.stderr and "--load is" in done.stderr
+    assert "--lr is 'fast'" in done.stderr and "--pretrained-checkpoint is" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert not (inputs / "logs").exists() and not (inputs / "save").exists()
 
