@@ -105,7 +105,8 @@ def _run(
             communicator.begin(plan, forward_only)
             schedule = (forward_backward_pipelining_with_interleaving if interleaves
                         else forward_backward_pipelining_without_interleaving)
-            schedule(**arguments, p2p_communicator=communicator)
+            arguments["p2p_communicator"] = communicator  # which only has what the schedules call
+            schedule(**arguments)
             communicator.end()
     inputs.end()
 
