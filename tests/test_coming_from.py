@@ -26,7 +26,7 @@ PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))
 def said(row: FlagRow) -> str:
     """What the page says of a word that has no field."""
     if isinstance(row, SameAs):
-        return f"taken: the same as `{row.flag}`"
+        return f"supported: the same as `{row.flag}`"
     if not isinstance(row, Fixed):
         return f"no effect: {row.why}"
     supported = [str(one).lower() if isinstance(one, bool) else one for one in row.supported if one is not None]
@@ -36,7 +36,7 @@ def said(row: FlagRow) -> str:
 
 
 def flags_table() -> str:
-    words = {flag_name(name): f"taken: {field.description}" for name, field in fields_of(Arguments).items()}
+    words = {flag_name(name): f"supported: {field.description}" for name, field in fields_of(Arguments).items()}
     words |= {flag: said(row) for flag, row in FLAGS.items()}
     return table("flag", words)
 
@@ -45,7 +45,7 @@ def keys_table() -> str:
     words: dict[str, str] = {}
     for cls, tables in ((ModelConfig, MODEL_KEYS), (DataConfig, DATA_KEYS)):
         for _, paths, field in settings_of(cls):
-            words |= dict.fromkeys(paths, f"taken: {expected(field)}")
+            words |= dict.fromkeys(paths, f"supported: {expected(field)}")
         for where, rows in tables.items():
             words |= {f"{where}.{key}".lstrip("."): said(row) for key, row in rows.items()}
     return table("key", words)
@@ -53,7 +53,7 @@ def keys_table() -> str:
 
 def inference_table() -> str:
     """What an ``inference_*.json`` or ``evaluate_*.json`` has beside the model."""
-    words = {path: f"taken: {expected(field)}" for name, (path, *_), field in settings_of(EvaluationConfig)
+    words = {path: f"supported: {expected(field)}" for name, (path, *_), field in settings_of(EvaluationConfig)
              if not name.startswith("model.")}
     for where, rows in INFERENCE_KEYS.items():
         words |= {f"{where}.{key}".lstrip("."): said(row) for key, row in rows.items()

@@ -50,22 +50,22 @@ class Arguments:
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
     pretrained_checkpoint: str | None = Field(None, description=(
-        "what a run begins with while --load is its --save and holds no checkpoint yet, or is absent: weights or a "
-        "checkpoint, whose optimizer and random states are not read"))
+        "what a run starts from if its --load is its --save and holds no checkpoint yet, or is absent: weights or a "
+        "checkpoint, without its optimizer and random states"))
     vit_qkv_order: VitQkvOrder | None = Field(
-        None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
+        None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
     save: str | None = Field(None, description="directory of the training checkpoints")
     export_hf: str | None = Field(
-        None, description="directory of the Hugging Face export at the end; of adapters, a PEFT directory")
+        None, description="directory of the Hugging Face export at the end; for adapters, a PEFT directory")
     export_merged_hf: str | None = Field(
-        None, description="directory of the Hugging Face export at the end, adapters added to the weights")
+        None, description="directory of the Hugging Face export at the end, with the adapters merged")
     log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
     vision_feature_cache: str | None = Field(None, description=(
-        "directory that keeps what a wholly frozen ViT makes of each picture and video, for later epochs and runs"))
+        "directory that caches what a fully frozen ViT computes of each picture and video, for later epochs and runs"))
     vision_feature_cache_gib: Positive | None = Field(
-        None, description="most that it may hold, in GiB; absent = until the disk is full")
+        None, description="largest size of that cache in GiB; absent = until the disk is full")
 
     # Machines
     device: DeviceName = Field("auto", description="what to run on")
@@ -75,22 +75,22 @@ class Arguments:
     pipeline_model_parallel_size: Count | None = Field(
         None, description="pipeline stages; must equal the length of the pipeline lists; absent = that length")
     virtual_pipeline_model_parallel_size: Count | None = Field(
-        None, description="chunks of each stage; must equal the number of the pipeline lists; absent = that number")
+        None, description="chunks of each stage; must equal the number of pipeline lists; absent = that number")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the tokens over the tensor-parallel ranks")
-    context_parallel_size: Count = Field(1, description="ranks that share out the tokens and images of a microbatch")
+    context_parallel_size: Count = Field(1, description="ranks that split the tokens and images of a microbatch")
     context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = Field("ulysses_cp_algo", description=(
         "exchange heads for tokens (ulysses_cp_algo), or send keys and values around a ring (megatron_cp_algo)"))
-    distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
+    distributed_timeout_minutes: Count = Field(10, description="time limit of one collective")
     step_timeout: NotNegative | None = Field(None, description=(
         "seconds after which a step has stalled, 1800 at least for the first; absent = 300, or 10 x the median step; "
         "0 = never"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
     overlap_p2p_communication: bool = Field(False, description=(
-        "ask for the next message between stages while the stage still computes; the default on NPU and CPU"))
+        "receive the next message between stages during computation; the default on NPU and CPU"))
     no_overlap_p2p_communication: bool = Field(False, description=(
-        "ask for a message between stages when it is wanted; the default on CUDA, where a message that waits takes "
+        "receive a message between stages only when it is needed; the default on CUDA, where a pending message takes "
         "processors from the computation"))
 
     # Batches and steps
@@ -98,63 +98,63 @@ class Arguments:
     global_batch_size: Count | None = Field(
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
-    train_iters: Count = Field(description="optimizer steps in all")
+    train_iters: Count = Field(description="total number of optimizer steps")
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
-    deterministic_mode: bool = Field(False, description="the same run gives the same bits on a device too; slower")
+    deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
     bad_sample: Literal["error", "skip"] = Field(
         "error", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
-    max_bad_fraction: Fraction = Field(0.1, description="part of the samples that may be left out before a run stops")
+    max_bad_fraction: Fraction = Field(0.1, description="fraction of samples that may be left out before the run stops")
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
     calculate_per_microbatch_loss: bool = Field(
-        False, description="mean over the microbatches of each one's mean: MindSpeed-MM's default")
+        False, description="mean over microbatches of each microbatch's mean: MindSpeed-MM's default")
 
     # Validation: of val_dataset or val_rate in the data JSON
-    eval_interval: Count = Field(1000, description="steps between validations; there is one after the last step too")
+    eval_interval: Count = Field(1000, description="steps between validations; the last step is always validated")
     eval_iters: NaturalNumber | None = Field(
-        None, description="most global batches of a validation; absent = every sample once; 0 = no validation")
+        None, description="most global batches per validation; absent = every sample once; 0 = no validation")
     save_best: bool = Field(
-        False, description="keep the checkpoint of the least validation loss in best below --save, beside the others")
+        False, description="keep the checkpoint with the lowest validation loss in best below --save")
     early_stopping_patience: Count | None = Field(
-        None, description="validations in a row without a new least loss after which training ends; absent = never")
+        None, description="stop after this many validations in a row without a new lowest loss; absent = never")
     eval_generate_interval: Count | None = Field(None, description=(
-        "steps between scorings of what the model answers; there is one after the last step too; absent = none"))
+        "steps between scorings of the model's answers, also after the last step; absent = none"))
     eval_generate_questions: str | None = Field(None, description=(
-        "what it is asked: OpenCompass's TSV file of a benchmark, or your own JSON, JSONL or Parquet file"))
-    eval_generate_rule: Rule | None = Field(None, description="how answers to your own questions are scored")
-    eval_generate_benchmark: BenchmarkName | None = Field(None, description="whose questions these are")
+        "questions to answer: OpenCompass's TSV file of a benchmark, or your own JSON, JSONL or Parquet file"))
+    eval_generate_rule: Rule | None = Field(None, description="scoring rule for your own questions")
+    eval_generate_benchmark: BenchmarkName | None = Field(None, description="benchmark that the questions are from")
     eval_generate_max_questions: Count | None = Field(
-        None, description="ask so many from the beginning of the file; absent = all")
+        None, description="ask only this many, from the start of the file; absent = all")
     eval_generate_max_new_tokens: Count | None = Field(
-        None, description="most tokens of an answer; absent = as mm.evaluate has it")
+        None, description="most tokens of an answer; absent = as in mm.evaluate")
 
     # What is trained
     freeze_modules: Patterns = Field((), description=(
         "words; a weight with one of them in its name is not trained, as if its part were frozen"))
     trainable_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name is trained, whatever freezes it"))
+        "words; a weight with one of them in its name is trained even if other settings freeze it"))
     lora_target_modules: Patterns = Field((), description=(
         "linear layers that get adapters (LoRA), by our names or Hugging Face's, such as q_proj v_proj, or all-linear; "
         "the rest of the model is frozen"))
     lora_r: Count = Field(LoraConfig.r, description="rank of the adapters")
-    lora_alpha: Positive = Field(LoraConfig.alpha, description="adapters are multiplied by this / rank")
+    lora_alpha: Positive = Field(LoraConfig.alpha, description="adapters are scaled by this / rank")
     lora_dropout: Fraction = Field(
-        LoraConfig.dropout, description="part of an adapter's input that is left out at random")
-    lora_use_rslora: bool = Field(False, description="multiply adapters by alpha / square root of the rank")
-    lora_rank_pattern: Patterns = Field((), description="other ranks of some of the adapters, such as q_proj=4")
-    lora_alpha_pattern: Patterns = Field((), description="other alphas of some of the adapters, such as q_proj=8")
+        LoraConfig.dropout, description="dropout probability on an adapter's input")
+    lora_use_rslora: bool = Field(False, description="scale adapters by alpha / square root of the rank")
+    lora_rank_pattern: Patterns = Field((), description="different ranks for some adapters, such as q_proj=4")
+    lora_alpha_pattern: Patterns = Field((), description="different alphas for some adapters, such as q_proj=8")
     load_base_model: str | None = Field(None, description=(
-        "the model that the adapters of --load stand beside, and what a run without --pretrained-checkpoint begins "
-        "with while --load is its --save and holds no checkpoint yet; absent = model_name_or_path"))
+        "base model of the adapters in --load; also what a run without --pretrained-checkpoint starts from if its "
+        "--load is its --save and holds no checkpoint yet; absent = model_name_or_path"))
 
     # Optimizer (Adam)
     lr: NotNegative = Field(description="highest learning rate")
     min_lr: NotNegative = Field(0.0, description="lowest learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
         "linear", description="shape of the decay")
-    lr_decay_iters: Count | None = Field(None, description="step that reaches the lowest rate; absent = train_iters")
+    lr_decay_iters: Count | None = Field(None, description="step that reaches the lowest rate; absent = --train-iters")
     lr_warmup_iters: NaturalNumber = Field(0, description="steps of linear warm-up")
     lr_warmup_fraction: Fraction | None = Field(None, description="warm-up as a fraction of the decay steps")
     lr_warmup_init: NotNegative = Field(0.0, description="learning rate at the start of the warm-up")
@@ -165,11 +165,11 @@ class Arguments:
     mm_projector_lr: Positive | None = Field(None, description="highest learning rate of the projector; absent = --lr")
     lr_scale_modules: Patterns = Field((), description=(
         "words; a weight with one of them in its name has its learning rate multiplied by --lr-mult"))
-    lr_mult: Positive = Field(1.0, description="factor of the learning rates that --lr-scale-modules names")
+    lr_mult: Positive = Field(1.0, description="factor on the learning rates that --lr-scale-modules names")
     weight_decay_exclude_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name has no weight decay, as norms and biases never have"))
+        "words; a weight with one of them in its name has no weight decay; norms and biases never have any"))
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
-    clip_grad: NotNegative = Field(1.0, description="largest global gradient norm; 0 = no clipping")
+    clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
@@ -200,33 +200,33 @@ class Arguments:
     # Checkpoints
     finetune: bool = Field(False, description="load weights only and start at step 0")
     allow_new_data: bool = Field(False, description=(
-        "go on with other data than those of the checkpoint, from their first sample; the same go on where they were"))
+        "continue with data that differ from the checkpoint's, from the first sample; no effect on unchanged data"))
     no_load_optim: bool = Field(False, description=(
-        "do not load optimizer state; the learning rate's schedule begins anew"))
+        "do not load optimizer state; the learning rate schedule restarts"))
     use_checkpoint_opt_param_scheduler: bool = Field(False, description=(
-        "go on with the checkpoint's learning rates, weight decay and schedule where the settings have others"))
+        "on resume, keep the checkpoint's learning rates, weight decay and schedule"))
     override_opt_param_scheduler: bool = Field(False, description=(
-        "go on with the settings' learning rates, weight decay and schedule where the checkpoint has others"))
+        "on resume, use the command line's learning rates, weight decay and schedule"))
     no_load_rng: bool = Field(False, description="do not load random states")
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     allow_used_save: bool = Field(False, description=(
-        "save also where another run has saved: its checkpoints of the same iterations are replaced, none is deleted"))
+        "save even where another run has saved: replaces its checkpoints of the same iterations, deletes none"))
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(None, description="how many newest checkpoints to keep; absent = all")
+    keep_last_checkpoints: Count | None = Field(None, description="number of newest checkpoints to keep; absent = all")
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
     wandb_project: str | None = Field(None, description="project of Weights & Biases; absent = not used")
-    wandb_exp_name: str | None = Field(None, description="name of the run in Weights & Biases; absent = one is drawn")
+    wandb_exp_name: str | None = Field(None, description="name of the run in Weights & Biases; absent = generated")
     wandb_save_dir: str | None = Field(None, description="directory of wandb's files; absent = --log-dir")
     swanlab_project: str | None = Field(None, description="project of SwanLab; absent = not used")
-    swanlab_exp_name: str | None = Field(None, description="name of the run in SwanLab; absent = one is drawn")
+    swanlab_exp_name: str | None = Field(None, description="name of the run in SwanLab; absent = generated")
     swanlab_save_dir: str | None = Field(None, description="directory of SwanLab's files; absent = in --log-dir")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(
-        "add what a step's time went to, on the rank where it is most; the host then waits for each step's end"))
+        "add a breakdown of the step time, the largest over the ranks; the host then waits for each step to end"))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as a picture and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")

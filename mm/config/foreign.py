@@ -13,7 +13,7 @@ class Fixed:
     """A word with no legal value but ``supported``; ``why`` says why, or what to write instead."""
 
     supported: tuple[Any, ...]
-    why: str = "this is the only way the model is computed here"
+    why: str = "the only value that this model supports"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def rows(row: Row, words: str) -> dict[str, Row]:
 
 
 _KERNEL = Inert("the device chooses its kernels")
-_NO_TRUST = "code out of a model directory is never run"
+_NO_TRUST = "code from a model directory is never run"
 
 FLAGS: Mapping[str, FlagRow] = {
     **rows(Inert("the model JSON decides"),
@@ -57,18 +57,18 @@ FLAGS: Mapping[str, FlagRow] = {
            "--allow-tf32 --allow-internal-format"),
     **rows(Inert("checkpoints have one format here: safetensors and JSON"),
            "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format"),
-    "--async-save": Inert("a checkpoint is written while training waits, by all ranks at once; the files are the same"),
+    "--async-save": Inert("training waits while all ranks write a checkpoint together; the files are the same"),
     "--use-mcore-models": Inert("megatron-core is the only engine"),
     **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
-    "--mm-tool": Inert("not that file but --profile and the flags that begin so set the profiler"),
+    "--mm-tool": Inert("--profile and the other --profile flags set the profiler, not that file"),
     **rows(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),
            "--use-pytorch-profiler --profile-level --profile-with-cpu --profile-with-stack --profile-with-memory "
            "--profile-record-shapes --profile-data-simplification --profile-export-type"),
-    **rows(Inert("--log-timers says what the time of a step went to"), "--timing-log-level --timing-log-option"),
+    **rows(Inert("--log-timers breaks down the time of a step"), "--timing-log-level --timing-log-option"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
-    **rows(Inert("it changes memory and speed only, and is not in this version; --recompute-granularity saves memory"),
+    **rows(Inert("it only affects memory and speed, and is not in this version; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
@@ -85,7 +85,7 @@ FLAGS: Mapping[str, FlagRow] = {
     "--optimizer": Fixed(("adam",), "expected one of adam"),
     **rows(Fixed((), "write it into the model JSON, as lora_apply_modules or lora_mixed_training, where MindSpeed-MM "
                      "reads it too"), "--lora-apply-modules --lora-mixed-training"),
-    "--lora-target-parameters": Fixed((), "adapters stand beside linear layers only: write --lora-target-modules"),
+    "--lora-target-parameters": Fixed((), "only linear layers can have adapters: write --lora-target-modules"),
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
@@ -94,7 +94,7 @@ FLAGS: Mapping[str, FlagRow] = {
         "pipeline_num_layers in the model JSON and --use-distributed-optimizer, and --dry-run for the memory of each "
         "stage")),
     "--fsdp2-config-path": Inert("it only goes with --use-torch-fsdp2"),
-    **rows(Inert("where weights are first made changes nothing in them"),
+    **rows(Inert("weights are the same wherever they are first created"),
            "--init-model-with-meta-device --use-cpu-initialization --no-initialization"),
     "--hetero-parallel": Fixed((), (
         "both towers have the tensor-parallel size of the command line; leave it out with tp, pp and cp of the towers, "
@@ -131,10 +131,10 @@ FLAGS: Mapping[str, FlagRow] = {
 """Flags that are no fields of ``mm.config.flags``."""
 
 _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
-_STRUCTURE = Inert("the model has Hugging Face's structure either way, and --load reads both")
-_INIT = Inert("text_decoder.init_method_std counts for the whole model")
+_STRUCTURE = Inert("the model always has Hugging Face's structure, and --load reads both")
+_INIT = Inert("text_decoder.init_method_std applies to the whole model")
 _NO_AUDIO = "this version trains on pictures, videos and text, not on audio"
-_NO_TOOLS = "a sample with a turn of a tool is refused, so none has one"
+_NO_TOOLS = "samples with tool turns are refused"
 NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), NOT_HERE)
 _NULL = Fixed((None,), NOT_HERE)
@@ -172,7 +172,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "post_layer_norm": Fixed((False,)),
         "canonical_model": _STRUCTURE,
         "attention_mask_type": Inert("attention runs over variable-length segments, without masks"),
-        "use_vit_dp": Inert("always on: context-parallel ranks share out whole images"),
+        "use_vit_dp": Inert("always on: context-parallel ranks split the images, each whole"),
         **rows(_UNUSED, "llm_hidden_size intermediate_size"),
         "init_method_std": _INIT,
     },

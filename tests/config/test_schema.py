@@ -83,7 +83,7 @@ def test_all_problems_are_collected(tmp_path):
         ":3: tower.frozen is 1; expected true or false",
         ":4: tower.name is 3; expected a string or null",
         ':5: tower.activation is "gelu"; supported: "silu" (it is built that way)',
-        ":6: tower.dropout is 0.1; supported: 0.0 (this is the only way the model is computed here)",
+        ":6: tower.dropout is 0.1; supported: 0.0 (the only value that this model supports)",
         ":7: tower.inner_mode is \"slov\"; supported: \"fast\" or \"slow\" (did you mean 'slow'?)",
         ":8: tower.half is 1; supported: true or false (it repeats a flag)",
         ": tower.num_layers is missing; expected an integer of at least 1",
