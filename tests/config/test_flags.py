@@ -88,8 +88,8 @@ def test_forms_of_values():
     (["--fp16=1"], "--fp16 takes no value, but has '1'; it is on when given, else off"),
     (["--device", "gpu"], "--device is 'gpu'; expected one of auto, npu, cuda, cpu"),
     (["--lora-r", "0"], "--lora-r is 0; expected an integer of at least 1"),
-    (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: adapters stand beside linear "
-     "layers only: write --lora-target-modules"),
+    (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: only linear layers can have "
+     "adapters: write --lora-target-modules"),
     (["--optimizer", "muon"], "--optimizer is 'muon'; expected one of adam"),
 ])
 def test_each_mistake_is_one_sentence(argv, what):
