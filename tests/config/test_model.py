@@ -227,7 +227,7 @@ def test_words_for_tools_are_taken(tmp_path):
     words = {"dataset_param.basic_parameters.tool_format": "default",
              "dataset_param.attr.observation_tag": "observation", "dataset_param.attr.function_tag": "function_call"}
     read = read_data(write(tmp_path, changed("data_7b.json", words)))
-    (note,) = [note for note in read.notes if "turn of a tool" in note]
+    (note,) = [note for note in read.notes if "tool turns" in note]
     assert all(word in note for word in words)
 
 
