@@ -1,5 +1,5 @@
-"""What ``python -m mm.evaluate`` is asked: its flags, and MindSpeed-MM's ``evaluate_*.json``; and what a model in
-training is asked in the same way.
+"""Settings of ``python -m mm.evaluate``: its flags and MindSpeed-MM's ``evaluate_*.json``; and those of an evaluation
+during training.
 """
 
 import os
@@ -25,18 +25,18 @@ PEER_NAMES: Mapping[str, BenchmarkName] = {
 """MindSpeed-MM's ``evaluation_dataset``, which are also the names of OpenCompass's files in small letters."""
 
 _BENCHMARK_PIXELS = (1280 * 28 * 28, 16384 * 28 * 28)
-"""Least and most of a picture: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
+"""Least and most pixels of an image: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
 _LIKELIEST = GenerationSettings(do_sample=False, repetition_penalty=1.0)
-"""What the checkpoint says of temperature and penalties is for conversations: a score should not depend on chance."""
+"""Replaces the checkpoint's sampling settings, which are for conversations: a score should not depend on chance."""
 _LONGEST_NAME_BYTES = 100
-"""``evaluation_model`` begins names of files, which a file system bounds by 255 bytes, dataset and ending included."""
+"""``evaluation_model`` begins file names, which file systems limit to 255 bytes including dataset and suffix."""
 _BENCHMARK_TOKENS = 2048
-"""Most of an answer: VLMEvalKit's (vlmeval/vlm/qwen2_vl/model.py)."""
+"""Longest answer: VLMEvalKit's (vlmeval/vlm/qwen2_vl/model.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluateArguments(ModelArguments):
-    """Everything that the command line says."""
+    """Everything on the command line."""
 
     questions: str | None = Field(None, description=(
         "OpenCompass's TSV file of --benchmark, or with --rule your own JSON, JSONL or Parquet file"))
@@ -60,25 +60,25 @@ EVALUATE = CommandLine(
 
 @dataclass(frozen=True, config=STRICT)
 class EvaluationConfig(InferenceConfig):
-    """A model JSON, with what MindSpeed-MM's ``evaluate_*.json`` has beside the model."""
+    """A model JSON, with what MindSpeed-MM's ``evaluate_*.json`` has besides the model."""
 
     dataset_path: str | None = None
     evaluation_dataset: str | None = None
     evaluation_model: str | None = None
-    """Only a name there, too: of the result files."""
+    """Only a name, as in MindSpeed-MM: it begins those of the result files."""
     result_output_path: str | None = None
     use_custom_prompt: bool = True
 
 
 @plain_dataclass(frozen=True)
 class Evaluating:
-    """The settings of one call.  Every rule between them holds."""
+    """The checked settings of one evaluation."""
 
     asking: Asking[EvaluateArguments]
     questions: str
     benchmark: BenchmarkName | None
     rule: Rule | None
-    """Without a benchmark."""
+    """Set if there is no benchmark."""
     output: str
     custom_prompt: bool
     peer_model: str | None
@@ -86,7 +86,7 @@ class Evaluating:
 
     @property
     def peer_dataset(self) -> str:
-        """What follows ``peer_model`` in the names of those files."""
+        """The part after ``peer_model`` in those file names."""
         names = (peer for peer, ours in PEER_NAMES.items() if ours == self.benchmark)
         return next(names, Path(self.questions).stem)
 
@@ -97,7 +97,7 @@ def read_evaluation(path: str | Path) -> Read[EvaluationConfig]:
 
 
 def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Evaluating:
-    """Read and check flags and JSON files; raises UserError with all problems.  Flags count before the JSON."""
+    """Read and check flags and JSON files; raises UserError with all problems.  Flags take precedence over the JSON."""
     asking, problems = read_asking(EVALUATE, argv, read_evaluation, environment)
     args, file = asking.args, cast(EvaluationConfig | None, asking.inference)
     named = file.evaluation_dataset if file and not args.benchmark and not args.rule else None
@@ -121,7 +121,11 @@ def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.env
 
 
 def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -> Evaluating:
-    """As ``mm.evaluate`` would ask a checkpoint of this training with its ``--mm-data``."""
+    """The settings with which ``mm.evaluate`` would evaluate a checkpoint of this run with its ``--mm-data``.
+
+    The flags' defaults come from parsing a command line of ``mm.evaluate`` that has only ``--load``, which it requires;
+    the value stands for the model in memory, and nothing is loaded.
+    """
     questions, benchmark = args.eval_generate_questions, args.eval_generate_benchmark
     assert questions is not None, "checked with the settings"
     defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))
@@ -134,7 +138,7 @@ def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -
 
 
 def _benchmark(name: str) -> BenchmarkName | None:
-    """A benchmark by any of its names."""
+    """Find a benchmark by our name or MindSpeed-MM's; case does not matter."""
     small = name.lower()
     return PEER_NAMES.get(small) or next((one for one in PEER_NAMES.values() if one == small), None)
 
@@ -162,7 +166,7 @@ def _problems(
 
 
 def _peer_notes(benchmark: str | None) -> Iterator[str]:
-    """What is otherwise than in MindSpeed-MM."""
+    """Differences from MindSpeed-MM."""
     if benchmark == "chartqa":
         yield "numbers count within 5 % of the right answer, as published; MindSpeed-MM takes 5 % of the model's answer"
     if benchmark in ("ai2d", "mmmu"):
@@ -171,7 +175,7 @@ def _peer_notes(benchmark: str | None) -> Iterator[str]:
 
 
 def _with_defaults(asking: Asking[EvaluateArguments], benchmark: str | None) -> Asking[EvaluateArguments]:
-    """The likeliest tokens, and for a benchmark its published sizes, where nobody has said otherwise."""
+    """Default to greedy decoding and, for a benchmark, to its published image sizes, unless the user has set them."""
     args, file = asking.args, asking.inference
     has_sizes = asking.data is not None or (args.image_min_pixels, args.image_max_pixels) != (None, None) or (
         file is not None and (file.min_pixels, file.max_pixels) != (None, None))

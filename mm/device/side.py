@@ -1,4 +1,4 @@
-"""A second queue of the device, for small work beside the main one: copies of what the next microbatch needs."""
+"""A second stream of the device, for small work besides the main one: copying the next microbatch's inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,28 +8,32 @@ import torch
 
 
 class SideQueue:
-    """A stream beside the one that computes; where there are no streams, as on the CPU, all is done at once.
+    """A stream beside the computing one; on a device without streams, such as the CPU, everything runs at once.
 
-    What it works on is memory of its own, which is free for it again when the tensors are gone.  The computing stream
-    may not yet have read them then: therefore its work begins behind a mark in that stream, set after the tensors' last
-    use was queued.
+    ::
+
+        computing stream   step 1 | join | mark | step 2                  | join | mark | step 3
+        side stream                               copy inputs of step 3 (after the mark)
+
+    The allocator reuses the side stream's memory as soon as its tensors die, when the computing stream may not have
+    read them yet.  So new copies wait for a mark in that stream, set after the dead tensors' last use was queued.
     """
 
     def __init__(self, kind: str | None) -> None:
-        """``kind`` of device, which this process has chosen; None without streams."""
+        """``kind``: the type of the current device, such as "cuda"; None if it has no streams."""
         self._kind = kind
         self._stream = None if kind is None else getattr(torch, kind).Stream()
         self._mark: Any = None
 
     def mark(self) -> None:
-        """From now on, work here waits for what the current stream has been given so far, and for nothing behind."""
+        """Mark the current stream: later side work waits for everything queued there so far, and nothing after."""
         if self._kind is not None:
             self._mark = getattr(torch, self._kind).Event()
             self._mark.record()
 
     @contextmanager
     def behind_mark(self) -> Iterator[None]:
-        """Work of the body is queued here; no tensor of an earlier body may die between the mark and the body."""
+        """Queue the body's work on the side stream; no tensor of an earlier body may die between mark and body."""
         if self._kind is None or self._stream is None:
             yield
             return
@@ -40,6 +44,6 @@ class SideQueue:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for what was queued here."""
+        """Make the current stream wait for everything queued on the side stream."""
         if self._kind is not None:
             getattr(torch, self._kind).current_stream().wait_stream(self._stream)

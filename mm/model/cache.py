@@ -1,7 +1,7 @@
-"""Keys and values of tokens that were there before, kept so that each new token costs one row and no more.
+"""Cache of keys and values of earlier tokens, so that a new token costs only one row.
 
-A *slot* is one sequence.  A pass brings either whole sequences, as packed segments, whose attention is the trainer's;
-or one new token of each slot, which attends to all that its slot holds.  Which token comes next is not known here.
+A *slot* is one sequence.  A pass processes either whole sequences, as packed segments with the trainer's attention, or
+one new token of each slot, which attends to everything in its slot.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from mm.device.attention import Kernel, Segments
 
 _ROOM_TOKENS = 256
-"""By so much, at least, the kept rows of a slot grow: growing copies all of them."""
+"""Spare rows of a slot when it grows, because growing copies all rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,11 @@ class Places:
     slots: Tensor
     """int64 [rows]"""
     numbers: Tensor
-    """int64 [rows]: of the token within its sequence."""
+    """int64 [rows]: the token's index within its sequence."""
     longest: int
-    """Tokens of the longest sequence, the new ones included."""
+    """Tokens of the longest sequence, including the new ones."""
     lengths: Tensor | None = None
-    """int64 [slots]: tokens of each, where every slot has one new one; None where whole sequences come."""
+    """int64 [slots]: tokens of each slot, including the new one; None when whole sequences are processed."""
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int], device: torch.device) -> "Places":
@@ -46,7 +46,7 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What one layer keeps, during one pass."""
+    """One layer's cache during one pass."""
 
     keys: Tensor
     """[slots, key heads, room, head_dim], like the values."""
@@ -54,7 +54,7 @@ class LayerCache:
     places: Places
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-        """As ``kernel``, of the rows of this pass, whose keys and values are kept."""
+        """Like ``kernel``, for the rows of this pass; stores their keys and values."""
         places = self.places
         self.keys[places.slots, :, places.numbers] = k
         self.values[places.slots, :, places.numbers] = v
@@ -67,7 +67,7 @@ class LayerCache:
 def attend_to_kept(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """Attention of one query for each slot to the first ``lengths`` of its keys: [slots, heads, head_dim].
 
-    Plain operations, which every device has: one query a slot makes the keys' way out of memory the cost, not the
+    Plain operations suffice on every device: with one query per slot the cost is reading the keys from memory, not the
     products.  The softmax is in fp32, as in the fused kernels.
     """
     num_slots, num_heads, head_dim = q.shape
@@ -80,16 +80,16 @@ def attend_to_kept(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> 
 
 
 class KeyValueCache:
-    """What the LLM layers of one chunk keep for the sequences of one batch."""
+    """The caches of one chunk's LLM layers for the sequences of one batch."""
 
     def __init__(self, layers: Iterable[str], num_groups: int, like: Tensor) -> None:
-        """``num_groups``: key heads of this rank.  ``like`` has the dtype and device, and the width of a head."""
+        """``num_groups``: key heads on this rank.  ``like`` gives dtype, device and head size (its last dimension)."""
         self._num_groups, self._like = num_groups, like
         self._kept: dict[str, tuple[Tensor, Tensor]] = {layer: (like, like) for layer in layers}
         self._num_slots = self._room = 0
 
     def during(self, places: Places) -> Mapping[str, LayerCache]:
-        """For one pass: what each layer keeps, by its global number, with room for the rows that come."""
+        """Each layer's cache for one pass, by global layer number, with room for the new rows."""
         if places.lengths is None:
             self._num_slots = int(places.slots[-1]) + 1
         if places.longest > self._room:
@@ -97,7 +97,7 @@ class KeyValueCache:
         return {layer: LayerCache(*kept, places) for layer, kept in self._kept.items()}
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Forget all other slots; those that stay are numbered anew, in this order."""
+        """Drop all other slots and renumber these in this order."""
         index = torch.tensor(slots, device=self._like.device)
         self._num_slots = len(slots)
         self._kept = {layer: (keys[index], values[index]) for layer, (keys, values) in self._kept.items()}
@@ -106,7 +106,7 @@ class KeyValueCache:
         old, self._room = self._room, longest + _ROOM_TOKENS
         shape = (self._num_slots, self._num_groups, self._room, self._like.shape[-1])
         for layer, kept in self._kept.items():
-            # Zeros: what is beyond a sequence's end has no weight, but 0 times an accident may be no number.
+            # Zeros: values beyond a sequence's end have weight 0, but 0 times uninitialised memory may be NaN.
             grown = self._like.new_zeros(shape), self._like.new_zeros(shape)
             for new, one in zip(grown, kept, strict=True):
                 if old:

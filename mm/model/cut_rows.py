@@ -1,6 +1,6 @@
-"""Sequence parallelism in the model: rows of which each tensor-parallel rank holds a piece, made whole and cut again.
+"""Sequence parallelism in the model: gather rows from the tensor-parallel ranks' pieces, and reduce-scatter them back.
 
-Between two linear layers there are pieces; their products need all rows.  How rows are cut: ``mm.parallel.pieces``.
+Between two linear layers each rank holds a piece; their products need all rows.  ``mm.parallel.pieces`` cuts them.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from mm.parallel.pieces import Pieces
 
 @dataclass(frozen=True, eq=False)
 class CutRows:
-    """Rows of which each tensor-parallel rank holds a piece, and the order in which a layer wants them whole."""
+    """Rows of which each tensor-parallel rank holds a piece, and the order in which a layer needs all of them."""
 
     pieces: Pieces
     order: Order | None = None
-    """None: as the pieces lie."""
+    """None: the order of the pieces."""
 
     @property
     def unordered(self) -> "CutRows":
-        """For a layer to which the order of rows means nothing."""
+        """For a layer that does not depend on the order of rows."""
         return CutRows(self.pieces)
 
     def gather(self, piece: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class CutRows:
         return self._ordered(whole)
 
     def start_gathering(self, piece: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather; a call of the result waits and gives all rows, in order."""
+        """Start the gather; calling the result waits and returns all rows, in order."""
         work, whole = self.pieces.start_gathering(piece)
 
         def rows() -> Tensor:
@@ -47,7 +47,7 @@ class CutRows:
         return whole if self.order is None else whole.index_select(0, self.order.index)
 
     def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
-        """All rows, in order, of which each rank holds a summand -> the sum's piece here, once the work is done."""
+        """All rows, in order, a summand on each rank -> this rank's piece of the sum, valid once the work is done."""
         return self.pieces.start_reducing(whole if self.order is None else whole.index_select(0, self.order.inverse))
 
     def reduce(self, whole: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class CutRows:
 def gather_rows(piece: Tensor, cut: CutRows, *, sums_gradients: bool) -> Tensor:
     """All rows on every rank.
 
-    ``sums_gradients``: every rank uses some of them, so that their gradient is the sum over ranks; else all ranks do
-    the same with them, and each has the gradient already.
+    ``sums_gradients``: the ranks use the rows differently, so their gradient is the sum over ranks.  Otherwise all
+    ranks compute the same from them, and each already has the whole gradient.
     """
     return _Gather.apply(piece, cut, sums_gradients)
 
@@ -81,7 +81,7 @@ class _Gather(torch.autograd.Function):
 
 
 def reduce_rows(whole: Tensor, cut: CutRows) -> Tensor:
-    """All rows, of which each rank holds a summand -> the sum's piece of this rank."""
+    """All rows, with a summand on each rank -> this rank's piece of the sum."""
     return _Reduce.apply(whole, cut)
 
 

@@ -1,7 +1,7 @@
-"""Dropout that is a function of what is dropped: of the step, the sample, the place in it, the layer and the column.
+"""Dropout as a hash of what is dropped: the step, the sample, the position in it, the layer and the column.
 
-So no layout changes it, a recomputed layer draws the same again, and nothing is kept for the backward pass.  Every
-place of a matrix is hashed to 32 bits; those below a threshold are dropped.
+So no parallel layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
+Every element of a matrix is hashed to 32 bits, and is dropped if its hash is below a threshold.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from mm.batch import Microbatch
 
 _BITS = 0xFFFFFFFF
 _PLACES_AT_A_TIME = 1 << 22
-"""Numbers of a matrix; their int64 hashes take 32 MiB at each step on the way."""
+"""Elements of a matrix hashed at once; each int64 intermediate takes 32 MiB."""
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """A hash of int64 numbers of 0 to 2^32 - 1, into the same range.
+    """Hash int64 numbers in 0 to 2^32 - 1 into the same range.
 
-    The rounds of "[16 21f0aaad 15 735a2d97 15]" of https://github.com/skeeto/hash-prospector, whose factors are below
-    2^31: no product leaves int64, on any device.
+    The rounds of "[16 21f0aaad 15 735a2d97 15]" from https://github.com/skeeto/hash-prospector.  Its factors are below
+    2^31, so no product overflows int64.
     """
     numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & _BITS
     numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & _BITS
@@ -30,27 +30,31 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def seed_of(*words: object) -> int:
-    """A number of 32 bits for a step, or for a layer."""
+    """A 32-bit seed for a step or a layer."""
     return int.from_bytes(hashlib.sha256(" ".join(map(str, words)).encode()).digest()[:4], "little")
 
 
 @dataclass(frozen=True)
 class RowKeys:
-    """A number for each row that a linear layer works on, int64 on the device; None: nothing is dropped."""
+    """A key for each row of a linear layer's input, int64 on the device; None: nothing is dropped.
+
+    With sequence parallelism, rows 0 to 3, TP 2 and attention order 2 0 3 1, rank 0 has ``piece`` 0 1, ``whole``
+    0 1 2 3 and ``ordered`` 2 0 3 1.
+    """
 
     piece: Tensor | None = None
-    """Of the rows that come to a layer whose outputs are cut: under sequence parallelism a piece."""
+    """Keys of this rank's piece of the rows, for column-parallel layers; of all rows without sequence parallelism."""
     whole: Tensor | None = None
-    """Of the rows that come to a layer whose inputs are cut: all, as the pieces lie."""
+    """Keys of all rows in sequence-parallel order, for row-parallel layers."""
     ordered: Tensor | None = None
-    """The same in the order in which attention has them."""
+    """Keys of all rows in attention's order, for the projection that follows attention."""
 
 
 NO_KEYS = RowKeys()
 
 
 def token_keys(microbatch: Microbatch, seed: int) -> Tensor:
-    """int64 [num_tokens], on the host: a key for each token, which the place in its sample decides."""
+    """int64 [num_tokens], on the host: a key for each token, from its sample and its position there."""
     lengths = torch.tensor(microbatch.segment_lengths, dtype=torch.int64)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     positions = torch.arange(microbatch.num_tokens) - starts
@@ -58,8 +62,8 @@ def token_keys(microbatch: Microbatch, seed: int) -> Tensor:
 
 
 def patch_keys(microbatch: Microbatch, images: tuple[int, ...], visual_token_ids: tuple[int, int], seed: int) -> Tensor:
-    """int64 [patches of ``images``], on the host: a key for each patch in reading order, which sample, number of the
-    image in it and place in the image decide."""
+    """int64 [patches of ``images``], on the host: a key for each patch in reading order, from its sample, the image's
+    number in the sample and the position in the image."""
     counts = torch.tensor([math.prod(grid) for grid in microbatch.image_grids], dtype=torch.int64)
     places = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids)).nonzero().squeeze(1)
     per_token = int(counts.sum()) // len(places)
@@ -78,18 +82,18 @@ def _sample_keys(microbatch: Microbatch, seed: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """One layer's choice among the numbers of a matrix, the same whenever it is asked."""
+    """One layer's dropout of a matrix; the same elements at every call."""
 
     probability: float
     rows: Tensor
-    """int64 [rows]: keys."""
+    """int64 [rows]: keys of the rows."""
     salt: int
-    """Of the layer."""
+    """Seed of the layer."""
     first_column: int = 0
-    """Which column of the whole matrix the first one here is."""
+    """Index in the whole matrix of this rank's first column."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [rows, columns] without what is dropped, the rest scaled up so that its mean stays."""
+        """``x`` [rows, columns] with dropped elements zeroed and the rest scaled up, which preserves the mean."""
         columns = torch.arange(self.first_column, self.first_column + x.shape[1], device=x.device)
         column_keys, threshold = mixed(mixed(columns) ^ self.salt), int(self.probability * 2**32)
         result, step = torch.empty_like(x), max(1, _PLACES_AT_A_TIME // max(1, x.shape[1]))

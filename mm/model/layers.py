@@ -27,7 +27,7 @@ from mm.model.ring import Ring
 from mm.weights.memory import memory_ffn
 
 Tower = VisionConfig | LanguageConfig
-"""What a layer reads of its settings has the same name in both."""
+"""Both have the settings that a layer reads, under the same names."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def never_initialize(_: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Remade:
-    """The input of a linear layer that its weight's gradient makes again instead of keeping it."""
+    """The input of a linear layer that is recomputed for the weight's gradient instead of being kept."""
 
     made: Tensor
     again: Callable[[], Tensor]
@@ -95,14 +95,19 @@ LinearInput = Tensor | Remade
 def apply_linear(
     linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
 ) -> Any:
-    """What ``linear`` makes of ``x``, which is kept for its weight's gradient or made again."""
+    """Apply ``linear`` to ``x``; if ``x`` is ``Remade``, autograd keeps the function ``again`` instead of the tensor.
+
+    Saved tensors are matched by address and shape.  A saved view of ``made`` with that shape but other strides or dtype
+    would match too, and backward would get the wrong tensor.  A saved copy would not match, and would stay in memory.
+    Our linear layers save neither.
+    """
     if isinstance(x, Tensor):
         return linear(x, cut, keys)
     made, again = x.made, x.again
     address = made.data_ptr(), made.shape
 
     def forget(kept: Tensor) -> Tensor | Callable[[], Tensor]:
-        """Adapters keep the few hidden numbers of each row besides."""
+        """Other saved tensors are kept as they are: adapters save their few hidden numbers per row."""
         return again if (kept.data_ptr(), kept.shape) == address else kept
 
     with torch.autograd.graph.saved_tensors_hooks(forget, lambda kept: kept if isinstance(kept, Tensor) else kept()):
@@ -111,7 +116,7 @@ def apply_linear(
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What an attention layer needs beside its rows."""
+    """What an attention layer needs besides its rows."""
 
     cos: Tensor
     """[rows, head_dim]; its dtype is the one rope computes in."""
@@ -119,16 +124,15 @@ class AttentionInputs:
     segments: Segments
     causal: bool
     cut: CutRows | None = None
-    """Under sequence parallelism: a layer gets and gives a piece of the rows, and its attention has all of them, in the
-    order of ``segments``.  None: rows are whole, and in that order."""
+    """Under sequence parallelism, a layer's input and output are pieces of the rows; its attention sees all rows, in
+    the order of ``segments``.  None: each rank has all rows, in that order."""
     across: Ulysses | Ring | LayerCache | None = None
-    """Under context parallelism: how attention sees the tokens of other ranks too.  Rows are those that this rank
-    holds, ``segments`` those of all ranks.  Of a layer that keeps keys and values: how it sees those of earlier
-    tokens."""
+    """How attention sees tokens beyond this rank's rows: other ranks' under context parallelism (``segments`` then
+    describe the tokens of all ranks), or earlier tokens when a layer caches keys and values."""
     caches: Mapping[str, LayerCache] | None = None
-    """What each layer keeps, by its global number, where answers are made."""
+    """Each layer's keys and values, by its global number, during generation."""
     keys: RowKeys = NO_KEYS
-    """Of the rows, for the dropout of adapters."""
+    """Keys of the rows, for the adapters' dropout."""
 
 
 class SelfAttention(nn.Module):
@@ -189,7 +193,7 @@ class TransformerLayer(nn.Module):
         self.recomputes_mlp = tower.recompute.recomputes("mlp")
 
     def forward(self, x: Residual, inputs: AttentionInputs) -> Residual:
-        """Each sublayer's output is added by the norm that follows: that of the next layer adds the MLP's."""
+        """Each sublayer's output is added by the norm that follows; the MLP's by the next layer's first norm."""
         rows, normed = self._normed(self.input_layernorm, x)
         x = Residual(rows, *self.self_attention(normed, inputs))
         cut = None if inputs.cut is None else inputs.cut.unordered
@@ -209,9 +213,9 @@ class TransformerLayer(nn.Module):
 
 
 def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-    """``function(x, *others)``, which keeps ``x`` alone and is called again in the backward pass.
+    """``function(x, *others)``, keeping only its arguments and calling it again in the backward pass.
 
-    ``modules`` are what it computes with.  Where neither they nor ``x`` need a gradient it would keep nothing anyway.
+    ``modules``: those that it uses.  If neither they nor ``x`` need a gradient, nothing is kept and it is just called.
     """
     is_trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
     if torch.is_grad_enabled() and (x.requires_grad or is_trained):
@@ -220,9 +224,9 @@ def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: T
 
 
 class LayerStack(nn.Module):
-    """Layers that follow each other under their global numbers, recomputing as many as asked in the backward pass.
+    """Consecutive layers under their global numbers, some of them recomputed in the backward pass.
 
-    What is recomputed: ``RecomputeConfig``.  A layer that no gradient enters or passes is computed once.
+    ``RecomputeConfig`` says which.  A layer through which no gradient flows is computed only once.
     """
 
     final_layernorm: RMSNorm

@@ -1,9 +1,8 @@
 """megatron-core's tensor-parallel linear layers with our own local arithmetic.
 
-megatron gives the layers their weights, cuts and groups; this module replaces what a rank computes with its cut: the
-bias is part of the matrix product, and the weight's gradient is added to megatron's fp32 gradient buffer by the
-product itself (``mm.device.accumulate``), in any precision, instead of being made, kept and added (what apex's fused
-kernel does).
+megatron gives the layers their weights, shards and groups; this module replaces what a rank computes with its shard.
+The bias is part of the matrix product, and the product for the weight's gradient adds directly to megatron's gradient
+buffer (``mm.device.accumulate``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
 """
 
 from typing import Any
@@ -26,9 +25,9 @@ from mm.parallel.gradients import gradient_from, take_buffer
 class _Linear(torch.autograd.Function):
     """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
 
-    Where x is a piece of ``cut`` rows, all of them are gathered for the product, and again for the gradient of W: only
-    the piece is kept.  A group runs its collectives one after another, so backward gathers x during the product for
-    the gradient of x, and scatters that gradient during the product for the gradient of W.
+    If x is a piece of ``cut`` rows, all rows are gathered for the product, and again for the gradient of W; only the
+    piece is kept.  Backward overlaps each collective with a product: it gathers x during the product for the gradient
+    of x, and reduce-scatters that gradient during the product for the gradient of W.
 
     ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """
@@ -83,8 +82,8 @@ def linear(
 ) -> Tensor:
     """x W^T + b of x [rows, input]; ``weight`` is [output, ...], its other axes flattened.
 
-    The gradient of x is summed over ``gradient_group``: the ranks that hold the other outputs.  With ``cut``, x is a
-    piece of the rows and the result has all of them.
+    The gradient of x is summed over ``gradient_group``, the ranks that hold the other outputs.  With ``cut``, x is a
+    piece of the rows and the result has all rows.
     """
     return _Linear.apply(x, weight, bias, accumulate, gradient_group, cut)
 
@@ -127,7 +126,7 @@ class RowLinear(RowParallelLinear):
     def forward(
         self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[rows, input / TP] -> [rows, output], or a piece of ``cut``, and a bias that is still to be added to it.
+        """[rows, input / TP] -> [rows, output], or a piece of ``cut``, and a bias that the caller must add (or None).
 
         ``keys``: of rows, for adapters' dropout.
         """
@@ -139,7 +138,7 @@ class RowLinear(RowParallelLinear):
         return y, bias
 
     def _product(self, x: Tensor, cut: CutRows | None) -> tuple[Tensor, Tensor | None]:
-        """A bias is part of the product where it needs no sum over ranks."""
+        """Without tensor parallelism the bias is part of the product; otherwise it is added after the sum."""
         if self.tp_group.size() == 1:
             return linear(x, self.weight, self.bias, self.accumulate), None
         x = linear(x, self.weight, None, self.accumulate)

@@ -1,9 +1,8 @@
-"""Causal attention over tokens that context-parallel ranks share out: keys and values go around a ring of the ranks.
+"""Ring attention (arXiv:2310.01889): causal attention over tokens divided among context-parallel ranks.
 
-Each rank attends with its own queries to the keys that pass by, and joins the parts by their logarithms of sums of
-exponentials (Ring Attention, arXiv:2310.01889).  Tokens are divided in the zigzag of ``mm.parallel.context``, so that
-every rank has as much to do at every turn, and what passes by is looked at in whole chunks: only a rank's own keys need
-a mask.
+Keys and values travel around a ring of the ranks.  Each rank attends with its own queries to the keys that pass by, and
+combines the partial results by their log-sum-exp.  Tokens are divided in the zigzag of ``mm.parallel.context``: every
+rank has equal work at every turn, and other ranks' keys are used in whole chunks, so only its own keys need a mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +20,10 @@ from mm.parallel.context import Passing, zigzag_lengths
 
 @dataclass(frozen=True)
 class Turn:
-    """What the queries here look at of one rank's keys."""
+    """Which of this rank's queries attend to which of one rank's keys."""
 
     queries: Tensor | None
-    """int64: which of them; None: all."""
+    """int64: indices; None means all.  ``keys`` likewise."""
     keys: Tensor | None
     pairs: Pairs
 
@@ -32,10 +31,13 @@ class Turn:
     def of(
         cls, segment_lengths: Sequence[int], rank: int, source: int, num_ranks: int, copy: Callable[[Tensor], Tensor]
     ) -> "Turn | None":
-        """Queries of ``rank``, keys of ``source``; None where they have nothing to do with each other.
+        """Queries of ``rank`` and keys of ``source``; None if no query sees any key.
 
-        Of a segment's chunks, those of a lower rank's beginning come before all of ours, and those of its end after
-        them.  With a higher rank it is the other way around: only our end comes after, and after both.
+        Each rank holds an early and a late chunk of a segment; with three ranks, 0 1 2 2 1 0.  Seen from rank 1::
+
+            source 0 (lower)    [0] 1  2  2  1  0     early and late queries see the source's early chunk only
+            source 2 (higher)    0  1 [2][2](1) 0     late queries only (in parentheses) see both of its chunks
+            source 1 (itself)    0 [1] 2  2 [1] 0     all queries and keys, with a causal mask
         """
         queries: list[range] = []
         keys: list[range] = []
@@ -57,7 +59,7 @@ class Turn:
 
 
 def _index(ranges: Sequence[range], num_rows: int, copy: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """None where these are all rows."""
+    """Rows of ``ranges`` as an index; None if they are all rows."""
     if sum(map(len, ranges)) == num_rows:
         return None
     return copy(torch.cat([torch.arange(one.start, one.stop) for one in ranges]))
@@ -65,7 +67,7 @@ def _index(ranges: Sequence[range], num_rows: int, copy: Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class Ring:
-    """The turns of one rank for one microbatch: first with its own keys, then with those of the rank before, ..."""
+    """The turns of one rank for one microbatch: first its own keys, then the previous rank's, and so on."""
 
     group: dist.ProcessGroup
     num_rows: tuple[int, ...]
@@ -85,12 +87,12 @@ class Ring:
         return cls(group, num_rows, turns, partial)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-        """As ``kernel``, of the tokens here."""
+        """Like ``kernel``, for this rank's tokens; ``kernel`` itself and ``segments`` are not used."""
         assert causal, "the ring's turns are those of causal attention"
         return _RingAttention.apply(q, k, v, self)
 
     def rows_at(self, number: int) -> int:
-        """Keys that are here at turn ``number``."""
+        """Number of keys that this rank has at turn ``number``."""
         return self.num_rows[(self.group.rank() - number) % len(self.num_rows)]
 
 
@@ -116,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Keys go around once more, and with them the sum of their gradients, which so comes home."""
+        """Keys go around again, followed by the sum of their gradients, which ends at the rank that owns them."""
         q, k, v, out, logarithms = ctx.saved_tensors
         ring: Ring = ctx.ring
         held, last, summed = torch.cat((k, v), dim=1), len(ring.turns) - 1, None
@@ -145,7 +147,7 @@ def _rows(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _add(total: Tensor, rows: Tensor, index: Tensor | None) -> None:
-    """Rows of an index are distinct: no two sums meet."""
+    """Add ``rows`` to the indexed rows of ``total``; an index has no duplicates, so the sum is deterministic."""
     if index is None:
         total += rows
     else:
@@ -153,7 +155,7 @@ def _add(total: Tensor, rows: Tensor, index: Tensor | None) -> None:
 
 
 def _join(out: Tensor, logarithms: Tensor, part: Part, index: Tensor | None) -> None:
-    """Attention to more keys: both outputs weighted by their share of the sum of exponentials."""
+    """Add a partial result in place: both outputs are weighted by their share of the sum of exponentials."""
     before = _rows(logarithms, index)
     joint = torch.logaddexp(before, part[1])
     kept, added = ((one - joint).exp().unsqueeze(-1) for one in (before, part[1]))

@@ -108,9 +108,13 @@ class Chunk(nn.Module):
     ) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None where no loss is wanted.  ``dropout_seed``: as ``StepPlan`` has it.  ``sums``: the loss
-        is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context parallelism divides this
-        microbatch, though they divide others.
+        ``totals`` may be None when no loss is wanted.  ``dropout_seed``: as in ``StepPlan``; None drops nothing.
+        ``sums``: the loss is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context
+        parallelism divides this microbatch, though they divide others.
+
+        Made only when the slot needs them: ``vision`` if this rank has images and ViT layers (without the projector,
+        not if the microbatch skips the ViT), with pixels at the patch embedding; ``embedding`` at the word embedding;
+        ``language`` for LLM layers; ``loss`` at the head, given ``totals``.
         """
         spec, model, device = self.spec, self.model, self.device
         cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (

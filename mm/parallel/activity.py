@@ -1,7 +1,6 @@
-"""What a rank is doing now: which work, of which chunk and microbatch.
+"""What a rank is doing now: which work, for which chunk and microbatch.
 
-The engine says it here as it goes along; whoever wants to know it looks, or listens.  What becomes of it (a report of
-a stalled run, a picture of a step) is not known here.
+The engine records it in a journal as it goes; the watchdog's report reads the journal, the timeline listens to it.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ class Work(StrEnum):
 
     DATA = "waits for data"
     INPUTS = "inputs"
-    """What a chunk needs of a microbatch, planned on the host and copied to the device."""
+    """A microbatch's inputs for a chunk, planned on the host and copied to the device."""
     FORWARD = "forward"
     VISION_FORWARD = "ViT forward"
     LANGUAGE_FORWARD = "LLM forward"
@@ -32,7 +31,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True)
 class Activity:
-    """One piece of work; chunk and microbatch are None where it is about none or all of them."""
+    """One piece of work; chunk and microbatch are None where it concerns none or all of them."""
 
     work: Work
     chunk: int | None = None
@@ -40,7 +39,7 @@ class Activity:
 
 
 class Listener(Protocol):
-    """Hears when activities begin and end; those of one rank may lie inside each other."""
+    """Called when an activity begins and ends; activities of one rank may be nested."""
 
     def begin(self, activity: Activity) -> None: ...
 
@@ -48,17 +47,17 @@ class Listener(Protocol):
 
 
 class Journal:
-    """The activity of this rank.  Without a listener it costs two assignments for each."""
+    """The activity of this rank.  Without a listener, each activity costs two assignments."""
 
     def __init__(self) -> None:
         self.now: Activity | None = None
         self.failed: Activity | None = None
-        """What an error began in, when the rank has left it because of that."""
+        """The innermost activity in which an error was raised; it stays after the error has left it."""
         self.listener: Listener | None = None
 
     @contextmanager
     def during(self, work: Work, chunk: int | None = None, microbatch: int | None = None) -> Iterator[None]:
-        """While the body runs, this rank does ``work``; chunk and microbatch are those around it unless given."""
+        """Record ``work`` while the body runs.  Chunk and microbatch default to the enclosing activity's."""
         around = self.now
         activity = Activity(work, chunk, microbatch)
         if around is not None and chunk is None and microbatch is None:
@@ -73,7 +72,7 @@ class Journal:
             self._end(activity, around)
 
     def follow_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Tell of the backward pass from ``output``, which autograd begins and ends later."""
+        """Record the backward pass that starts at ``output`` when autograd begins and ends it."""
         if not output.requires_grad:
             return
         activity = Activity(Work.BACKWARD, chunk, microbatch)

@@ -1,4 +1,4 @@
-"""Ranks that do something together and fail together: one rank's mistake becomes the same error on all."""
+"""Run something on all ranks and fail together: an error on one rank is raised on all of them."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
@@ -13,11 +13,11 @@ Found = TypeVar("Found", bound=Hashable)
 
 
 def together(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on every rank; when it fails on one, raise the same AgreedError on all."""
+    """Run ``action`` on every rank; if it fails on any, raise the same AgreedError on all."""
     result, problems = attempt(mesh, action)
     if found := all_of(problems, mesh.control_group):
         raise AgreedError(found)
-    return cast(Result, result)  # without a problem there is a result
+    return cast(Result, result)  # no problem, so there is a result
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result]) -> Result:
@@ -38,14 +38,14 @@ def gather(mesh: Mesh, value: Result) -> list[Result]:
 
 
 def all_of(found: tuple[Found, ...], group: dist.ProcessGroup | None) -> tuple[Found, ...]:
-    """What any rank of ``group`` found, each thing once, on every rank of it."""
+    """The union of ``found`` over the ranks of ``group``, without duplicates, in rank order; the same on every rank."""
     gathered: list[tuple[Found, ...]] = [()] * dist.get_world_size(group)
     dist.all_gather_object(gathered, found, group=group)
     return tuple(dict.fromkeys(thing for one in gathered for thing in one))
 
 
 def attempt(mesh: Mesh, action: Callable[[], Result]) -> tuple[Result | None, tuple[str, ...]]:
-    """What ``action`` returns on this rank, or what is wrong, without asking other ranks."""
+    """Run ``action`` on this rank only; return its result, or None and the problems."""
     try:
         return action(), ()
     except UserError as error:

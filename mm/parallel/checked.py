@@ -1,7 +1,4 @@
-"""One message between two stages as the step's plan says it is: in words for a report, in numbers for ``--check-p2p``.
-
-How messages travel is not known here.
-"""
+"""One message between two stages, as the step's plan describes it: text for reports, a header for ``--check-p2p``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,41 +12,41 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class MessageError(RuntimeError):
-    """What a stage sends is not what the next one expects: the stages do not work on the same plan."""
+    """A stage sent something other than what its neighbour expects: their step plans differ."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message of this rank.  A boundary that carries nothing has one too, with no shape."""
+    """One message of this rank.  A boundary that carries nothing has a transfer too, with ``shape=None``."""
 
     is_sent: bool
     is_gradient: bool
     microbatch: int
     chunk: int
-    """Of this rank."""
+    """Chunk on this rank."""
     boundary: int
-    """Number of the slot before which it lies: an activation enters that slot, a gradient leaves it."""
+    """The slot behind this boundary: slot b receives activations over boundary b and sends gradients back over it."""
     peer: int
     """Global rank."""
     peer_stage: int
     shape: tuple[int, int] | None
     samples: tuple[int, ...]
-    """That it is about."""
+    """The microbatch's samples."""
 
     def told(self, dtype: torch.dtype) -> str:
-        """For a report."""
+        """One line for a report."""
         verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
         return (f"{verb} {_name(self.is_gradient, self.microbatch, self.boundary)} {way} rank {self.peer} "
                 f"(stage {self.peer_stage}), {_shown(self.shape, dtype)}{told_samples(self.samples)}")
 
     def header(self, tensor: Tensor | None) -> list[int]:
-        """What both sides must agree on; ``tensor`` is what is sent, or where it will be received."""
+        """What both sides must agree on; ``tensor`` is the one to send, or the buffer to receive into."""
         what = [-1] * 3 if tensor is None else [_DTYPES.index(tensor.dtype), *tensor.shape]
         return [self.boundary, self.microbatch, int(self.is_gradient), *what]
 
 
 def difference(transfer: Transfer, stage: int, expected: Sequence[int], found: Sequence[int]) -> str | None:
-    """What is wrong with the header of a message that ``stage`` is about to receive."""
+    """Compare the header that ``stage`` expects with the one it received; None if they agree, else an error message."""
     if list(expected) == list(found):
         return None
     return (f"--check-p2p: stage {stage} expected from stage {transfer.peer_stage} (rank {transfer.peer}) "

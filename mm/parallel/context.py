@@ -1,7 +1,7 @@
 """Context parallelism: which tokens and which images of a microbatch each rank of the context axis holds.
 
-Tokens are divided row by row, images whole.  Any number of either is divided, also one that the ranks do not divide:
-some ranks hold fewer, or none.  All is a function of lengths that every rank knows; what rows mean is not known here.
+Tokens are divided row by row, images whole.  Their number need not be a multiple of the ranks': some ranks hold fewer,
+or none.  Everything here is a pure function of lengths that every rank knows.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,20 @@ from mm.batch import Grid, Microbatch
 
 
 def even_rows(num_rows: int, num_ranks: int) -> list[Tensor]:
-    """int64 rows of each rank: neighbours stay together, and counts differ by one at most."""
+    """int64 rows of each rank: contiguous, with counts that differ by at most one."""
     ends = [num_rows * rank // num_ranks for rank in range(num_ranks + 1)]
     return [torch.arange(start, stop) for start, stop in pairwise(ends)]
 
 
 def zigzag_lengths(length: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Tokens of a segment that each rank holds: of the segment's 2 x ``num_ranks`` chunks, its own from the beginning
-    and its own from the end.
+    """How many tokens of a segment each rank holds, as (tokens of its early chunk, tokens of its late chunk).
 
-    Of causal attention, where later tokens look at more keys, each pair of chunks has the same share.
+    The segment is cut into 2 x ``num_ranks`` chunks, and rank r holds chunks r and -1 - r.  With two ranks::
+
+        chunk   0  1  2  3
+        rank    0  1  1  0
+
+    In causal attention later tokens see more keys; each pair of an early and a late chunk costs the same.
     """
     num_chunks = 2 * num_ranks
     ends = [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
@@ -34,7 +38,7 @@ def zigzag_lengths(length: int, num_ranks: int) -> list[tuple[int, int]]:
 
 
 def zigzag_rows(segment_lengths: Sequence[int], num_ranks: int) -> list[Tensor]:
-    """int64 rows of each rank, ascending: of every segment, what ``zigzag_lengths`` counts."""
+    """int64 rows of each rank, ascending: its two chunks of every segment (see ``zigzag_lengths``)."""
     rows: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(num_ranks)]
     for stop, length in zip(accumulate(segment_lengths), segment_lengths, strict=True):
         head, tail = stop - length, stop
@@ -45,7 +49,7 @@ def zigzag_rows(segment_lengths: Sequence[int], num_ranks: int) -> list[Tensor]:
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """A rank for each of ``costs``: the dearest first, each to the rank that has least so far (LPT, Graham 1969)."""
+    """Assign each of ``costs`` to a rank: largest first, each to the least loaded rank (LPT, Graham 1969)."""
     loads, ranks = [0.0] * num_ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         ranks[number] = min(range(num_ranks), key=loads.__getitem__)
@@ -59,9 +63,9 @@ class Context:
 
     group: dist.ProcessGroup
     is_ring: bool = False
-    """Keys and values go around, and tokens are divided in a zigzag; else heads are exchanged for tokens (Ulysses)."""
+    """Ring attention (keys and values circulate, tokens are divided in a zigzag); otherwise Ulysses."""
     is_alone: bool = False
-    """This rank has whole microbatches, whatever other ranks have."""
+    """This rank processes whole microbatches, regardless of other ranks."""
 
     @property
     def size(self) -> int:
@@ -83,16 +87,16 @@ class Context:
         return microbatch.num_tokens if self.size == 1 else len(self.share(microbatch).here)
 
     def images(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Which images of ``microbatch`` this rank holds."""
+        """Indices of the images of ``microbatch`` that this rank holds."""
         return images_of(microbatch, self.rank if self.size > 1 else None)
 
     def image_grids(self, microbatch: Microbatch) -> tuple[Grid, ...]:
-        """Grids of these images."""
+        """Grids of the images that this rank holds."""
         return tuple(microbatch.image_grids[number] for number in self.images(microbatch))
 
 
 def images_of(microbatch: Microbatch, rank: int | None) -> tuple[int, ...]:
-    """Which images a rank of the context axis holds; None stands for the only one."""
+    """Indices of the images that a rank of the context axis holds; rank None (no context parallelism) holds all."""
     if rank is None:
         return tuple(range(len(microbatch.image_grids)))
     assert len(microbatch.image_ranks) == len(microbatch.image_grids), "images were not dealt"
@@ -101,11 +105,11 @@ def images_of(microbatch: Microbatch, rank: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What the ranks of ``context`` hold of one microbatch's tokens."""
+    """How one microbatch's tokens are divided over the ranks of ``context``."""
 
     context: Context
     rows: list[Tensor]
-    """int64, ascending: rows of the packed microbatch, for each rank."""
+    """For each rank, its rows of the packed microbatch: int64, ascending."""
 
     @property
     def here(self) -> Tensor:
@@ -116,14 +120,14 @@ class Share:
         return tuple(map(len, self.rows))
 
     def rank_of_rows(self) -> Tensor:
-        """int64 [num_tokens]: who holds each row of the packed microbatch."""
+        """int64 [num_tokens]: the rank that holds each row of the packed microbatch."""
         ranks = torch.empty(sum(self.num_rows), dtype=torch.int64)
         for rank, rows in enumerate(self.rows):
             ranks[rows] = rank
         return ranks
 
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``rows`` (int64, of the packed microbatch) are here, and where among the rows here these are."""
+        """Which of ``rows`` (int64, of the packed microbatch) this rank holds (bool), and their indices in ``here``."""
         here = self.here
         if not len(here):
             return torch.zeros(len(rows), dtype=torch.bool), rows[:0]
@@ -133,15 +137,15 @@ class Share:
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first ``sent[0]`` rows to rank 0 of ``group``, the next to rank 1, and so on; returns what comes, in the
-    order of the ranks.  Autograd does not see it."""
+    """Send the first ``sent[0]`` rows to rank 0 of ``group``, the next to rank 1, and so on; return the rows received,
+    in rank order.  Autograd does not see it."""
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
     return arrived
 
 
 class Passing:
-    """Rows on their way to the next rank of a ring, while those of the rank before come."""
+    """An exchange in flight: rows go to the next rank of a ring while the previous rank's rows come in."""
 
     def __init__(self, rows: Tensor, num_coming: int, group: dist.ProcessGroup) -> None:
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
@@ -152,7 +156,7 @@ class Passing:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor:
-        """What came; what was sent may be overwritten."""
+        """Wait for both directions and return the received rows; the sent rows may then be overwritten."""
         for work in self._works:
             work.wait()
         return self._coming

@@ -1,9 +1,9 @@
-"""megatron's gradient buffers, as our own backward passes fill them.
+"""How our own backward passes fill megatron's gradient buffers.
 
-The first product of a step can write a weight's buffer instead of adding to it.  So these buffers are not zeroed before
-a step: ``begin`` marks them stale, whoever writes one first takes the mark away, and ``end`` zeroes those that no
-microbatch has reached (the ViT's, where none had a picture) before anything is reduced.  Stale are weights of two axes
-and more, whose gradients pass through ``gradient_buffer`` or ``take_buffer``; megatron's hook adds those of the others.
+The first product of a step can overwrite a weight's buffer, so buffers need not be zeroed before a step: ``begin``
+marks them stale, the first writer overwrites and unmarks, and ``end`` zeroes those that no microbatch reached (the
+ViT's, if none had an image) before the reduction.  Only weights of two or more dimensions are marked; their gradients
+pass through ``take_buffer`` or ``gradient_buffer``.  megatron's hook adds the others', so ``begin`` zeroes those.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ _STALE = "main_grad_is_stale"
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:
-    """Where gradients of ``weight`` are summed, and whether the caller must overwrite what is there.
+    """The buffer in which gradients of ``weight`` are summed, and whether the caller must overwrite its contents.
 
-    It is megatron's buffer, fp32 or of the weight's dtype; without a DDP, fp32 zeros of the same shape.
+    This is megatron's buffer, in fp32 or the weight's dtype; without megatron's DDP, fp32 zeros of the same shape.
     """
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
-    assert buffer.dtype in (torch.float32, weight.dtype), "the two that megatron's DDP may be told (ddp_config)"
+    assert buffer.dtype in (torch.float32, weight.dtype), "megatron's DDP has these two (ddp_config)"
     is_stale = getattr(weight, _STALE, False)
     if is_stale:
         setattr(weight, _STALE, False)
@@ -32,19 +32,19 @@ def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 def gradient_buffer(weight: Tensor) -> Tensor:
-    """``take_buffer`` for a caller that can only add."""
+    """``take_buffer`` for a caller that can only add: a stale buffer is zeroed first."""
     buffer, is_stale = take_buffer(weight)
     return buffer.zero_() if is_stale else buffer
 
 
 def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
-    """What a backward that has filled ``gradient_buffer`` returns to autograd for ``weight``.
+    """What a backward that has filled ``buffer`` returns to autograd as the gradient of ``weight``.
 
-    With megatron's DDP nothing: the gradient is where it belongs.  megatron's hook runs all the same, once all uses
-    of the weight in the pass have had their backward; it adds no gradient whose weight says
-    ``grad_added_to_main_grad``, but wants one to be there, so a single element of the weight's shape stands in.
+    With megatron's DDP, None: the gradient is already in its buffer.  megatron's hook still runs, after the backward of
+    every use of the weight in the pass.  It does not add a gradient if ``grad_added_to_main_grad`` is set, but requires
+    that ``grad`` is not None, so a single element expanded to the weight's shape stands in.
     """
-    marked: Any = weight  # with megatron's attributes
+    marked: Any = weight  # carries megatron's attributes, which torch's types lack
     if buffer is not getattr(marked, "main_grad", None):
         return buffer.to(weight.dtype)
     marked.grad_added_to_main_grad = True
@@ -53,13 +53,13 @@ def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
-    """Before the first microbatch of a step.  ``overwrites``: whether products of this device can (``Kernels``)."""
+    """Prepare the buffers for a step.  ``overwrites``: whether this device's products can overwrite (``Kernels``)."""
     model: Any
     for model in models:
         if not overwrites:
             model.zero_grad_buffer()
             continue
-        # What ``zero_grad_buffer`` does beside zeroing.
+        # What ``zero_grad_buffer`` does besides zeroing.
         for weight in model.params_with_grad:
             weight.grad_added_to_main_grad = False
         for group in model.bucket_groups + model.expert_parallel_bucket_groups:
@@ -70,7 +70,7 @@ def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
 
 
 def end(models: Iterable[DistributedDataParallel]) -> None:
-    """After the last microbatch, before what is left to be reduced is."""
+    """Zero the buffers that are still stale after the last microbatch, before the rest is reduced."""
     model: Any
     for model in models:
         stale = [weight for weight in model.params_with_grad if getattr(weight, _STALE, False)]

@@ -1,14 +1,21 @@
-"""A side channel beside the process groups: one hub that hears every rank, and ends all when one cannot go on.
+"""A side channel beside the process groups: a hub that every rank is connected to, and that ends all ranks when one
+cannot go on.
 
-It runs in a thread of rank 0.  Each rank calls it before the first process group is made, and keeps the connection
-open: one that is cut without a word is a rank that died.  What a rank says of itself, and when it complains, is in
-``watchdog.py``.
+It runs in a thread of rank 0.  Each rank connects before the first process group is made and keeps the connection open;
+a connection that closes without ``leaves`` means that the rank died.  What ranks send, and when, is in ``watchdog.py``.
 
-To the hub: ``joins TOKEN RANK``, answered with ``welcome``; ``ready``, answered with ``begins`` once all ranks are;
-``is at PLACE`` now and then, ``leaves`` at the end, ``is interrupted STATUS``, ``fails TEXT STATUS``, ``loses TEXT``
-(an error that another rank's end may have caused), ``stalls TEXT``, and ``tells PLACE STACKS`` after the hub's
-``asks``.  From the hub besides:
-``ends STATUS RANK``, RANK being the cause, and ``unwatched`` when it can watch no longer.
+Rank to hub:
+
+- ``joins TOKEN RANK``: answered with ``welcome``
+- ``ready``: answered with ``begins`` once all ranks are ready
+- ``is at PLACE``: whenever it changes
+- ``leaves``: normal end
+- ``is interrupted STATUS``, ``fails TEXT STATUS``, ``stalls TEXT``: reasons to end all ranks
+- ``loses TEXT``: an error that another rank's death may have caused
+- ``tells PLACE STACKS``: the answer to ``asks``
+
+Hub to rank: ``welcome``, ``begins``, ``asks``, ``ends STATUS RANK`` (RANK is the cause), and ``unwatched`` when the hub
+itself has failed.
 """
 
 import os
@@ -27,19 +34,19 @@ from mm.errors import printable
 from mm.parallel.lines import Lines
 
 INTERRUPTED = 130
-"""The status of ranks that end because of Ctrl-C on one of them."""
+"""Exit status of ranks that end because of Ctrl-C on one of them."""
 GRACE_SECONDS = 1.0
-"""Between the order to end and a rank's exit: a launcher that waits for ranks must see the cause's exit first."""
+"""Wait between the order to end and a rank's exit: the launcher must see the causing rank exit first."""
 _DOUBT_SECONDS = 1.0
-"""How long a broken connection waits for the end of a rank that explains it."""
+"""After a rank reports a broken connection, how long the hub waits for the death of a rank that explains it."""
 _ANSWER_SECONDS = 5.0
-"""How long the hub waits for what ranks tell; one that holds Python's lock, or is stopped, tells nothing."""
+"""How long the hub waits for answers to ``asks``; a rank that holds the GIL, or is stopped, does not answer."""
 _LATE_SECONDS = 10.0
-"""How long the hub waits, when a run ends before all ranks have joined, to tell those that still come: without it they
-would look for a store that is gone until their own time limit.  torch's client of the store tries again after half a
-second, and then less and less often."""
+"""When a run ends before all ranks have joined, how long the hub stays to end late ranks too.  Without this they would
+look for a store that is gone until their own time limit.  torch's store client retries after half a second, then less
+and less often."""
 _OTHER_FILES = 512
-"""Open files of rank 0 beside its connections to all ranks."""
+"""Open files of rank 0 besides its connections to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,11 @@ class Cause:
     """What the hub prints; empty when the rank reports it itself."""
     status: int = 1
     is_riddle: bool = False
-    """Whether it explains nothing by itself, so that the stacks of all ranks are wanted."""
+    """The text alone does not explain it, so the report shows the stacks of all ranks."""
 
 
 class Hub:
-    """Serves ``num_ranks`` ranks, this one among them, until all have left or one is the cause of an end."""
+    """Serves ``num_ranks`` ranks, including this one, until all have left or one of them ends the run."""
 
     def __init__(self, num_ranks: int, start_seconds: float, at_end: Callable[[], None] = lambda: None) -> None:
         """``start_seconds``: how long other ranks may take to be ready after this one is.
@@ -68,7 +75,7 @@ class Hub:
             ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=num_ranks)
         self.port: int = door.getsockname()[1]
         self.token = secrets.token_hex(16)
-        """Without it nobody can join: the port is open to the network."""
+        """Required to join, because the port is open to the network."""
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "it has not said")
         self._joined: set[int] = set()
@@ -97,7 +104,7 @@ class Hub:
             self._lines.close()
 
     def _wait_for_a_cause(self) -> Cause | None:
-        """None when all ranks have left."""
+        """The reason to end all ranks; None when all have left normally."""
         suspect, until = None, 0.0
         while len(self._left) < self._num_ranks:
             for rank, words in self._lines.receive(1.0 if suspect is None else max(0.0, until - time.monotonic())):
@@ -153,7 +160,7 @@ class Hub:
                 self._lines.send(one, "begins")
 
     def _absence(self) -> Cause:
-        """Why a run does not start."""
+        """The cause when ranks were not ready in time."""
         missing = [rank for rank in range(self._num_ranks) if rank not in self._ready]
         reason = "" if self._lines.refusal is None else f" ({_no_way_in(self._lines.refusal)})"
         return Cause(missing[0], f"{ranks_told(missing)} of {self._num_ranks} did not come within "
@@ -161,7 +168,7 @@ class Hub:
                                  f"launchers, and --distributed-timeout-minutes")
 
     def _complain(self) -> None:
-        """Once, when a rank that has come cannot be let in; it is tried again and again."""
+        """Warn once when a rank that connects cannot be accepted (this is retried), and note when it works again."""
         if self._lines.refusal is not None and not self._has_complained:
             self._has_complained = True
             absent = self._num_ranks - len(self._lines.ranks) - len(self._left)
@@ -173,7 +180,7 @@ class Hub:
 
     def _end(self, cause: Cause) -> None:
         if cause.text:
-            _write(f"error: {cause.text}\n")  # at once: a launcher that sees a rank's end soon ends this one
+            _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
             stacks = self._ask()
             order = sorted(range(self._num_ranks), key=lambda rank: rank != cause.rank)
             places = "".join(f"  rank {rank}{'' if rank in stacks else ', when last heard'}, {self._places[rank]}\n"
@@ -185,11 +192,11 @@ class Hub:
             if rank != 0:
                 self._lines.send(rank, "ends", cause.status, cause.rank)
         self._end_late_ranks(cause)
-        self._lines.send(0, "ends", cause.status, cause.rank)  # last, because this process has the hub and the store
+        self._lines.send(0, "ends", cause.status, cause.rank)  # last: this process runs the hub and the store
         end(cause.status, self._at_end)
 
     def _end_late_ranks(self, cause: Cause) -> None:
-        """Wait a little for ranks that have not joined yet, and send them away."""
+        """Wait a little for ranks that have not joined yet, and end each as it joins."""
         until = time.monotonic() + _LATE_SECONDS
         while len(self._joined) < self._num_ranks and (left := until - time.monotonic()) > 0:
             for rank, words in self._lines.receive(left):
@@ -201,7 +208,7 @@ class Hub:
                         self._lines.drop(rank)  # a stranger
 
     def _ask(self) -> dict[int, str]:
-        """The stacks of every rank that answers in time; brings the places up to date."""
+        """Ask every rank where it is; return the stacks of those that answer in time, and update their places."""
         waiting, stacks, until = set(self._lines.ranks), {}, time.monotonic() + _ANSWER_SECONDS
         for rank in waiting:
             self._lines.send(rank, "asks")
@@ -219,17 +226,17 @@ class Hub:
 
 
 def end(status: int, at_end: Callable[[], None]) -> None:
-    """End this process, whatever its other threads are stuck in, after the time that the launcher needs."""
-    with suppress(Exception):  # nothing may keep it
+    """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
+    with suppress(Exception):  # nothing may keep the process alive
         at_end()
     time.sleep(GRACE_SECONDS)
     os._exit(status)
 
 
 def allow_open_files(num_ranks: int) -> tuple[str, ...]:
-    """Raise this process's limit of open files to what rank 0 of so many needs; what is wrong if it may not.
+    """Raise this process's limit on open files to what rank 0 needs; return the problem if the hard limit forbids it.
 
-    Rank 0 has a connection to each rank for the hub, and one more where it gathers what all have.
+    Rank 0 has a connection to each rank for the hub, and one more for gloo's gathers.
     """
     needed = 2 * num_ranks + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,7 +250,7 @@ def allow_open_files(num_ranks: int) -> tuple[str, ...]:
 
 
 def ranks_told(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words, such as ``ranks 1, 4 to 7``."""
+    """Ascending ranks as text, such as ``ranks 1, 4 to 7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:
@@ -255,7 +262,7 @@ def ranks_told(ranks: Sequence[int]) -> str:
 
 
 def death_of(rank: int) -> str:
-    """What a cut connection means."""
+    """The report for a connection that closed without ``leaves``."""
     return (f"rank {rank} died without a word: it was killed (is there memory left?) or crashed; the launcher and the "
             f"system's log know the signal")
 

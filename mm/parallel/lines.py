@@ -1,4 +1,4 @@
-"""Connections on which a message is a line of JSON, a list that begins with a word.  Its meaning is not known here."""
+"""Connections that carry messages: each is one line of JSON, a list whose first element is a word."""
 
 import json
 import selectors
@@ -10,20 +10,20 @@ from threading import Lock
 from typing import Any
 
 JOIN_SECONDS = 60.0
-"""How long a newcomer waits for the first word from whom it calls, which may be busy with thousands of others.  Nobody
-waits for a process that has ended: its machine refuses the connection at once."""
+"""How long a newcomer waits for the first answer; the other side may be busy with thousands of newcomers.  A process
+that has ended costs no wait: its machine refuses the connection at once."""
 _PAUSE_SECONDS = 0.5
-"""After a newcomer could not be let in, until the next try."""
+"""Wait between attempts to accept a newcomer after one has failed."""
 _MAX_NEWCOMER_BYTES = 1024
 _DOOR = "door"
 _IDLE_SECONDS = 60
-"""After which the system asks whether the other end is still there."""
+"""Idle time after which the kernel probes whether the other end is still there (TCP keepalive)."""
 
 
 class Lines:
     """Connections to other ranks.  Any thread may send; one receives.
 
-    Whoever comes in by the ``door``, a listening socket, has a negative number until ``rename``.
+    A connection accepted at ``door``, a listening socket, has a negative number until ``rename`` gives it a rank.
     """
 
     def __init__(self, door: socket.socket | None = None) -> None:
@@ -33,15 +33,15 @@ class Lines:
         self._sending = Lock()
         self._door, self._num_newcomers = door, 0
         self._leaves_at: dict[int, float] = {}
-        """When a newcomer that has not been given a rank is dropped."""
+        """By newcomer: when it is dropped unless it has been given a rank."""
         self._opens_at: float | None = 0.0
-        """While the door is shut: when it opens again."""
+        """While the door is shut: when it opens again; None while it is open."""
         self.refusal: OSError | None = None
-        """Why the latest newcomer could not be let in.  It stays at the door."""
+        """Why the latest newcomer could not be accepted (it stays in the backlog); None if it was."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Who is connected, without newcomers."""
+        """The connected ranks, without newcomers."""
         return tuple(rank for rank in tuple(self._sockets) if rank >= 0)
 
     def add(self, rank: int, connection: socket.socket) -> None:
@@ -74,14 +74,14 @@ class Lines:
             self._door = None
 
     def send(self, rank: int, *words: Any) -> None:
-        """A connection that is cut is noticed by ``receive``."""
+        """Send one message.  A broken connection is ignored here and reported by ``receive``."""
         with self._sending, suppress(OSError, KeyError):
             self._sockets[rank].sendall(json.dumps(words).encode() + b"\n")
 
     def receive(self, seconds: float) -> list[tuple[int, Any]]:
-        """What has come from which rank or newcomer, after a wait of at most ``seconds``.
+        """(rank or newcomer, message) pairs that have arrived, after a wait of at most ``seconds``.
 
-        A list of words; None for a connection that was cut; bytes for a line that is no message.
+        A message is a list of words, None if the connection was closed, or bytes if the line is not a message.
         """
         now = time.monotonic()
         for newcomer in [one for one, until in self._leaves_at.items() if until < now]:
@@ -109,9 +109,9 @@ class Lines:
         assert self._door is not None, "it is open"
         try:
             connection, _ = self._door.accept()
-        except OSError as error:  # no open file is left, most likely
+        except OSError as error:  # most likely the limit on open files
             self.refusal = error
-            self._shut()  # or else the wait for what comes would end at once, again and again
+            self._shut()  # an open door would wake ``select`` again and again
             return
         self.refusal = None
         _keep_alive(connection)
@@ -142,15 +142,15 @@ def _message(line: bytes) -> list[Any] | bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Firewalls forget a connection on which nothing passes; and a machine without power says no word."""
+    """Probe an idle connection: firewalls drop those without traffic, and a machine that loses power closes none."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
 
 
 def call(host: str, port: int, rank: int, *words: Any) -> Lines:
-    """A connection to whoever listens there, as ``rank``, once it has answered ``words`` with ``welcome``.
+    """Connect to a listener, send ``words`` and wait for ``welcome``; return the connection under the number ``rank``.
 
-    Raises OSError where nobody does, or somebody who answers something else.
+    Raises OSError if nobody listens there, or the answer is something else.
     """
     connection = socket.create_connection((host, port), timeout=JOIN_SECONDS)
     try:

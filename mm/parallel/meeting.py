@@ -1,9 +1,9 @@
 """Where the ranks of one attempt of a run find each other, before any process group is made.
 
-torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, and with it every address that was
-left there; ranks that come before a slow rank 0 would read those.  Nor does the number of restarts tell attempts apart,
-because each node counts its own.  So a rank believes an address only once the hub at it has answered: the hub ends with
-its attempt.  What the attempt then leaves in the store has the hub's token in its name.
+torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt and every address left in it; a rank
+that is faster than rank 0 would read a stale address.  The number of restarts does not identify an attempt: each node
+counts its own.  So a rank trusts an address only once the hub there has answered: a hub ends with its attempt.
+Later keys of the attempt are prefixed with the hub's token.
 """
 
 import json
@@ -26,32 +26,35 @@ _RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank has that has found the hub."""
+    """What a rank gets when it joins the hub."""
 
     hub: Hub | None
-    """On rank 0."""
+    """On rank 0; None elsewhere."""
     lines: Lines
-    """With the hub as rank 0."""
+    """The connection to the hub, under the number 0."""
     store: Store | None
-    """Which only ranks of this attempt know; None in a process that no launcher started."""
+    """Keys of this attempt only; None in a process that no launcher started."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Who meets where."""
+    """This rank, the number of ranks, and where to find rank 0."""
 
     rank: int
     num_ranks: int
     host: str
-    """Where rank 0 is."""
+    """Host of rank 0."""
     store: Store | None
-    """Of all attempts; None in a process that no launcher started."""
+    """Shared by all attempts; None in a process that no launcher started."""
     timeout: timedelta = timedelta(minutes=10)
     """How long ranks may be late."""
 
     @classmethod
     def of_launcher(cls, timeout_minutes: float) -> "Meeting":
-        """As the environment says.  Without a launcher this process is alone, and opens no port to others."""
+        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
+
+        Raises UserError if the launcher's store cannot be opened or reached.
+        """
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" not in os.environ:
             return cls(0, 1, "localhost", None, timeout)
@@ -68,9 +71,10 @@ class Meeting:
         return cls(rank, int(os.environ["WORLD_SIZE"]), host, store, timeout)
 
     def join(self, at_end: Callable[[], None]) -> Joined:
-        """Open the hub on rank 0, or find it.  ``at_end`` is called before the hub ends this process.
+        """On rank 0 start the hub, elsewhere find it; then join it.  ``at_end`` is called before the hub ends this
+        process.
 
-        Raises UserError where nobody can be reached.
+        Raises UserError if rank 0 is not reached in time.
         """
         if self.rank == 0:
             hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end)
@@ -81,11 +85,11 @@ class Meeting:
         until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not come"
         while time.monotonic() < until:
             try:
-                port, token = json.loads(self.store.get(_ADDRESS))  # of an earlier attempt, as long as rank 0 is late
+                port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
                 return Joined(None, call(self.host, port, 0, "joins", token, self.rank), self._own_store(token))
             except OSError as error:
                 problem = f"port {port}: {error}"
-            except dist.DistError as error:  # the store has ended, or nothing has come into it
+            except dist.DistError as error:  # the store has ended, or stayed empty
                 problem = str(error)
                 break
             time.sleep(_RETRY_SECONDS)

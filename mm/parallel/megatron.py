@@ -25,11 +25,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parallel_config(
     model: ModelConfig, mesh: Mesh, precision: str, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """Before the stage: the LLM's sizes, the parallel sizes and the precision.
+    """megatron's settings for a stage: the LLM's sizes, the parallel sizes and the precision.
 
     megatron has fields for one tower only; our layers take the sizes of both from ``mm.config.model``.
-    ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss is already divided by
-    what the global batch holds.
+    ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks instead of averaging them: our
+    loss is already divided by the global batch's total.
     """
     language, dtype = model.language, DTYPES[precision]
     return TransformerConfig(
@@ -60,20 +60,22 @@ def parallel_config(
 def mark_parameters(
     parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool
 ) -> None:
-    """After a chunk, before its DDP: what megatron reads off each parameter.
+    """Set the attributes that megatron reads from each parameter; call it between building a chunk and its DDP.
 
-    megatron sets the cuts only where it draws initial values; its gradient norm counts a parameter without the mark
-    on one tensor-parallel rank only.  ``tied_over_slots``: word embedding and output layer are one weight in two
-    slots.  ``shared_embedding`` gives both copies the same cut of the distributed optimizer; ``shared`` on the output
-    layer keeps the gradient norm from counting it twice.  ``sequence_parallel``: each tensor-parallel rank makes the
-    gradient of its own rows, which ``finalize_gradients`` sums.
+    - ``tensor_model_parallel`` and its ``partition_*``: megatron sets them only when it draws initial values.  Its
+      gradient norm counts a parameter without the mark on one tensor-parallel rank only.
+    - ``sequence_parallel``: each tensor-parallel rank has the gradient of its own rows, and ``finalize_gradients`` sums
+      them.
+    - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
+      both copies the same shard of the distributed optimizer.
+    - ``shared`` on the output layer: keeps the gradient norm from counting the tied weight twice.
     """
     for weight in weights:
-        parameter: Any = parameters[weight.name]  # megatron's marks are attributes that torch does not know
+        parameter: Any = parameters[weight.name]  # megatron's marks are extra attributes
         parameter.tensor_model_parallel = weight.tp_dim is not None
         parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
         parameter.partition_stride = 1
-        # Each rank uses it for the rows of its piece; the final norm's rows are whole on every rank.
+        # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
         parameter.sequence_parallel = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
         if tied_over_slots and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
             parameter.shared_embedding = True
@@ -82,10 +84,10 @@ def mark_parameters(
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """For the DDP: gradient buffers in fp32, with ``--grad-reduce-in-bf16`` in bf16, summed over data-parallel ranks.
+    """DDP settings: gradients are summed over data-parallel ranks, in fp32 or with ``--grad-reduce-in-bf16`` in bf16.
 
-    ``align_param_gather`` takes the order of overlapped gathers out of megatron's forward hooks: ``schedule.py``
-    starts them, in one order on all ranks, because a rank without images never calls the ViT's hooks.
+    ``align_param_gather`` keeps megatron's forward hooks from starting overlapped gathers.  ``schedule.py`` starts them
+    instead, in the same order on all ranks, because a rank without images never calls the ViT's hooks.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
@@ -98,9 +100,9 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerConfig:
-    """For the optimizer: Adam with decoupled weight decay, in the precision of the stage's ``settings``.
+    """Optimizer settings: Adam with decoupled weight decay, in the precision of the stage's ``settings``.
 
-    The learning rate is set before each step by ``mm.training.optimizer``.
+    The learning rate is set again before each step.
     """
     return OptimizerConfig(
         optimizer="adam",
@@ -131,7 +133,7 @@ def bind(
     optimizer: MegatronOptimizer,
     finalize_gradients: Callable[..., None],
 ) -> None:
-    """After DDP and optimizer: the functions that megatron's schedules look up in the stage's settings."""
+    """Set the functions that megatron's schedules look up in ``settings``; call it once DDP and optimizer exist."""
     no_sync: Any = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
     settings.no_sync_func = no_sync
     settings.finalize_model_grads_func = finalize_gradients

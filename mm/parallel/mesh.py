@@ -25,13 +25,13 @@ from mm.parallel.context import Context
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
 _TIED_GROUP = "TIED_EMBEDDING_GROUP"
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Ranks wait here while one of them writes a whole model; a rank that dies ends the job through the launcher."""
+"""Ranks wait in this group while one of them writes a whole model; the launcher ends the job if a rank dies."""
 
-# Gloo connects two ranks when they first talk.  Without this every rank of a group is connected with every other: in a
-# group of N that takes N^2 (154 + 8 N) bytes of addresses out of one store, and N open files on each rank.  What the
-# groups of Mesh do connects a rank with log N others, and the first of a group with all where it gathers
+# With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
+# other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
+# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers
 # (benchmarks/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set before
-# the first group is made; a user's own value stands.
+# the first group is made; a value that the user has set stays.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
@@ -60,16 +60,15 @@ class Mesh:
     """For each rank of the context axis, gloo: the data owner and those of its ranks with the patch embedding; None
     when that is one rank, or on other ranks.  Used by the data thread alone."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
-    """The same with those of its ranks that hold the projector: for what was kept of the ViT's work.  () where the run
-    keeps nothing."""
+    """Likewise, with the ranks that hold the projector instead: for stored ViT features.  () if the run stores none."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """The ranks of the pipeline once more, for gradients.  NCCL and HCCL take the messages of a group one after
-    another: in one with the activations, a gradient that is asked for ahead would hold up an activation behind it."""
+    """A second group of the pipeline's ranks, for gradients.  NCCL and HCCL run the messages of a group in order: in
+    the activations' group, a receive for a gradient that is posted early would delay the activations behind it."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -87,18 +86,18 @@ class Mesh:
 
     @property
     def copy_rank(self) -> int:
-        """Of the ranks that hold the same weights, over the data and context axes: which one this is."""
+        """Index of this rank among those that hold the same weights (over the data and context axes)."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A group in which ranks communicate on the device.  Each takes buffers there."""
+    """A group whose ranks communicate on the device, where each group allocates buffers."""
 
     name: str
     """Its description in torch."""
     has_messages: bool = False
-    """Whether two ranks of it send and receive, which takes buffers of their own."""
+    """Whether its ranks send point to point, which takes additional buffers."""
 
 
 def device_groups(
@@ -130,9 +129,9 @@ def start(
 ) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group.
 
-    Without a launcher this process is alone; it opens no port, so that others like it may run beside.
-    ``keeps_features``: what a frozen ViT makes is kept, and sent in place of pixels.  ``store``: where the ranks leave
-    their addresses, as ``Watchdog.meet`` gives it; without one, the launcher's.
+    Without a launcher this process is the only rank and opens no port, so several such processes can share a machine.
+    ``keeps_features``: a frozen ViT's features are stored, and sent instead of pixels.  ``store``: holds the ranks'
+    addresses, as ``Watchdog.meet`` returns it; by default the launcher's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
@@ -145,9 +144,9 @@ def start(
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
-    """``mesh`` for answers beside a training, whose data thread uses the other groups: with groups of its own.
+    """A copy of ``mesh`` for generating during training, with its own groups: training's data thread uses the others.
 
-    Every rank calls it.  ``has_patch_embedding``: of this rank.
+    Collective over all ranks.  ``has_patch_embedding``: whether this rank has it.
     """
     timeout = timedelta(minutes=timeout_minutes)
     places: list[tuple[int, bool]] = [(0, False)] * mesh.world_size
@@ -239,7 +238,7 @@ def _make_groups_of_megatron(
 
 @contextmanager
 def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
-    """megatron reads the settings of its NCCL groups from a YAML file alone, and JSON is YAML; None without any."""
+    """Write ``limits`` to a file, as JSON, which is YAML: megatron takes NCCL settings from a YAML file only."""
     if not limits:
         yield None
         return

@@ -11,7 +11,7 @@ Turn = tuple[int, int]
 
 
 def group_size(num_microbatches: int, num_stages: int) -> int:
-    """How many microbatches pass a chunk before the next chunk has its turn: the fewest that megatron allows.
+    """How many microbatches run through a chunk before the next chunk starts: the fewest that megatron allows.
 
     The last group is full, or has at least one microbatch for each stage.
     """
@@ -38,7 +38,7 @@ def backward_order(forward: Sequence[Turn]) -> list[Turn]:
 
 
 def num_warmup_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> int:
-    """Forward steps of a stage before its first backward step, but one: 1F1B, without or with chunks."""
+    """Forward steps of a stage before its 1F1B phase, with or without chunks."""
     num_behind = num_stages - stage - 1
     if num_chunks > 1:
         num_behind = 2 * num_behind + (num_chunks - 1) * group_size(num_microbatches, num_stages)
@@ -57,9 +57,9 @@ def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: 
 
 
 def max_sent_ahead(num_stages: int, num_chunks: int) -> int:
-    """How many messages of a stage may be on their way when the next one begins, in training.
+    """How many sends of a stage may be in flight when it starts another one, in training.
 
-    A neighbour that sends back is at most half as many behind, so only stages to which nothing comes back wait.
+    A neighbour that sends gradients back is behind by at most half of this, so only stages that get none ever wait.
     """
     return 4 * num_stages * num_chunks
 

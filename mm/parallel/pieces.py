@@ -1,7 +1,7 @@
 """Rows cut over the tensor-parallel ranks: what each rank holds between two linear layers under sequence parallelism.
 
-Any number of rows is cut, also one that the ranks do not divide: the last pieces are smaller, or empty.  Buffers of a
-collective are padded to equal size; what rows mean is not known here.
+The number of rows need not be a multiple of the ranks': the last pieces are smaller, or empty.  Buffers of a collective
+are padded to equal size.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def piece_of(num_rows: int, unit: int, rank: int, num_ranks: int) -> slice:
-    """The rows of one rank: of all ranks but the last ones equally many.  ``unit`` neighbouring rows stay together."""
+    """One rank's rows: equally many on all ranks but the last ones.  Each ``unit`` consecutive rows stay together."""
     assert num_rows % unit == 0, (num_rows, unit)
     size = -(-num_rows // unit // num_ranks) * unit
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))

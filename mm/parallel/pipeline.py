@@ -1,7 +1,7 @@
-"""Messages between pipeline stages, of shapes that are known before the step begins.
+"""Messages between pipeline stages, whose shapes are known before the step begins.
 
-Our communicator takes the place of megatron-core's: it reads shapes and gradient needs from the step's plan, so there
-is no shape exchange and no wait for the device in the loop, and a boundary that carries nothing exchanges nothing.
+Our communicator replaces megatron-core's.  It reads shapes, and which gradients are needed, from the step's plan: no
+shapes are exchanged, the loop never waits for the device, and a boundary that carries nothing sends nothing.
 """
 
 import math
@@ -31,8 +31,8 @@ def message_shape(
 ) -> tuple[int, int] | None:
     """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses.
 
-    These are the rows that this rank of the context axis holds: of hidden states perhaps none, and then there is a
-    message though nothing is sent.
+    Only the rows that this rank of the context axis holds.  A shape with no rows is still a message, but nothing is
+    sent for it.
     """
     if message is Message.NOTHING:
         return None
@@ -49,9 +49,9 @@ def message_shape(
 def piece_shape(
     message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
 ) -> tuple[int, int] | None:
-    """The shape of this tensor-parallel rank's piece of a message: as sequence parallelism cuts its rows.
+    """The shape of this tensor-parallel rank's piece of a message under sequence parallelism.
 
-    A piece may have no rows: it is there, but nothing is sent.
+    A piece with no rows is still a message, but nothing is sent for it.
     """
     if shape is None:
         return None
@@ -62,20 +62,20 @@ def piece_shape(
 class PipelineCommunicator:
     """Point-to-point messages of one stage, in the form that megatron's schedules call.
 
-    The schedules do not say which microbatch and chunk a call is about; their order does, and the communicator counts
-    along.  Tensors without a gradient are handed to the schedule as None, because it keeps what it is given for the
-    backward pass; the forward step takes every received tensor from ``take``.
+    The schedules' calls do not name a microbatch and chunk; the communicator knows them from the order of the calls.
+    The schedule gets None for a tensor without a gradient, because it keeps what it gets for the backward pass; the
+    forward step gets every received tensor from ``take``.
 
-    With ``starts_ahead``, what is sent and the next message of the same kind begin together, so that the message comes
-    while this stage computes.  Activations and gradients have a group each, which takes one batch after another: what
-    this stage sends next in a group needs what it receives in it, so that a message asked for early holds up nothing.
+    With ``starts_ahead``, a send also posts the next receive of the same kind, so that message arrives while this stage
+    computes.  Activations and gradients each have a group, which runs its batches in order.  An early receive delays
+    nothing: the next send in that group depends on what it receives.
     """
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
         checks: bool = False, starts_ahead: bool = True,
     ) -> None:
-        """``checks``: sender and receiver compare what each message is, which begins nothing ahead."""
+        """``checks``: sender and receiver compare the header of each message; no receive is then posted early."""
         self.starts_ahead = starts_ahead and not checks
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
@@ -94,7 +94,7 @@ class PipelineCommunicator:
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
         self._inbox: dict[Turn, Arriving] = {}
         self._activations: deque[Tensor | None] = deque()
-        """What the schedule will be given: those that need a gradient."""
+        """What the schedule gets for each receive: the tensor if it needs a gradient, else None."""
         self._gradients: deque[Arriving] = deque()
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._microbatches: tuple[Microbatch, ...] = ()
@@ -102,7 +102,7 @@ class PipelineCommunicator:
         self._has_turned = False
         self._most_in_flight = 0
         self._latest: tuple[Transfer, ...] = ()
-        # On NCCL and HCCL the first use of a group must be by all of its ranks, which a message is not.
+        # NCCL and HCCL require that all ranks of a group take part in its first use; a message has only two.
         context = [mesh.context.group] if mesh.cp_size > 1 else []  # where a ring's ranks send each other keys
         for group in dict.fromkeys((self.pp_group, self._gradient_group, *context)):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -112,7 +112,7 @@ class PipelineCommunicator:
         num_chunks, num_stages = len(self._specs), self.pp_group.size()
         forward = forward_order(len(plan.microbatches), num_stages, num_chunks)
         backward = [] if forward_only else backward_order(forward)
-        # What comes around, from the last stage to the first and back, belongs to the next chunk.
+        # The last stage's activations go to the first stage as the next chunk's, and gradients back the same way.
         around = [(microbatch, chunk + 1) for microbatch, chunk in forward if chunk + 1 < num_chunks]
         around_back = [(microbatch, chunk - 1) for microbatch, chunk in backward if chunk > 0]
         self._microbatches = plan.microbatches
@@ -126,7 +126,7 @@ class PipelineCommunicator:
         self._most_in_flight = num_stages if forward_only else max_sent_ahead(num_stages, num_chunks)
 
     def end(self) -> None:
-        """Wait until everything sent in this step has left; nothing may be left to receive or to take."""
+        """Wait until every send of this step is done; nothing may be left to receive or to take."""
         left = [name for name, turns in self._expected.items() if turns]
         is_empty = not (left or self._inbox or self._activations or self._gradients)
         assert is_empty, f"the step ended with messages left: {left}, {list(self._inbox)}, {list(self._gradients)}"
@@ -138,7 +138,7 @@ class PipelineCommunicator:
         is_start = self._is_first and chunk == 0
         return None if is_start else self._wait_for(self._inbox.pop((microbatch, chunk)))
 
-    # The calls of megatron's schedules, first of the one without chunks.  The arguments that we ignore are shapes.
+    # The calls of megatron's schedule without chunks.  The arguments that we ignore are shapes.
 
     def recv_forward(self, _: object, is_first_stage: bool) -> "Tensor | list[Tensor | None] | None":
         return self._answer(None if is_first_stage else self._next_activation())
@@ -167,7 +167,7 @@ class PipelineCommunicator:
         return [self._next_activation()]
 
     def _must_ask(self, call: str) -> bool:
-        """Whether the next message of a kind, if there is one, has not begun."""
+        """Whether there is a next message of this kind whose receive has not been posted yet."""
         has_begun = self._activations if call == "recv_forward" else self._gradients
         return not has_begun and bool(self._expected[call])
 
@@ -184,9 +184,12 @@ class PipelineCommunicator:
             self._start(recv_backward=True)
         return self._wait_for(self._gradients.popleft()) if self._gradients else None
 
-    # Of the one with chunks: after a forward step, after a backward step, and after one of each.  It says itself
-    # whether it receives.  Where it computes meanwhile it is given handles: none for an activation, which ``take``
-    # waits for.
+    # The calls of megatron's schedule with chunks: after a forward step, after a backward step, and after one of each.
+    # It says whether to receive.  With ``overlap_p2p_comm`` it gets handles to wait for; activations have none, because
+    # ``take`` waits for them.
+    # ``_has_turned``: (1) the last call of the warm-up already asks for the first gradient; (2) it is the first of the
+    # step's calls that could send one: ``send_backward_recv_backward`` with overlap, the call below it without;
+    # (3) no backward step has run yet, so that first call sends no gradient, and all later calls do.
 
     def send_forward_recv_forward(
         self, output: Tensor | None, recv_prev: bool, tensor_shape: object, overlap_p2p_comm: bool = False
@@ -198,7 +201,7 @@ class PipelineCommunicator:
     def send_backward_recv_backward(
         self, gradient: Tensor | None, recv_next: bool, tensor_shape: object, overlap_p2p_comm: bool = False
     ) -> "Tensor | tuple[Tensor | None, dict[str, Handle]] | None":
-        """The first of these calls that computes meanwhile ends the warm-up: no backward step came before it."""
+        """With overlap, the first call of a step ends the warm-up and sends nothing (see ``_has_turned`` above)."""
         has_turned = self._has_turned or not overlap_p2p_comm
         self._has_turned = True
         self._start(None, gradient, send_backward=has_turned, recv_backward=recv_next)
@@ -212,7 +215,7 @@ class PipelineCommunicator:
     def send_forward_backward_recv_forward_backward(
         self, output: Tensor | None, gradient: Tensor | None, recv_prev: bool, recv_next: bool, tensor_shape: object
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The first of these calls in a step ends the warm-up, too."""
+        """Without overlap, the first call of a step ends the warm-up and sends no gradient."""
         has_turned, self._has_turned = self._has_turned, True
         self._start(
             output, gradient, send_forward=True, send_backward=has_turned, recv_forward=recv_prev,
@@ -222,7 +225,7 @@ class PipelineCommunicator:
         return arriving, self._wait_for(self._gradients.popleft()) if recv_next else None
 
     def _answer(self, tensor: Tensor | None) -> "Tensor | list[Tensor | None] | None":
-        """What both schedules ask for, the one without chunks as a list."""
+        """``tensor`` as the schedule wants it: in a list for the one without chunks."""
         return [tensor] if len(self._specs) == 1 else tensor
 
     def _start(
@@ -234,13 +237,13 @@ class PipelineCommunicator:
         recv_forward: bool = False,
         recv_backward: bool = False,
     ) -> None:
-        """Begin all parts of one call together; what comes is in ``_inbox``, ``_activations`` and ``_gradients``."""
+        """Start all parts of one call together; receives go to ``_inbox``, ``_activations`` and ``_gradients``."""
         activations, gradients, arrived = Batch(self.pp_group), Batch(self._gradient_group), None
         if send_forward:
             due = self._due("send_forward")
             if due.shape is not None:
                 assert output is not None and output.shape == due.shape and output.dtype == self._dtype, (output, due)
-            # detach: the schedule frees the output's storage through the tensor that it holds, not through ours
+            # detach: the schedule frees the output's storage through its own tensor, not through ours
             activations.send(due, None if due.shape is None or output is None else output.detach())
         if recv_forward:
             due = self._due("recv_forward")
@@ -267,7 +270,7 @@ class PipelineCommunicator:
         return None if due.shape is None else self._like.new_empty(due.shape)
 
     def _wait_for(self, arriving: Arriving) -> Tensor | None:
-        """A message; the device waits for it, and on the CPU the host."""
+        """Wait for a message and return it: on an accelerator the stream waits, on the CPU the host."""
         if arriving.works:
             self._latest = (arriving.due,)
             with self._journal.during(Work.EXCHANGE, arriving.due.chunk, arriving.due.microbatch):
@@ -276,15 +279,15 @@ class PipelineCommunicator:
         return arriving.tensor
 
     def told(self) -> list[str]:
-        """The messages of the latest exchange in words."""
+        """The messages of the latest exchange, as text for a report."""
         return [due.told(self._dtype) for due in self._latest if due.shape is not None]
 
     def _due(self, call: str) -> Transfer:
-        """The coming message of one of the four kinds."""
+        """The next message of one of the four kinds."""
         microbatch, chunk = turn = self._expected[call].popleft()
         spec, contents = self._at(turn)
         is_sent, is_gradient = call.startswith("send"), call.endswith("backward")
-        is_before = is_sent == is_gradient  # the chunk, and not behind it
+        is_before = is_sent == is_gradient  # the boundary before the chunk, else the one after it
         message, step = (spec.receives, -1) if is_before else (spec.sends, 1)
         crosses = not is_gradient or (
             self._gradient_path.leaves(spec, bool(contents.image_grids)) if is_before else
@@ -302,9 +305,9 @@ class PipelineCommunicator:
         )
 
     def _check(self, *batches: Batch) -> None:
-        """Tell the other side what each message is, and compare; raises MessageError.
+        """Exchange a header for each message and compare; raises MessageError.
 
-        Also of a boundary that carries nothing, but not at the two ends of the model.
+        Boundaries that carry nothing have a header too; the two ends of the model have none.
         """
         ends, headers, said = (0, self._num_stages * len(self._specs)), [], []
         for batch in batches:
@@ -334,13 +337,15 @@ class PipelineCommunicator:
         return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
 
     def _run(self, *batches: Batch) -> None:
-        """Begin each as one batch, and keep what is sent alive until it has left.
+        """Start each batch; wait for the oldest sends only while more than ``_most_in_flight`` are in flight.
 
-        What is sent is not waited for: so a stage to which no gradient comes back runs ahead of the next, until as many
-        messages as the limit are on their way beside those that begin here.  With gloo, only waiting for a send shows
-        that it has left.  A neighbour that sends back is never more than a pipeline's depth of messages behind, so
-        waiting for one twice that old never holds both sides up.  Where nothing is sent back, the last stage sends to
-        the first, which asks for it a pipeline's depth less one later.
+        A send keeps its tensor alive until it is done; gloo reports that only to a wait.  The wait cannot deadlock:
+
+        1. A neighbour that sends gradients back is behind by at most half the limit (``max_sent_ahead``), so it has
+           already asked for the message that this stage waits for.
+        2. A neighbour that sends none can fall behind further.  This stage then waits for it; it never waits for us.
+        3. In a forward-only step with chunks the stages form a ring: the last sends to the first.  The first asks for
+           a message ``num_stages`` - 1 messages later, which is within the limit of ``num_stages``.
         """
         limit = self._most_in_flight
         while self._in_flight and (self._in_flight[0][0].is_completed() or len(self._in_flight) > limit):

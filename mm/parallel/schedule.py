@@ -49,10 +49,10 @@ def run_schedule(
 def run_forward(
     models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
 ) -> Tensor:
-    """Forward of every microbatch and nothing else; weights that are gathered with overlap must be here already.
+    """Forward of every microbatch only; weights that are gathered with overlap must have arrived already.
 
-    Returns fp32 [num_microbatches] on the device: the sum of each one's token losses, of the tokens that this rank of
-    the context axis holds; zeros on ranks without the head.
+    Returns fp32 [num_microbatches] on the device: each microbatch's sum of token losses over the tokens that this rank
+    of the context axis holds; zeros on ranks without the head.
     """
     chunks: list[Any] = [model.module for model in models]
     losses = torch.zeros(len(plan.microbatches), dtype=torch.float32, device=chunks[0].device.torch_device)
@@ -112,7 +112,7 @@ def _run(
 
 
 class _Inputs:
-    """What the forward steps of a rank need beside messages, made while the device works on the step before."""
+    """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
 
     def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[Turn], sums: bool) -> None:
         """``sums``: as ``mm.model.stage.Chunk.prepare`` has it."""
@@ -121,8 +121,8 @@ class _Inputs:
         self._prepared: deque[tuple[Turn, Any]] = deque()
 
     def take(self, microbatch: int, chunk: int) -> Any:
-        """Of the coming forward step, ready for the device."""
-        if not self._prepared:  # of the first: copied beside the last step's update
+        """The inputs of the next forward step, ready on the device."""
+        if not self._prepared:  # the first: its copy overlaps the last step's update
             self.prepare_next()
         turn, inputs = self._prepared.popleft()
         assert turn == (microbatch, chunk), f"{turn} was prepared for {(microbatch, chunk)}"
@@ -131,7 +131,7 @@ class _Inputs:
         return inputs
 
     def prepare_next(self) -> None:
-        """After a forward step was queued, while its inputs live: behind it no more of them have died."""
+        """Call it once a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
         if self._turns:
             microbatch, chunk = turn = self._turns.popleft()
             one = self._chunks[chunk]
@@ -146,7 +146,7 @@ class _Inputs:
 
 
 def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """megatron's loss function: the stage's output is the loss already, divided by what the global batch holds."""
+    """megatron's loss function: the stage's output is already the loss, divided by the global batch's total."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), {}
 
 
@@ -160,10 +160,9 @@ def finalize_gradients(
 ) -> None:
     """Reduce gradients over data-parallel ranks, then over the two slots of a tied embedding.
 
-    With overlapped reduction megatron sends a bucket when each of its parameters has reported a gradient.  Those
-    that took no part in the last microbatch (the ViT in a text-only one) are reported here, the last chunk's first and
-    in bucket order, which is the order in which a rank with images reports them: no rank ever waits for another's
-    images.
+    With overlapped reduction megatron reduces a bucket once all of its parameters have reported a gradient.  Those
+    that took no part in the last microbatch (the ViT in a text-only one) are reported here, last chunk first and in
+    bucket order: the order in which a rank with images reports them, so collectives match on all ranks.
     """
     chunk: Any = models[0].module
     with chunk.journal.during(Work.REDUCTION):
@@ -174,7 +173,7 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
     gradients.end(models)
     for model in reversed(models):
         if model.ddp_config.overlap_param_gather:
-            for group in model.bucket_groups:  # of modules that no microbatch used: no hook waited for these
+            for group in model.bucket_groups:  # modules that no microbatch used: no hook has waited for their gather
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
         for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
             for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
@@ -191,7 +190,7 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
 
 
 def _sum_over_pieces(models: Sequence[DistributedDataParallel]) -> None:
-    """Over tensor-parallel ranks: gradients of weights that each uses for its own rows only."""
+    """Sum over tensor-parallel ranks the gradients of weights that each rank uses for its own rows only."""
     parameters: list[Any] = [parameter for model in models for parameter in model.module.parameters()]
     partial = [one.main_grad for one in parameters if one.sequence_parallel and one.requires_grad]
     if partial:

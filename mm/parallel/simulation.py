@@ -1,6 +1,4 @@
-"""How long a step would take if messages took no time: each stage runs its steps in the schedule's order.
-
-Pure arithmetic; the schedule's order is that of ``mm.parallel.order``.
+"""How long a step would take if messages took no time: each stage runs its steps in the order of ``mm.parallel.order``.
 """
 
 from collections.abc import Sequence
@@ -11,11 +9,11 @@ from mm.parallel.order import stage_steps
 
 @dataclass(frozen=True)
 class SlotCost:
-    """What one microbatch takes in one slot: seconds, FLOPs, or any other measure of time."""
+    """The cost of one microbatch in one slot: seconds, FLOPs, or any other measure of time."""
 
     forward: float
     backward: float
-    """0 where no gradient comes back: then nothing is waited for either."""
+    """0 if no gradient comes back; the stage does not wait for one then."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class TimedStep:
 
 
 def simulate(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list[list[TimedStep]]:
-    """What each stage does when.  ``costs`` has for each microbatch those of its slots, in the order of its way."""
+    """The timeline of each stage.  ``costs[m][s]`` is the cost of microbatch m in slot s, in forward order of slots."""
     num_slots = len(costs[0])
     queues = [stage_steps(len(costs), stage, num_stages, num_slots // num_stages) for stage in range(num_stages)]
     done: dict[tuple[bool, int, int], float] = {}
@@ -52,7 +50,7 @@ def simulate(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list[list[
 def _ready(
     done: dict[tuple[bool, int, int], float], slots: Sequence[SlotCost], is_forward: bool, microbatch: int, slot: int
 ) -> float | None:
-    """When what the step waits for is there; None: not known yet."""
+    """When the step's input is ready; None if not known yet."""
     if is_forward:
         return 0.0 if slot == 0 else done.get((True, microbatch, slot - 1))
     if slots[slot].backward == 0 or slot == len(slots) - 1:

@@ -1,7 +1,4 @@
-"""Messages that start together, and what to wait for afterwards.
-
-When which message goes where is not known here.
-"""
+"""Messages that start together, and the handles to wait for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ from mm.parallel.checked import Transfer
 
 @dataclass
 class Arriving:
-    """A message that this rank has asked for, or one that carries nothing."""
+    """A posted receive, or a message that carries nothing."""
 
     due: Transfer
     tensor: Tensor | None
@@ -28,16 +25,16 @@ class Batch:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.operations: list[dist.P2POp] = []
         self.transfers: list[tuple[Transfer, Tensor | None]] = []
-        """Every message, also one that carries nothing, with its tensor."""
+        """Every message with its tensor, including those that carry nothing."""
         self.group = group
         self._receiving: dict[int, Arriving] = {}
-        """By number of the operation."""
+        """By index of the operation."""
 
     def send(self, due: Transfer, tensor: Tensor | None) -> None:
         self._add(due, None if tensor is None else tensor.contiguous())
 
     def receive(self, due: Transfer, tensor: Tensor | None) -> Arriving:
-        """``tensor`` is where the message will be; None when nothing comes."""
+        """``tensor`` is the buffer to receive into; None if the message carries nothing."""
         arriving = Arriving(due, tensor)
         if self._add(due, tensor):
             self._receiving[len(self.operations) - 1] = arriving
@@ -52,9 +49,9 @@ class Batch:
         return True
 
     def start(self) -> list[tuple[dist.Work, Tensor]]:
-        """Begin all of it.  Returns what is sent, with what to wait for."""
+        """Start all operations.  Returns the tensors being sent, each with its handle."""
         works = dist.batch_isend_irecv(self.operations) if self.operations else []
-        if len(works) < len(self.operations):  # NCCL and HCCL give one for all
+        if len(works) < len(self.operations):  # NCCL and HCCL return one for all
             works *= len(self.operations)
         for number, arriving in self._receiving.items():
             arriving.works.append(works[number])

@@ -1,8 +1,8 @@
 """Ends all ranks when one dies, fails or takes too long, after a report of the cause and of where each rank was.
 
-A thread on each rank talks with the hub (``hub.py``), beside whatever the main thread is stuck in.  It starts before
-the first process group is made, so this module imports neither megatron nor a device.  It does not know how a step
-works: the journal and the communicator say what they are at.
+A thread on each rank talks to the hub (``hub.py``), even while the main thread is stuck.  It starts before the first
+process group is made, so this module imports neither megatron nor a device.  The journal and the communicator say what
+the rank is doing.
 """
 
 import faulthandler
@@ -43,22 +43,22 @@ _HUB_SECONDS = 15.0
 _STANDARD_ERROR = 2
 _OWN_THREADS = ("hub", "watchdog")
 _LOST = re.compile("gloo|nccl|hccl|connection|broken pipe", re.IGNORECASE)
-"""In a RuntimeError of torch: a message that did not come or go, so that the reason may lie on another rank."""
+"""Words in a torch RuntimeError about failed communication, whose cause may lie on another rank."""
 
 
 class Watchdog:
     """Guards this rank's part of a run as a context.
 
-    What is raised inside and is no UserError is reported by the hub, and ReportedError raised in its place; on ranks
-    that are not the cause of an end, nothing is raised and the process exits.  ``step_seconds`` is the limit of a step;
-    None takes it from the steps so far, 0 means none.  Every rank of ``meeting`` must enter and leave.
+    The hub reports an error raised inside, unless it is a UserError, and ReportedError is raised instead; ranks that
+    are not the cause exit without raising.  ``step_seconds`` limits a step; None derives the limit from the steps so
+    far, 0 means no limit.  Every rank of ``meeting`` must enter and leave.
     """
 
     def __init__(self, meeting: Meeting, step_seconds: float | None) -> None:
         self.plan: StepPlan | None = None
-        """Of the step at hand, once it is known."""
+        """The current step's plan, once it is known."""
         self.at_end: Callable[[], None] = lambda: None
-        """Called before this process is ended in the middle of whatever it does."""
+        """Called before this process is ended in the middle of its work."""
         self._mesh: Mesh | None = None
         self._meeting, self._step_seconds = meeting, step_seconds
         self._hub: Hub | None = None
@@ -76,10 +76,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def meet(self) -> Store | None:
-        """Wait until every rank has come here; returns a store for process groups that only these ranks know.
+        """Barrier over all ranks; returns a store for process groups with this attempt's keys only.
 
-        None in a process that no launcher started.  A rank that has something to find out before the others may go on
-        calls this afterwards.  Raises UserError where rank 0 may not open as many files as it needs.
+        None in a process that no launcher started.  A rank that must check something before the others may continue
+        does so before this call.  Raises UserError if rank 0 may not open as many files as it needs.
         """
         if self._hub is not None:
             refuse(self._hub.problems)
@@ -88,22 +88,22 @@ class Watchdog:
         return self._store
 
     def place(self, mesh: "Mesh") -> None:
-        """This rank has its place on the axes."""
+        """Tell the hub this rank's place on the axes."""
         self._mesh = mesh
-        self._lines.send(0, "is at", self._place())  # a rank that dies within the first second has said it
+        self._lines.send(0, "is at", self._place())  # at once, in case this rank dies within the first second
 
     def follow(self, journal: Journal, communicator: "PipelineCommunicator") -> None:
-        """Where the report finds what this rank is doing."""
+        """Set where the report finds what this rank is doing."""
         self._journal, self._communicator = journal, communicator
 
     @contextmanager
     def step(self, iteration: int, part: str = "") -> Iterator[None]:
-        """While one step runs, with the wait for its data; or another ``part`` of the run, with the same limit."""
+        """Guard one step, including the wait for its data, or another ``part`` of the run with the same limit."""
         self._iteration, self._is_in_step, self._part, self.plan = iteration, True, part, None
         self._limit = limit_seconds(self._step_seconds, self._taken)
         started = time.monotonic()
         self._deadline = started + self._limit
-        if self._limit < math.inf:  # by a thread that needs no Python lock, if the one below cannot have it
+        if self._limit < math.inf:  # runs without the GIL, which the watching thread may not get
             faulthandler.dump_traceback_later(self._limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
         try:
             yield
@@ -123,16 +123,24 @@ class Watchdog:
     def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._leave(error)
-        finally:  # a process group that outlives the interpreter's end aborts it
+        finally:  # a process group that is alive when the interpreter exits aborts it
             self._journal = self._communicator = self.plan = self._mesh = self._store = None
 
     def _leave(self, error: BaseException | None) -> None:
-        if isinstance(error, KeyboardInterrupt):  # each rank hears of it, or one alone: the first is the cause
+        """By how the run ended on this rank:
+
+        1. Ctrl-C: the first rank to report it is the cause; raises InterruptedRun.
+        2. On all ranks (no error, or one that they share), or by an exit: say so, wait for the others' part of it.
+        3. A UserError on this rank only: end all with status 2; the caller prints it.
+        4. Any other error: end all; raises ReportedError.  If communication failed ("loses"), the hub first waits for
+           a better cause from another rank.
+        """
+        if isinstance(error, KeyboardInterrupt):
             self._fail("is interrupted", INTERRUPTED)
             raise InterruptedRun from error
         is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._meeting.num_ranks == 1)
         is_over = error is None or is_agreed or not isinstance(error, Exception)
-        if is_over:  # on all ranks, or by an order from outside
+        if is_over:
             self._is_leaving = True
             self._lines.send(0, "leaves")
             limit = None if error is None else _HUB_SECONDS if is_agreed else 0.0
@@ -154,10 +162,10 @@ class Watchdog:
                 raise ReportedError(name) from error
 
     def _fail(self, *words: str | int) -> bool:
-        """Tell the hub, and return when all ranks were told to end because of this one; False if no answer comes."""
+        """Report to the hub and wait for its order to end, given because of this rank; False if no answer comes."""
         self._lines.send(0, *words)
         if not self._is_unwatched and self._ordered.wait(_HUB_SECONDS) and self._cause_rank != self._meeting.rank:
-            threading.Event().wait()  # another rank is the cause: the watching thread ends this process
+            threading.Event().wait()  # another rank is the cause: the watching thread will end this process
         return self._ordered.is_set()
 
     def _watch(self) -> None:
@@ -219,7 +227,7 @@ class Watchdog:
 
 
 def limit_seconds(given: float | None, taken: Collection[float]) -> float:
-    """What the coming step may take, after steps that have ``taken`` so many seconds each; ``given`` on demand."""
+    """Limit of the next step in seconds: ``given`` by the user, or derived from the seconds ``taken`` by past steps."""
     if given == 0:
         return math.inf
     usual = max(USUAL_SECONDS, USUAL_FACTOR * statistics.median(taken or [0.0]))
@@ -228,7 +236,7 @@ def limit_seconds(given: float | None, taken: Collection[float]) -> float:
 
 
 def _stacks() -> str:
-    """Of every thread of this process but those that ask."""
+    """Stacks of all threads of this process except the hub's and the watchdog's."""
     frames = sys._current_frames()
     return "".join(f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
                    for thread in threading.enumerate() if thread.name not in _OWN_THREADS and thread.ident in frames)

@@ -1,7 +1,7 @@
-"""The memory that one rank of a stage needs beside its states, as formulas: activations, logits, and a layer at work.
+"""Formulas for the memory that one rank needs besides its states: activations, logits, and the layer that is running.
 
-Pure arithmetic over the model's settings; ``tests/test_budgets.py`` holds it to what a traced step really keeps.  Not
-counted: what the driver and the communication library take for themselves, and the allocator's gaps.
+Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it with what a traced step keeps.  Not
+counted: what the driver and the communication library allocate, and the allocator's fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ FP32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Rows:
-    """What one microbatch holds."""
+    """Sizes of one microbatch."""
 
     num_tokens: int
     num_patches: int
@@ -34,10 +34,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a layer keeps of its forward pass for the backward pass."""
+    """Which tensors a layer keeps from its forward pass for the backward pass."""
 
     input: bool = False
-    """Its input, for full recompute; nothing else then."""
+    """Its input, for full recompute; then nothing else is kept."""
     num_residuals: int = 0
     """Inputs of norms."""
     num_norm_outputs: int = 0
@@ -45,7 +45,7 @@ class Keeps:
     swiglu_input: bool = False
     swiglu_output: bool = False
     adapter_numbers: int = 0
-    """Hidden numbers of adapters: the sum of their ranks."""
+    """Hidden elements of adapters per row: the sum of their ranks."""
 
 
 NOTHING, INPUT = Keeps(), Keeps(input=True)
@@ -54,8 +54,8 @@ ALL = Keeps(False, 2, 2, True, True, True)
 
 
 def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
-    """Of ``weights``, in model order: for each that is no adapter's whether it, or an adapter beside it, is trained;
-    which of these are linear layers'; and the sum of the ranks of each of these."""
+    """For the base weights among ``weights``, in model order: whether each, or an adapter of it, is trained; the
+    indices of those of linear layers; and for each of these the sum of its adapters' ranks."""
     own = [weight for weight in weights if not weight.is_adapter]
     ranks = dict.fromkeys((weight.name for weight in own), 0)
     for base, a, _ in matrix_pairs(weights):
@@ -68,8 +68,14 @@ def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[
 def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, recompute: RecomputeConfig) -> Keeps:
     """``weights`` of one layer, in model order.  ``passes``: its input needs a gradient.
 
-    A linear layer keeps its input for the gradient of its weight, or of an adapter's.  Everything behind the first
-    trained weight, or on a gradient's way to the input, is kept for the gradient of what it works on.
+    Two conditions: a linear layer is *trained* (it or an adapter), so it keeps its input; a gradient is *needed* before
+    it (``needs_gradient``: the layer's input or an earlier weight needs one), so what it works on is kept.
+
+    - residuals: the input of a norm, if needed behind it, or if its output is recomputed for a trained layer
+    - norm outputs: if the linear layer behind is trained, unless recomputed
+    - attention: if needed before or in qkv
+    - SwiGLU's input: if needed before fc2, or its output is recomputed for a trained fc2; not if the MLP is recomputed
+    - SwiGLU's output: if fc2 is trained, unless recomputed
     """
     trained, (qkv, _, fc1, fc2), ranks = trained_layers(weights, model)
 

@@ -1,7 +1,7 @@
-"""Which indices of which Hugging Face tensors one rank's shard of a weight is made of, as spans.
+"""Which indices of which Hugging Face tensors make up one rank's shard of a weight, as spans.
 
-Byte plans need to know where every element of a shard comes from without holding one.  No rule of layout is written
-here: the rules of ``mm.weights.table`` are applied to numbered indices, and the numbers are read off.
+Byte plans need this without loading any weight.  The trick: number the indices, apply the layout rules of
+``mm.weights.table`` to the numbers, and read off where each went.  No layout rule is repeated here.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mm.weights.table import Weight, fuse_parts, hf_ranges
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring indices of one Hugging Face tensor along the dimension that is cut (``cut_dim``)."""
+    """Consecutive indices of one Hugging Face tensor along ``cut_dim``."""
 
     key: str | None
     """Published name of the Hugging Face tensor; None for zero padding."""
@@ -35,13 +35,14 @@ def cut_dim(weight: Weight) -> int:
 def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     """One rank's shard from its first index along ``cut_dim`` to its last.
 
-    Raises UserError when ``tp_size`` does not divide the weight.
+    Tensors a (4 indices) and b (2) are numbered 1 2 3 4 and 6 7.  If the rules give this rank 1 2 6 0, its spans are
+    a[0:2], b[0:1] and one of padding.  Raises UserError if ``tp_size`` does not divide the weight.
     """
     dim = cut_dim(weight)
     sizes = [shape[dim] for shape in weight.hf_shapes]
     is_cut = weight.tp_dim is not None
     ranges = hf_ranges(weight, tp_size, tp_rank) if is_cut else tuple((range(size),) for size in sizes)
-    # Numbers start at 1, because padding is 0, and leave one out between tensors, so that no span goes over an end.
+    # Numbers start at 1, because padding is 0, and skip one between tensors, so that no span crosses an end.
     firsts = [1 + sum(sizes[:index]) + index for index in range(len(sizes))]
     parts: list[torch.Tensor] = []
     for first, kept in zip(firsts, ranges, strict=True):

@@ -1,7 +1,7 @@
-"""How a rank's shard of a weight lies in memory: as in files, with an ffn's columns zero-padded to whole blocks.
+"""How a rank's shard of a weight lies in memory: as in files, but with an ffn's columns zero-padded to whole blocks.
 
-Files hold what ``local_shape`` says: an ffn of 3420 columns is 3420 wide there, or 855 on each of 4 ranks.  Rows of 855
-numbers of 16 bits cannot be loaded 16 bytes at a time, so in memory each rank pads its own 855 to 864.  The padding is
+Files have the shape of ``local_shape``: an ffn of 3420 columns is 3420 wide, or 855 on each of 4 ranks.  Rows of 855
+16-bit numbers cannot be loaded 16 bytes at a time, so in memory each rank pads its 855 columns to 864.  The padding is
 zero, gets zero gradients and stays zero.
 """
 
@@ -31,16 +31,22 @@ def memory_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Where the numbers of a shard lie in its parameter: in their order, with zeros after every ``real`` of them."""
+    """Where a shard's elements lie in its parameter: in order, with zeros after every ``real`` of them.
+
+    A 2x3 shard padded to 2x4 (``real`` 3, ``stretch`` 4)::
+
+        a b c     a b c 0     real_range(2, 6) = (2, 5)
+        d e f     d e f 0     cut([c 0 d e], start=2) = [c d e];  pad([c d e], 2, 6) = [c 0 d e]
+    """
 
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter."""
     file_shape: tuple[int, ...]
-    """Of the shard, as files hold it."""
+    """Shape of the shard in files."""
     real: int
-    """Numbers of the shard in a stretch of memory."""
+    """Elements of the shard in a stretch."""
     stretch: int
-    """Numbers in a stretch of memory: the real ones, then zeros."""
+    """Elements in a stretch of the parameter: the real ones, then zeros."""
 
     @classmethod
     def of(cls, weight: Weight, tp_size: int) -> "MemoryLayout":
@@ -55,13 +61,13 @@ class MemoryLayout:
         return cls(shape, file_shape, width * inner, padded * inner)
 
     def real_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of the flattened shard that elements ``start`` to ``stop`` of the flattened parameter hold."""
+        """The range of the flattened shard held by elements ``start`` to ``stop`` of the flattened parameter."""
         first, last = (index // self.stretch * self.real + min(index % self.stretch, self.real)
                        for index in (start, stop))
         return first, last
 
     def cut(self, values: Tensor, start: int = 0) -> Tensor:
-        """Without padding: the flat ``values`` of the parameter from element ``start`` on."""
+        """Remove the padding from ``values``, a flat range of the parameter that begins at element ``start``."""
         if self.real == self.stretch:
             return values
         first, last = self.real_range(start, start + len(values))
@@ -71,7 +77,7 @@ class MemoryLayout:
         return flat[before : before + last - first]
 
     def pad(self, values: Tensor, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened parameter; ``values`` are the flat ``real_range`` of them."""
+        """Elements ``start`` to ``stop`` of the flattened parameter, from ``values``, their flat ``real_range``."""
         if self.real == self.stretch:
             return values
         first_stretch, last_stretch = start // self.stretch, -(-stop // self.stretch)
