@@ -27,6 +27,12 @@ def rooms(text: str = TEXT) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
 
 
+def num_lines(room: str) -> int:
+    """Of Python below a room's path."""
+    files = (ROOT / room).rglob("*.py") if (ROOT / room).is_dir() else [ROOT / room]
+    return sum(file.read_bytes().count(b"\n") for file in files)
+
+
 def plans() -> list:
     """The part of the page with each floor plan, and the floors that it has to show."""
     _, *parts = re.split(r"^## Inside `", TEXT, flags=re.MULTILINE)
@@ -48,6 +54,15 @@ def test_every_folder_has_one_sentence():
     named = rooms()
     assert len(named) == len(set(named))
     assert set(named) == folders() | {as_path(room) for floors in (FLOORS, *ROOMS.values()) for room in floors}
+
+
+def test_the_page_says_how_large_each_room_is():
+    """To a tenth, or 30 lines, so that not each change touches the page."""
+    said = {room: int(lines) for room, lines in re.findall(r"^\| `([^`]+)` \|.*\| (\d+) \|$", TEXT, flags=re.MULTILINE)}
+    assert set(said) == set(rooms())
+    wrong = {room: num_lines(room) for room, lines in said.items()
+             if abs(num_lines(room) - lines) > max(30, lines / 10)}
+    assert not wrong, "the lines to write instead"
 
 
 @pytest.mark.parametrize(("text", "floors"), plans())
