@@ -1,4 +1,4 @@
-"""The shipped JSON files and shell scripts, run as a user runs them; a recorder stands in for Python."""
+"""The shipped shell scripts, run as a user runs them; a recorder stands in for Python."""
 
 import os
 import socket
@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from mm.config.data import read_data
 from mm.config.evaluate import read_evaluation
 from mm.config.flags import parse
 from mm.config.generate import load_asking
@@ -376,16 +375,6 @@ def test_scripts_that_ask_rehearse_before_they_launch_several_processes(tmp_path
 def test_wrong_sizes_of_a_script_that_asks_are_refused(tmp_path):
     outcome, argv = run_script(tmp_path, "7b", script="inference", TP="x")
     assert (outcome.returncode, argv) == (2, []) and "TP is 'x'" in outcome.stderr
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)
-def test_every_model_json_loads(path):
-    assert read_model(path).value.vision.num_layers > 0
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("data_*.json")), ids=lambda path: path.name)
-def test_every_data_json_loads(path):
-    assert read_data(path).value.dataset
 
 
 @pytest.mark.parametrize("size", list(SIZES))
