@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
-from mm.device.compiled import SUMMED_ROWS
 from mm.device.device import Device
 from mm.device.kernels import Kernels, kernels_of
+from mm.device.pointwise import SUMMED_ROWS
 from mm.device.shims import CPU_SHIMS, Shim, apply_shims
 from mm.device.side import SideQueue
 
@@ -176,7 +176,8 @@ class Recorder(TorchDispatchMode):
     def fuse(self, leaf: Callable[..., Any]) -> Callable[..., Any]:
         """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as that.
 
-        A result without rows is a sum over them, of which the kernel makes partial sums; a second one adds these.
+        A result without rows is a sum over them, of which the kernel makes partial sums in fp32, and a second one adds
+        these.
         """
 
         @wraps(leaf)
@@ -189,7 +190,7 @@ class Recorder(TorchDispatchMode):
             self._watch(_tensors(out))
             inputs, outputs = _tensors((args, kwargs)), _tensors(out)
             sums = [tensor for tensor in outputs if tensor.ndim < 2 <= inputs[0].ndim]
-            partial_sums = sum(_size(tensor) for tensor in sums) * -(-len(inputs[0]) // SUMMED_ROWS)
+            partial_sums = sum(4 * tensor.numel() for tensor in sums) * -(-len(inputs[0]) // SUMMED_ROWS)
             written = sum(_size(tensor) for tensor in outputs) - sum(map(_size, sums)) + partial_sums
             self._count(leaf.__name__, sum(map(_size, inputs)) + written, 0.0)
             for one in sums:

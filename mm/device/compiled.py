@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mm.device import pointwise
-from mm.device.pointwise import Leaf
+from mm.device.pointwise import SUMMED_ROWS, Leaf
 
 MAX_GRAPHS = 64
 """Graphs of one leaf: one for each width and dtype, and as many again in inference mode.  At its own limit of 8 dynamo
@@ -37,10 +37,7 @@ def compiled(leaf: Leaf) -> Leaf:
     layout of a gradient asks for another compilation.  One row runs eagerly, and so does none, which launches nothing:
     torch would compile these two numbers in as well.  A leaf that cannot be compiled raises torch's error.
     """
-    joins = leaf in (pointwise.rope_fusable, pointwise.rope_gradient_fusable)  # Inductor may write these one by one
-    options: dict[str, Any] = {"force_pointwise_cat": joins}
-    if leaf is pointwise.add_norm_gradient_fusable:
-        options |= _sums_beside_rows()
+    options = _options(leaf)
     latest = threading.local()  # backward passes run in threads of their own
 
     def backend(graph: Any, examples: Any) -> Callable[..., Any]:
@@ -101,19 +98,32 @@ def _inductor() -> Callable[..., Any]:
     return torch._dynamo.lookup_backend("inductor")
 
 
-SUMMED_ROWS = 64
-"""Rows of which a compiled leaf makes one partial sum of columns; a second kernel adds these."""
-
-
-def _sums_beside_rows() -> dict[str, Any]:
-    """Options by which Inductor sums columns in the kernel that works on rows, for any number of them.
-
-    Its own rule does so for many rows only, and guards them; and it makes four times as many partial sums.
-    """
+def _options(leaf: Leaf) -> dict[str, Any]:
+    """What Inductor must be told to make one kernel of ``leaf``, and of its sums of columns a second one."""
     from torch._inductor import config
 
-    wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
-    return {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}
+    options: dict[str, Any] = {
+        # Inductor may write the heads one by one
+        "force_pointwise_cat": leaf in (pointwise.rope_fusable, pointwise.rope_gradient_fusable)
+    }
+    if leaf is pointwise.add_norm_gradient_fusable:
+        # Its own rule sums columns beside the work on rows for many rows only, and guards them; and it makes four times
+        # as many partial sums.
+        wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
+        options |= {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}
+    if leaf is pointwise.logit_sums_fusable:
+        options["split_reductions"] = False  # of few rows in the first call it would cut each for good
+    if leaf in (pointwise.swiglu_gradient_fusable, pointwise.rope_gradient_fusable):
+        # It would write what is both summed and returned in fp32 first, because that is long to compute, and add
+        # partial sums in two steps.
+        wanted = {"realize_reads_threshold": _NEVER, "realize_opcount_threshold": _NEVER,
+                  "realize_acc_reads_threshold": _NEVER, "split_reductions": False}  # fmt: skip
+        options |= {name: value for name, value in wanted.items() if hasattr(config, name)}
+    return options
+
+
+_NEVER = 10**6
+"""More operations than any leaf has."""
 
 
 def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Callable[[Sequence[Tensor]], Any] | None:
@@ -126,14 +136,17 @@ def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Calla
     wanted = result if is_several else (result,)
     numbers = [one for one in made.inputs if not isinstance(one, Tensor)]
     order = [place for one in made.inputs for place in _places(one, [*tensors, *numbers])]
-    results = [place for one in wanted for place in _places(one, made.outputs)]
-    if len(order) < len(made.inputs) or len(results) < len(wanted):
+    made_at = [_places(one, made.outputs) for one in wanted if one is not None]
+    if len(order) < len(made.inputs) or not all(made_at):
         return None
+    places = iter(made_at)
+    results = [None if one is None else next(places)[0] for one in wanted]
 
     def way(given: Sequence[Tensor]) -> Any:
         values = [*given, *numbers]
-        found = kernel(*[values[place] for place in order])
-        return tuple(found[place] for place in results) if is_several else found[results[0]]
+        outputs = kernel(*[values[place] for place in order])
+        found = tuple(None if place is None else outputs[place] for place in results)
+        return found if is_several else found[0]
 
     return way
 

@@ -13,8 +13,8 @@ from mm.device.compiled import compiled
 from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
-SwiGLU = Callable[[Tensor], Tensor]
-Rope = Callable[[Tensor, Tensor, Tensor], Heads]
+SwiGLU = Callable[..., Tensor]
+Rope = Callable[..., Heads]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,26 @@ class AddNorm:
 
     forward: Leaf
     gradient: Leaf
+
+
+@dataclass(frozen=True)
+class LogitKernels:
+    """Cross entropy beside its products: what is made of the logits of some rows, forward and backward."""
+
+    sums: Leaf
+    """``pointwise.logit_sums``, which also gives what to keep, or ``logit_sums_fusable``: the logits are kept."""
+    gradient: Leaf
+    """Of what was kept."""
+    is_fused: bool
+    """Whether nothing of the logits' shape is made but logits and their gradient, both in their own dtype."""
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest logit of each row and the sum of e^(logit - largest), fp32 [rows, 1], and what to keep."""
+        return (*self.sums(logits), logits) if self.is_fused else self.sums(logits)
+
+    def kept(self, logits: Tensor, row_max: Tensor) -> Tensor:
+        """What ``forward`` would keep of them."""
+        return logits if self.is_fused else pointwise.exponentials(logits, row_max)
 
 
 @dataclass(frozen=True)
@@ -35,10 +55,13 @@ class Kernels:
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     add_norm: AddNorm | None
     """None: a sum and its norm are operators of their own."""
+    logits: LogitKernels
     swiglu: SwiGLU
-    """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n]."""
+    """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is a part of x already, and its
+    gradient is summed here; so is that of rope's."""
     rope: Rope
-    """(qkv, cos, sin) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``."""
+    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
+    """
     accumulate: Accumulate
     overwrites: bool = True
     """Whether ``accumulate`` writes a buffer at the cost of adding to it, so that nobody need zero it before.  ATB's
@@ -59,7 +82,8 @@ def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch_npu().npu_rms_norm(x, weight, epsilon=epsilon)[0]
 
 
-def npu_swiglu(x: Tensor) -> Tensor:
+def npu_swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x = pointwise.biased(x, bias)
     if not x.numel():
         return x.chunk(2, dim=-1)[0]
     return torch_npu().npu_swiglu(x, dim=-1)
@@ -82,8 +106,10 @@ def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     return q, k, v.clone()
 
 
-def npu_rope_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate)
+def npu_rope_gradient(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    return pointwise.with_sum(pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate), sums)
 
 
 def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Kernels:
@@ -94,7 +120,8 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Ker
     if kind == "npu":
         rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
         return Kernels(
-            npu_attention, partial_attention.NPU, npu_rms_norm, None, npu_swiglu, rope, npu_accumulate, overwrites=False
+            npu_attention, partial_attention.NPU, npu_rms_norm, None, EAGER_LOGITS, npu_swiglu, rope, npu_accumulate,
+            overwrites=False,
         )
     if kind == "cuda":
         leaves = _eager() if fuse is None else _fused(fuse)
@@ -102,13 +129,18 @@ def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Ker
     return Kernels(cpu_attention, partial_attention.PLAIN, rms_norm, *_eager(), cpu_accumulate)
 
 
-def _eager() -> tuple[None, SwiGLU, Rope]:
-    return (None, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
+EAGER_LOGITS = LogitKernels(pointwise.logit_sums, pointwise.logit_gradient, is_fused=False)
+
+
+def _eager() -> tuple[None, LogitKernels, SwiGLU, Rope]:
+    return (None, EAGER_LOGITS, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
             pointwise.rope_of(pointwise.rope, pointwise.rope_gradient))
 
 
-def _fused(fuse: Callable[[Leaf], Leaf]) -> tuple[AddNorm, SwiGLU, Rope]:
+def _fused(fuse: Callable[[Leaf], Leaf]) -> tuple[AddNorm, LogitKernels, SwiGLU, Rope]:
     rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
+    swiglu_gradient = pointwise.join_blocks(fuse(pointwise.swiglu_gradient_fusable))
+    rope_gradient = pointwise.join_heads(fuse(pointwise.rope_gradient_fusable))
     return (AddNorm(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
-            pointwise.swiglu_of(fuse(pointwise.swiglu), fuse(pointwise.swiglu_gradient_fusable)),
-            pointwise.rope_of(rope, fuse(pointwise.rope_gradient_fusable)))
+            LogitKernels(fuse(pointwise.logit_sums_fusable), fuse(pointwise.logit_gradient_fusable), is_fused=True),
+            pointwise.swiglu_of(fuse(pointwise.swiglu), swiglu_gradient), pointwise.rope_of(rope, rope_gradient))

@@ -6,6 +6,11 @@ no more for the backward pass than needed.
 There are two sets of leaves with the same mathematics: those for eager execution write in place, because each of their
 operations is a pass over memory; those to be fused are free of writes, so that a compiler makes one kernel of each.
 
+A bias is part of the product before SwiGLU or rope, and its gradient is the sum of the rows of that product's
+gradient.  So it is summed here, by the leaf that makes those rows, which need not be read again.  What a sublayer's
+last product adds to the residual stream has the gradient of the sum; the leaf of the norm before the sublayer reads
+that and sums it.
+
 The fused projection of attention holds, per group of queries, the group's queries, one key and one value: ``qkv`` is
 [num_tokens, num_groups, heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of
 the last axis equal.  Rope computes in the wider dtype of ``qkv`` and the tables and returns that of ``qkv``.  The
@@ -35,14 +40,14 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def swiglu_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``x``, both halves written into one buffer."""
+def swiglu_gradient(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of ``x``, both halves written into one buffer; with ``sums`` the sum of its rows."""
     gate, up = x.chunk(2, dim=-1)
     x_gradient = torch.empty_like(x)
     gate_gradient, up_gradient = x_gradient.chunk(2, dim=-1)
     torch.mul(F.silu(gate), gradient, out=up_gradient)
     torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
-    return x_gradient
+    return x_gradient, x_gradient.sum(0) if sums else None
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
@@ -50,18 +55,68 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     return split_and_rotate(qkv, cos, sin, _rotate_in_place)
 
 
-def rope_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of ``qkv`` from those of its heads: a rotation's gradient is the rotation by the opposite angle."""
-    return rotate_and_join(q, k, v, cos, -sin, _rotate_in_place)
+def rope_gradient(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of ``qkv`` from those of its heads: a rotation's gradient is the rotation by the opposite angle.
+
+    With ``sums`` the sum of its rows, all heads in one axis.
+    """
+    return with_sum(rotate_and_join(q, k, v, cos, -sin, _rotate_in_place), sums)
+
+
+def logit_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row its largest logit and the sum of e^(logit - largest), both [rows, 1] in fp32, and those numbers in
+    fp32.  Logits in fp32 are overwritten."""
+    row_max = logits.amax(1, keepdim=True).float()
+    found = exponentials(logits, row_max)
+    return row_max, found.sum(1, keepdim=True), found
+
+
+def exponentials(logits: Tensor, row_max: Tensor) -> Tensor:
+    """e^(logit - largest of its row) in fp32; fp32 logits are overwritten, those in 16 bits are widened on the way."""
+    return (logits.sub_(row_max) if logits.dtype == row_max.dtype else logits - row_max).exp_()
+
+
+def logit_gradient(
+    found: Tensor, _: Tensor, to_gradient: Tensor, target: Tensor, at_target: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of logits in ``dtype`` from their ``exponentials``, which are overwritten: each times
+    ``to_gradient``, and less ``at_target`` where the ``target`` is.  Arguments beside the first are [rows, 1]."""
+    return found.mul_(to_gradient).scatter_add_(1, target, -at_target).to(dtype)
 
 
 # Leaves to be fused
 
 
-def swiglu_gradient_fusable(gradient: Tensor, x: Tensor) -> Tensor:
-    """``swiglu_gradient`` without writes."""
-    gate, up = x.chunk(2, dim=-1)
-    return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate) * gradient), dim=-1)
+def logit_sums_fusable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``logit_sums`` without the exponentials, which are made again."""
+    wide = logits.float()
+    row_max = wide.amax(1, keepdim=True)
+    return row_max, (wide - row_max).exp().sum(1, keepdim=True)
+
+
+def logit_gradient_fusable(
+    logits: Tensor, row_max: Tensor, to_gradient: Tensor, target: Tensor, at_target: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``logit_gradient`` from the logits themselves, without writes."""
+    found = (logits.float() - row_max).exp() * to_gradient
+    is_target = torch.arange(logits.shape[1], device=logits.device) == target
+    return torch.where(is_target, found - at_target, found).to(dtype)
+
+
+SUMMED_ROWS = 64
+"""Rows of which a compiled leaf makes one partial sum of columns; a second kernel adds these."""
+
+
+def swiglu_gradient_fusable(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """``swiglu_gradient`` without writes.  With ``sums`` the rows come in blocks, to be joined by ``join_blocks``."""
+    if sums:
+        num_rows = len(gradient)
+        gradient, x = _in_blocks(gradient, num_rows).float(), _in_blocks(x, num_rows)
+    gate, up = x.to(gradient.dtype).chunk(2, dim=-1)
+    found = torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate) * gradient), dim=-1)
+    return found.to(x.dtype), _sum_of_blocks(found, x.dtype) if sums else None
 
 
 def rope_fusable(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,19 +127,49 @@ def rope_fusable(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(split_and_rotate(qkv, cos, sin, _rotate), dim=1)
 
 
-def rope_gradient_fusable(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rope_gradient`` without writes."""
-    return rotate_and_join(q, k, v, cos, -sin, _rotate)
+def rope_gradient_fusable(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``rope_gradient`` without writes.  With ``sums`` the rows come in blocks and all heads in one axis, to be joined
+    by ``join_blocks``."""
+    if not sums:
+        return rotate_and_join(q, k, v, cos, -sin, _rotate), None
+    num_rows, groups, dtype = len(q), k.shape[1], q.dtype
+    q, k, v, cos, sin = (_in_blocks(one, num_rows) for one in (q, k, v, cos, sin))
+    q, k = (_rotate(one.float(), cos, -sin) for one in (q, k))
+    heads = (q.unflatten(2, (groups, q.shape[2] // groups)), k.unsqueeze(3), v.float().unsqueeze(3))
+    found = torch.cat(heads, dim=3).flatten(2)
+    return found.to(dtype), _sum_of_blocks(found, dtype)
+
+
+def _in_blocks(x: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, ...] -> [blocks, ``SUMMED_ROWS``, ...], the last block filled up with zeros.
+
+    A compiler joins the sums of blocks with the work on their rows, for both go over the same numbers of both axes.
+    """
+    torch._check(len(x) == num_rows)  # so that a compiler has one name for the rows of all arguments
+    num_blocks = (num_rows + SUMMED_ROWS - 1) // SUMMED_ROWS
+    filled = F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_blocks * SUMMED_ROWS - num_rows))
+    return filled.unflatten(0, (num_blocks, SUMMED_ROWS))
+
+
+def _sum_of_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[blocks, rows, width] -> [width]: partial sums by the kernel that makes x, added by a second one."""
+    return x.sum(1).sum(0).to(dtype)
 
 
 def add_norm_fusable(
-    x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, epsilon: float
+    x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, epsilon: float, index: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """x + (added + bias), None where nothing is added; its root-mean-square norm; and, in fp32, the factor of each row.
+    """x + (added + bias), None where it is x; its root-mean-square norm; and, in fp32, the factor of each row.
 
-    ``weight`` and ``bias`` are [1, width], for a compiler takes the first axis for rows.
+    ``weight`` and ``bias`` are [1, width], for a compiler takes the first axis for rows.  ``index``: row i of the sum
+    is that of rows ``index[i]``; None: row i.
     """
     total = None
+    if index is not None:
+        x = total = x.index_select(0, index)
+        added = None if added is None else added.index_select(0, index)
     if added is not None:
         x = total = x + (added if bias is None else added + bias)
     wide = x.float()
@@ -93,18 +178,24 @@ def add_norm_fusable(
 
 
 def add_norm_gradient_fusable(
-    total_gradient: Tensor | None, gradient: Tensor, total: Tensor, factors: Tensor, weight: Tensor, sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of each summand of ``total`` from those of both results; with ``sums`` that of the weight, in fp32.
+    total_gradient: Tensor | None, gradient: Tensor, total: Tensor, factors: Tensor, weight: Tensor, sums: bool,
+    sums_total: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of each summand of ``total`` from those of both results; with ``sums`` that of the weight, in fp32;
+    and with ``sums_total`` the sum of the rows of ``total_gradient``, in fp32.
 
     ``total_gradient`` is None where only the norm was used.
     """
+    total_sum = None
     wide, normalised = gradient.float(), total.float() * factors
     scaled = wide * weight.float()
     found = factors * (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True))
     if total_gradient is not None:
-        found = found + total_gradient.float()
-    return found.to(total.dtype), (wide * normalised).sum(0) if sums else None
+        wide_total = total_gradient.float()
+        found = found + wide_total
+        if sums_total:  # Inductor joins sums of columns where they read the same rows: here those of ``total``
+            total_sum = torch.where(total.isnan(), total.float(), wide_total).sum(0)
+    return found.to(total.dtype), (wide * normalised).sum(0) if sums else None, total_sum
 
 
 # What the leaves of rope share, those of an accelerator's own operators too
@@ -124,6 +215,11 @@ def rotate_and_join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, r
     return torch.cat((q, rotate(k, cos, sin).unsqueeze(2), v.unsqueeze(2)), dim=2)
 
 
+def with_sum(x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """x [rows, ...], and with ``sums`` the sum of its rows, the other axes as one."""
+    return x, x.flatten(1).sum(0) if sums else None
+
+
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The halves are not negated and joined out of place, as ``_rotate`` does: a quarter faster on the CPU."""
     half = x.shape[-1] // 2
@@ -136,7 +232,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return (x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]).to(x.dtype)
+    return (x * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)).to(x.dtype)
 
 
 # Differentiable functions from pairs of leaves
@@ -149,47 +245,65 @@ class _SwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: Leaf, gradient_leaf: Leaf) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor | None, leaf: Leaf, gradient_leaf: Leaf) -> Tensor:
         ctx.save_for_backward(x)
         ctx.gradient_leaf = gradient_leaf
         return leaf(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return ctx.gradient_leaf(gradient, x), None, None
+        return *ctx.gradient_leaf(gradient, x, ctx.needs_input_grad[1]), None, None
 
 
 class _Rope(torch.autograd.Function):
     """Keeps the tables alone.  No gradient flows into them."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, leaf: Leaf, gradient_leaf: Leaf) -> Heads:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, _: Tensor | None, leaf: Leaf, gradient_leaf: Leaf
+    ) -> Heads:
         ctx.save_for_backward(cos, sin)
         ctx.gradient_leaf = gradient_leaf
         return leaf(qkv, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.gradient_leaf(q, k, v, *ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+        found, total = ctx.gradient_leaf(q, k, v, *ctx.saved_tensors, ctx.needs_input_grad[3])
+        return found, None, None, total, None, None
 
 
-def swiglu_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[[Tensor], Tensor]:
-    """A differentiable SwiGLU from a leaf like ``swiglu`` and one like ``swiglu_gradient``."""
+class _Biased(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        return with_sum(gradient, ctx.needs_input_grad[1])
+
+
+def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x``, of which ``bias`` is a part already: the gradient of the bias is summed here."""
+    return x if bias is None else _Biased.apply(x, bias)
+
+
+def swiglu_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[..., Tensor]:
+    """A differentiable SwiGLU of (x, bias) from a leaf like ``swiglu`` and one like ``swiglu_gradient``."""
 
     @functools.wraps(leaf)
-    def swiglu(x: Tensor) -> Tensor:
-        return _SwiGLU.apply(x, leaf, gradient_leaf)
+    def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _SwiGLU.apply(x, bias, leaf, gradient_leaf)
 
     return swiglu
 
 
-def rope_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[[Tensor, Tensor, Tensor], Heads]:
-    """A differentiable (qkv, cos, sin) -> heads from a leaf like ``rope`` and one like ``rope_gradient``."""
+def rope_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[..., Heads]:
+    """A differentiable (qkv, cos, sin, bias) -> heads from a leaf like ``rope`` and one like ``rope_gradient``."""
 
     @functools.wraps(leaf)
-    def rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-        return _Rope.apply(qkv, cos, sin, leaf, gradient_leaf)
+    def rope(qkv: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Heads:
+        return _Rope.apply(qkv, cos, sin, bias, leaf, gradient_leaf)
 
     return rope
 
@@ -202,5 +316,32 @@ def split_heads(leaf: Leaf) -> Leaf:
         groups = qkv.shape[1]
         q, k, v = leaf(qkv, cos, sin).split((groups * (qkv.shape[2] - 2), groups, groups), dim=1)
         return q, k, v
+
+    return call
+
+
+def join_blocks(leaf: Leaf) -> Leaf:
+    """A leaf like ``swiglu_gradient`` from one like ``swiglu_gradient_fusable``.  Outside of what is compiled, which
+    would copy the rows."""
+
+    @functools.wraps(leaf)
+    def call(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+        found, total = leaf(gradient, x, sums)
+        return (found.flatten(0, 1)[: len(x)] if sums else found), total
+
+    return call
+
+
+def join_heads(leaf: Leaf) -> Leaf:
+    """The same for a leaf like ``rope_gradient_fusable``."""
+
+    @functools.wraps(leaf)
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        found, total = leaf(q, k, v, cos, sin, sums)
+        groups, head_dim = k.shape[1:]
+        shape = (len(q), groups, q.shape[1] // groups + 2, head_dim)
+        return (found.flatten(0, 1)[: len(q)].view(shape) if sums else found), total
 
     return call

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mm.config.model import LanguageConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.device.pointwise import biased
 from mm.model.cache import LayerCache
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
@@ -150,9 +151,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: LinearInput, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         """What is added to the residual stream, as ``RowLinear`` gives it."""
-        qkv = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
+        qkv, bias = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
-        q, k, v = self.rope(qkv, inputs.cos, inputs.sin)
+        q, k, v = self.rope(qkv, inputs.cos, inputs.sin, bias)
         attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
         out = attention(q, k, v, inputs.segments, inputs.causal)
         return self.linear_proj(out.flatten(1), inputs.cut, inputs.keys.ordered)
@@ -173,8 +174,8 @@ class GatedMLP(nn.Module):
         self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS
     ) -> tuple[Tensor, Tensor | None]:
         """What is added to the residual stream, as ``RowLinear`` gives it."""
-        gate_up = apply_linear(self.linear_fc1, x, cut, keys.piece)
-        hidden = self.swiglu(gate_up)
+        gate_up, bias = apply_linear(self.linear_fc1, x, cut, keys.piece)
+        hidden = self.swiglu(gate_up, bias)
         if self.recomputes:
             hidden = Remade(hidden, partial(self.swiglu, gate_up))
         return apply_linear(self.linear_fc2, hidden, cut, keys.whole)
@@ -194,21 +195,21 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Residual, inputs: AttentionInputs) -> Residual:
         """Each sublayer's output is added by the norm that follows; the MLP's by the next layer's first norm."""
-        rows, normed = self._normed(self.input_layernorm, x)
+        rows, normed = self._normed(self.input_layernorm, x, self.self_attention.linear_proj.bias)
         x = Residual(rows, *self.self_attention(normed, inputs))
         cut = None if inputs.cut is None else inputs.cut.unordered
         if self.recomputes_mlp:
             rows = x.total()
-            return Residual(rows, *recomputing(
-                (self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys))
-        rows, normed = self._normed(self.pre_mlp_layernorm, x)
+            added = recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys)
+            return Residual(biased(rows, self.mlp.linear_fc2.bias), *added)
+        rows, normed = self._normed(self.pre_mlp_layernorm, x, self.mlp.linear_fc2.bias)
         return Residual(rows, *self.mlp(normed, cut, inputs.keys))
 
     def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
         return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], cut, keys)
 
-    def _normed(self, norm: RMSNorm, x: Residual) -> tuple[Tensor, LinearInput]:
-        total, normed = norm(x)
+    def _normed(self, norm: RMSNorm, x: Residual, next_bias: Tensor | None) -> tuple[Tensor, LinearInput]:
+        total, normed = norm(x, next_bias)
         return total, Remade(normed, partial(norm.again, total)) if self.recomputes_norms else normed
 
 

@@ -3,6 +3,7 @@
 megatron gives the layers their weights, shards and groups; this module replaces what a rank computes with its shard.
 The bias is part of the matrix product, and the product for the weight's gradient adds directly to megatron's gradient
 buffer (``mm.device.accumulate``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
+The gradient of that bias is summed by what reads the product (``mm.device.pointwise``).
 """
 
 from typing import Any
@@ -101,13 +102,17 @@ class ColumnLinear(ColumnParallelLinear):
         self.adapters: tuple[Any, ...] = ()
         """``mm.model.lora.Adapter``, which stands above."""
 
-    def forward(self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None) -> Tensor:
-        """[rows, input], or a piece of ``cut`` -> [rows, output / TP].  ``keys``: of rows, for adapters' dropout."""
+    def forward(
+        self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[rows, input], or a piece of ``cut`` -> [rows, output / TP], and the bias in them, whose gradient is for the
+        reader to sum.  ``keys``: of rows, for adapters' dropout.
+        """
         group = self.tp_group if self.tp_group.size() > 1 else None
-        y = linear(x, self.weight, self.bias, self.accumulate, group, cut)
+        y = linear(x, self.weight, None if self.bias is None else self.bias.detach(), self.accumulate, group, cut)
         for adapter in self.adapters:
             y = adapter.add_to_outputs(y, x, cut, keys)
-        return y
+        return y, self.bias
 
 
 class RowLinear(RowParallelLinear):
@@ -128,19 +133,19 @@ class RowLinear(RowParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """[rows, input / TP] -> [rows, output], or a piece of ``cut``, and a bias that the caller must add (or None).
 
-        ``keys``: of rows, for adapters' dropout.
+        The gradient of the bias is for the caller to sum (``RMSNorm``, ``biased``).  ``keys``: of rows, for adapters'
+        dropout.
         """
-        y, bias = self._product(x, cut)
+        bias = None if self.bias is None else self.bias.detach()
+        if self.tp_group.size() == 1:  # no sum over ranks: the bias is part of the product
+            y, bias = linear(x, self.weight, bias, self.accumulate), None
+        else:
+            y = self._sum_over_ranks(linear(x, self.weight, None, self.accumulate), cut)
         if self.adapters and bias is not None:
             y, bias = y + bias, None
         for adapter in self.adapters:
             y = adapter.add_to_sum(y, x, cut, keys)
         return y, bias
 
-    def _product(self, x: Tensor, cut: CutRows | None) -> tuple[Tensor, Tensor | None]:
-        """Without tensor parallelism the bias is part of the product; otherwise it is added after the sum."""
-        if self.tp_group.size() == 1:
-            return linear(x, self.weight, self.bias, self.accumulate), None
-        x = linear(x, self.weight, None, self.accumulate)
-        return reduce_from_tensor_model_parallel_region(x, self.tp_group) if cut is None else reduce_rows(x, cut), (
-            self.bias)
+    def _sum_over_ranks(self, x: Tensor, cut: CutRows | None) -> Tensor:
+        return reduce_from_tensor_model_parallel_region(x, self.tp_group) if cut is None else reduce_rows(x, cut)

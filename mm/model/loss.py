@@ -15,12 +15,20 @@ from mm.device.device import Device
 from mm.parallel.context import Share
 
 MAX_LOGIT_ROWS = 1024
-"""Target tokens whose logits exist at a time, with forward and backward.
+"""Target tokens whose logits exist at a time, with forward and backward, where logits in 16 bits are widened.
 
 Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and 311 MB beside them while they come from or go to
 16 bits: 933 MB are all that the loss holds, less under tensor parallelism.  Every round of the backward reads and
 writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations; an H200 does 206 in the time of a byte
 (989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
+_MAX_LOGIT_BYTES = 6 * MAX_LOGIT_ROWS
+"""For each column of the vocabulary."""
+
+
+def max_logit_rows(width: int, is_fused: bool) -> int:
+    """``MAX_LOGIT_ROWS``, or as many rows in the same memory where logits and their gradient, of ``width`` bytes a
+    number, are all that is made (``LogitKernels``): 1,536 in 16 bits, 768 in fp32."""
+    return _MAX_LOGIT_BYTES // (2 * width) if is_fused else MAX_LOGIT_ROWS
 
 
 @dataclass(frozen=True)

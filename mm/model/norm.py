@@ -6,22 +6,32 @@ import torch
 from torch import Tensor, nn
 
 from mm.device.kernels import AddNorm, Kernels
+from mm.device.pointwise import biased
+from mm.model.rows import Order
 from mm.parallel.gradients import gradient_buffer, gradient_from
 
 
 class Residual(NamedTuple):
     """Rows [rows, hidden] of the residual stream and what a sublayer adds to them: the norm that reads the sum makes
-    it."""
+    it, and puts its rows in order."""
 
     rows: Tensor
     added: Tensor | None = None
     bias: Tensor | None = None
-    """[hidden], which is part of ``added`` and not in it yet."""
+    """[hidden], which is part of ``added`` and not in it yet; without a gradient, which is summed by the norm before
+    the sublayer (``RMSNorm``)."""
+    order: Order | None = None
+    """Of the sum's rows; None: as they lie."""
 
     def total(self) -> Tensor:
-        if self.added is None:
-            return self.rows
-        return self.rows + (self.added if self.bias is None else self.added + self.bias)
+        total = self.rows
+        if self.added is not None:
+            total = total + (self.added if self.bias is None else self.added + self.bias)
+        return total if self.order is None else self.order(total)
+
+    def ordered(self, order: Order) -> "Residual":
+        """The same rows in another order."""
+        return self._replace(order=order) if self.order is None else Residual(self.total(), order=order)
 
 
 class RMSNorm(nn.Module):
@@ -33,12 +43,19 @@ class RMSNorm(nn.Module):
         self.weight, self.epsilon = weight, epsilon
         self.kernel, self.fused = kernels.rms_norm, kernels.add_norm
 
-    def forward(self, x: Residual) -> tuple[Tensor, Tensor]:
-        """The sum and its norm."""
+    def forward(self, x: Residual, next_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The sum and its norm.
+
+        ``next_bias``: the bias in what a sublayer makes of the norm and adds to the sum.  That has the gradient of the
+        sum as it goes into that addition, and the bias that of its rows together, which is summed here.  So nothing
+        but the addition may use the sum.
+        """
+        assert x.bias is None or not x.bias.requires_grad, "the norm before the sublayer sums its gradient"
         if self.fused is None:
             total = x.total()
-            return total, self.again(total)
-        return _AddNorm.apply(*x, self.weight, self.epsilon, self.fused)
+            normed = self.again(total)  # first: gradients of one tensor are added last made first
+            return biased(total, next_bias), normed
+        return _AddNorm.apply(x.rows, x.added, x.bias, self.weight, next_bias, self.epsilon, self.fused, x.order)
 
     def again(self, total: Tensor) -> Tensor:
         """The norm of a sum, alone."""
@@ -46,34 +63,45 @@ class RMSNorm(nn.Module):
 
 
 class _AddNorm(torch.autograd.Function):
-    """Keeps the sum and a number for each row; the gradient of the weight is added to its buffer in fp32.
+    """Keeps the sum and a number for each row; the gradients of weight and next bias are added to their buffers in
+    fp32.
 
     ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, epsilon: float, fused: AddNorm
+        ctx: Any, x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, next_bias: Tensor | None,
+        epsilon: float, fused: AddNorm, order: Order | None,
     ) -> tuple[Tensor, Tensor]:
         total, normed, factors = fused.forward(
-            x, added, None if bias is None else bias[None], weight[None], epsilon)
+            x, added, None if bias is None else bias[None], weight[None], epsilon,
+            None if order is None else order.index)
         total = x if total is None else total
         ctx.save_for_backward(total, factors)
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.fused = weight, fused
+        ctx.weight, ctx.next_bias, ctx.fused, ctx.order = weight, next_bias, fused, order
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, total_gradient: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        weight_gradient, found = None, total_gradient
+        weight_sum, bias_sum, found = None, None, total_gradient
+        trains, sums_total = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and total_gradient is not None
         if gradient is not None:
-            trains = ctx.needs_input_grad[3]
-            found, summed = ctx.fused.gradient(
-                total_gradient, gradient, *ctx.saved_tensors, ctx.weight[None], trains)
-            if trains:
-                buffer = gradient_buffer(ctx.weight)
-                buffer.add_(summed)
-                weight_gradient = gradient_from(buffer, ctx.weight)
-        bias_gradient = found.sum(0) if ctx.needs_input_grad[2] and found is not None else None
+            found, weight_sum, bias_sum = ctx.fused.gradient(
+                total_gradient, gradient, *ctx.saved_tensors, ctx.weight[None], trains, sums_total)
+        elif sums_total:
+            bias_sum = total_gradient.float().sum(0)
+        if ctx.order is not None and found is not None:
+            found = found.index_select(0, ctx.order.inverse)
         of_x, of_added, *_ = (found if is_needed else None for is_needed in ctx.needs_input_grad)
-        return of_x, of_added, bias_gradient, weight_gradient, None, None
+        return of_x, of_added, None, _add(ctx.weight, weight_sum), _add(ctx.next_bias, bias_sum), None, None, None
+
+
+def _add(weight: Any, found: Tensor | None) -> Tensor | None:
+    """Add a gradient in fp32 to the buffer of its weight."""
+    if found is None:
+        return None
+    buffer = gradient_buffer(weight)
+    buffer.add_(found)
+    return gradient_from(buffer, weight)

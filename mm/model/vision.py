@@ -16,6 +16,7 @@ from mm.batch import Grid
 from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.device.pointwise import biased
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
 from mm.model.layers import AttentionInputs, LayerContext, LayerStack
@@ -152,8 +153,8 @@ class VisionEncoder(nn.Module):
             elif plan.image_order is None or cut is not None:  # a piece cannot be put in order; attention does it
                 residual = self.blocks.run(layer, residual, inputs.full)
             else:
-                residual = self.blocks.run(layer, Residual(plan.image_order(residual.total())), inputs.full)
-                residual = Residual(plan.image_order.reversed()(residual.total()))
+                residual = self.blocks.run(layer, residual.ordered(plan.image_order), inputs.full)
+                residual = residual.ordered(plan.image_order.reversed())
         return residual.total()
 
 
@@ -187,7 +188,7 @@ class Projector(nn.Module):
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         _, normed = self.layernorm(Residual(x))
         x, cut, keys = normed.view(-1, self.merged_size), inputs.token_cut, inputs.token_keys
-        x = F.gelu(self.encoder["linear_fc1"](x, None if cut is None else cut.unordered, keys.piece))
+        x = F.gelu(biased(*self.encoder["linear_fc1"](x, None if cut is None else cut.unordered, keys.piece)))
         x, bias = self.encoder["linear_fc2"](x, cut, keys.whole)
-        x = x if bias is None else x + bias
+        x = biased(x if bias is None else x + bias, self.encoder["linear_fc2"].bias)
         return inputs.plan.token_restore(x) if cut is None else x

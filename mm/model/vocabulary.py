@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from mm.config.model import LanguageConfig
 from mm.device.accumulate import Accumulate
+from mm.device.kernels import EAGER_LOGITS, LogitKernels
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.layers import LayerContext, never_initialize
-from mm.model.loss import MAX_LOGIT_ROWS, LossInputs
+from mm.model.loss import MAX_LOGIT_ROWS, LossInputs, max_logit_rows
 from mm.parallel.gradients import gradient_buffer, gradient_from, take_buffer
 
 
@@ -95,31 +96,29 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         accumulate: Accumulate,
         group: dist.ProcessGroup | None,
         max_rows: int,
+        kernels: LogitKernels,
     ) -> Tensor:
         found = torch.empty(3, len(x), dtype=torch.float32, device=x.device)
         row_max, total, target_logit = found
-        exponentials = None
+        logits = kept = None
         for rows in _chunks(len(x), max_rows):
-            del exponentials  # before the next are made
+            del logits, kept  # before the next are made
             logits = F.linear(x[rows], weight)
             target_logit[rows] = logits.gather(1, target[rows, None]).squeeze(1).float()
-            row_max[rows] = logits.amax(1).float()
-            exponentials = _exponentials(logits, row_max[rows])
-            del logits
-            total[rows] = exponentials.sum(1)
+            row_max[rows, None], total[rows, None], kept = kernels.forward(logits)
         if is_here is not None:
             target_logit *= is_here
         whole_max, whole_total, target_logit = _over_ranks(row_max, total, target_logit, group)
         to_probability = (row_max - whole_max).exp() / whole_total
         ctx.save_for_backward(x, target, is_here, row_weights, row_max, to_probability)
         ctx.weight, ctx.accumulate, ctx.group, ctx.max_rows = weight, accumulate, group, max_rows
-        ctx.exponentials = exponentials
+        ctx.kernels, ctx.kept = kernels, kept
         return ((whole_total.log() - (target_logit - whole_max)) * row_weights).sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, target, is_here, row_weights, row_max, to_probability = ctx.saved_tensors
-        weight, exponentials, ctx.exponentials = ctx.weight, ctx.exponentials, None
+        weight, kernels, kept, ctx.kept = ctx.weight, ctx.kernels, ctx.kept, None
         scale = row_weights * upstream
         to_gradient = to_probability * scale
         at_target = scale if is_here is None else scale * is_here
@@ -127,11 +126,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         buffer, is_stale = take_buffer(weight) if ctx.needs_input_grad[1] else (None, False)
         reductions = []
         for rows in reversed(_chunks(len(x), ctx.max_rows)):
-            if exponentials is None:
-                exponentials = _exponentials(F.linear(x[rows], weight), row_max[rows])
-            gradient = exponentials.mul_(to_gradient[rows, None])
-            exponentials = None
-            gradient = gradient.scatter_add_(1, target[rows, None], -at_target[rows, None]).to(x.dtype)
+            if kept is None:
+                kept = kernels.kept(F.linear(x[rows], weight), row_max[rows, None])
+            of_rows = (one[rows, None] for one in (row_max, to_gradient, target, at_target))
+            gradient = kernels.gradient(kept, *of_rows, x.dtype)
+            kept = None
             if x_gradient is not None:
                 torch.mm(gradient, weight, out=x_gradient[rows])
                 if ctx.group is not None:
@@ -145,17 +144,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         for reduction in reductions:
             reduction.wait()
         weight_gradient = None if buffer is None else gradient_from(buffer, weight)
-        return x_gradient, weight_gradient, None, None, None, None, None, None
+        return x_gradient, weight_gradient, *(None,) * 7
 
 
 def _chunks(num_rows: int, max_rows: int) -> list[slice]:
     return [slice(start, start + max_rows) for start in range(0, num_rows, max_rows)]
-
-
-def _exponentials(logits: Tensor, row_max: Tensor) -> Tensor:
-    """e^(logit - largest of its row) in fp32; fp32 logits are overwritten, those in 16 bits are widened on the way."""
-    row_max = row_max.unsqueeze(1)
-    return (logits.sub_(row_max) if logits.dtype == row_max.dtype else logits - row_max).exp_()
 
 
 def _over_ranks(
@@ -185,7 +178,8 @@ class OutputLayer(nn.Module):
         self.register_parameter("weight", weight)
         self.accumulate = context.device.kernels.accumulate
         self.tp_group = context.tp_group
-        self.max_rows = MAX_LOGIT_ROWS
+        self.kernels = context.device.kernels.logits
+        self.max_rows = max_logit_rows(context.parallel.params_dtype.itemsize, self.kernels.is_fused)
 
     def forward(self, x: Tensor, inputs: LossInputs, shared_weight: Tensor | None = None) -> Tensor:
         """Rows that have a target [num_targets, hidden] -> sum of their weighted losses, fp32, equal on all ranks."""
@@ -195,7 +189,7 @@ class OutputLayer(nn.Module):
             group, num_rows = self.tp_group, weight.shape[0]
             target, is_here = rows_here(inputs.target_ids, group.rank() * num_rows, num_rows)
         return weighted_cross_entropy(
-            x, weight, target, is_here, inputs.weights, self.accumulate, group, self.max_rows
+            x, weight, target, is_here, inputs.weights, self.accumulate, group, self.max_rows, self.kernels
         )
 
 
@@ -208,10 +202,11 @@ def weighted_cross_entropy(
     accumulate: Accumulate,
     group: dist.ProcessGroup | None = None,
     max_rows: int = MAX_LOGIT_ROWS,
+    kernels: LogitKernels = EAGER_LOGITS,
 ) -> Tensor:
     """Sum of the weighted cross entropies of the logits x W^T, in fp32; the same for any ``max_rows``.
 
     x is [num_targets, hidden], ``row_weights`` [num_targets].  ``weight`` [vocabulary / TP, hidden] are the rows of
     this rank of ``group``, among them the targets for which ``is_here`` says so (``rows_here``; None: all).
     """
-    return _WeightedCrossEntropy.apply(x, weight, target, is_here, row_weights, accumulate, group, max_rows)
+    return _WeightedCrossEntropy.apply(x, weight, target, is_here, row_weights, accumulate, group, max_rows, kernels)

@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import mul
 
 from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
-from mm.model.loss import MAX_LOGIT_ROWS
+from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.lora import matrix_pairs
@@ -191,13 +191,18 @@ class ChunkMemory:
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def kept_logit_bytes(self, rows: Rows) -> int:
-        """The logits that one microbatch keeps as well: those of its last chunk."""
-        return self._logits((rows.num_targets - 1) % MAX_LOGIT_ROWS + 1 if rows.num_targets else 0) * FP32
+        """The logits that one microbatch keeps as well: those of its last chunk, as CUDA's kernels keep them."""
+        if not rows.num_targets:
+            return 0
+        return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
 
     def logit_bytes(self, rows: Rows) -> int:
-        """The logits that exist at a time, at their worst moment: in fp32, and beside them in 16 bits."""
-        width = FP32 + (self.width if self.width < FP32 else 0)
-        return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * width
+        """The logits that exist at a time, at their worst moment: in fp32, and beside them in 16 bits, as on NPUs.
+
+        CUDA's kernels hold less of few rows, and of many as much (``max_logit_rows``)."""
+        if self.width == FP32:  # logits and their gradient
+            return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
+        return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
 
     def working_bytes(self, rows: Rows) -> int:
         """What the layer that needs most holds while it runs, beside the kept."""

@@ -14,12 +14,13 @@ from torch._inductor.utils import fresh_cache
 from mm.device import compiled, pointwise
 from mm.device.kernels import AddNorm, Kernels, kernels_of
 from tests.device.test_npu_path import train, worst_error
-from tests.device.test_pointwise import fused_projection, tables, with_gradient
+from tests.device.test_pointwise import fused_projection, tables, with_bias_gradient, with_gradient
 
 LOSS_TOLERANCE = 1e-6  # measured 0
 GRADIENT_TOLERANCE = 1e-5  # measured 1.5e-6, relative, by norm of each gradient
-NUM_LEAVES, NUM_TOWERS = 8, 2
-"""Of SwiGLU and rope two each; of the norm four: with a summand and without, with a gradient of the sum and without."""
+NUM_LEAVES, NUM_TOWERS = 10, 2
+"""Of SwiGLU and rope two each; of the norm four: with a summand and without, with a gradient of the sum and without; of
+the rows in another order and of the loss one each for a tower."""
 LANGUAGE = (2, 2, 12)
 """Groups, heads per group and size of a head in the small model's language model; 144 is the width of its SwiGLU."""
 
@@ -65,23 +66,64 @@ def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, 
         assert compiled_so_far() == (num_graphs + 2, num_kernels + 2), "forward and backward, from the first rows on"
 
 
-def both_leaves(leaves: AddNorm, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor
-                ) -> tuple[Tensor, ...]:
-    total, normed, factors = leaves.forward(x, added, None, weight, 1e-6)
-    return total, normed, factors, *leaves.gradient(total_gradient, gradient, total, factors, weight, True)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("operator", ["swiglu", "rope"])
+def test_the_gradient_of_a_bias_is_summed_by_the_leaf_that_makes_its_rows(
+    compiled_kernels: Kernels, operator: str, where: str
+) -> None:
+    """For any number of rows, of blocks of 64 and of none; what it sums is not rounded before."""
+    graphs = []
+    for rows in (50, 64, 300, 7, 130, 1, 0):
+        before, _ = compiled_so_far()
+        x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))
+        x = [tensor.to(where) for tensor in x]
+        found = with_bias_gradient(getattr(compiled_kernels, operator), *x)
+        expected = with_bias_gradient(getattr(kernels_of("cpu"), operator), *x)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=2e-6)  # measured 2.9e-6 for sums of 300
+        graphs.append(compiled_so_far()[0] - before)
+    assert graphs[1:] == [0, 1, 0, 0, 0, 0], "backward once for one block of rows, and once for more"
+
+
+def both_leaves(leaves: AddNorm, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
+                index: Tensor | None) -> tuple[Tensor, ...]:
+    total, normed, factors = leaves.forward(x, added, None, weight, 1e-6, index)
+    return total, normed, factors, *leaves.gradient(
+        total_gradient, gradient, total, factors, weight, True, True)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
-def test_the_norm_of_a_sum_is_compiled_once_for_any_number_of_rows(compiled_kernels: Kernels, where: str) -> None:
+@pytest.mark.parametrize(("orders", "num_graphs"), [(False, 2), (True, 1)], ids=["as they lie", "ordered"])
+def test_the_norm_of_a_sum_is_compiled_once_for_any_number_of_rows(
+    compiled_kernels: Kernels, orders: bool, num_graphs: int, where: str
+) -> None:
     fused, plain, graphs = compiled_kernels.add_norm, kernels_of("cuda", lambda leaf: leaf).add_norm, []
     assert fused is not None and plain is not None
     for rows in (50, 7, 300):
         x, added, total_gradient, gradient = (torch.randn(rows, 48, device=where) for _ in range(4))
         weight = torch.randn(1, 48, device=where)
+        index = torch.randperm(rows, device=where) if orders else None
         before, _ = compiled_so_far()
-        found, expected = (both_leaves(one, x, added, total_gradient, gradient, weight) for one in (fused, plain))
+        found, expected = (
+            both_leaves(one, x, added, total_gradient, gradient, weight, index) for one in (fused, plain))
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() <= 2e-6 * theirs.norm()  # measured 4.4e-7
+        graphs.append(compiled_so_far()[0] - before)
+    assert graphs == [num_graphs, 0, 0], "forward, and backward for the first, from the first rows on"
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_cross_entropy_is_two_kernels_for_any_number_of_rows(compiled_kernels: Kernels, where: str) -> None:
+    fused, plain, graphs = compiled_kernels.logits, kernels_of("cuda", lambda leaf: leaf).logits, []
+    for rows in (50, 7, 300):
+        logits, of_rows = torch.randn(rows, 96, device=where).bfloat16(), torch.rand(2, rows, 1, device=where)
+        target = torch.randint(96, (rows, 1), device=where)
+        before, _ = compiled_so_far()
+        found, expected = (
+            (*sums, one.gradient(kept, sums[0], of_rows[0], target, of_rows[1], torch.float32))
+            for one in (fused, plain) for *sums, kept in [one.forward(logits)])
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=2e-6)  # measured 4.8e-7
         graphs.append(compiled_so_far()[0] - before)
     assert graphs == [2, 0, 0], "forward and backward, from the first rows on"
 
@@ -111,17 +153,30 @@ def swiglu_and_more(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, tor
     return y * 2, pointwise.swiglu(x) + y
 
 
-@pytest.mark.parametrize("leaf", [pointwise.swiglu_gradient_fusable, swiglu_and_more])
-def test_dynamo_looks_at_the_first_call_of_each_shape_alone(leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def second_of_two(x: torch.Tensor, y: torch.Tensor) -> tuple[None, torch.Tensor]:
+    return None, pointwise.swiglu(x) + y
+
+
+GRADIENT, FORWARD = ((16, 32), (False,)), ((32, 16), ())
+"""Widths, and arguments that are no tensors."""
+
+
+@pytest.mark.parametrize(("leaf", "arguments"), [
+    (pointwise.swiglu_gradient_fusable, GRADIENT), (swiglu_and_more, FORWARD), (second_of_two, FORWARD)])
+def test_dynamo_looks_at_the_first_call_of_each_shape_alone(
+    leaf: Any, arguments: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a leaf gives nothing in some place."""
     marked = []
     real = torch._dynamo.maybe_mark_dynamic
     monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda x, dim: (marked.append(len(x)), real(x, dim)))
-    fast = compiled.compiled(leaf)
+    (fast, (widths, others)) = compiled.compiled(leaf), arguments
     for rows in (5, 7, 5, 5, 7, 300, 1, 0, 1, 5):
-        arguments = torch.randn(rows, 16 if leaf is not swiglu_and_more else 32), torch.randn(
-            rows, 32 if leaf is not swiglu_and_more else 16)
-        found, expected = fast(*arguments), leaf(*arguments)
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+        given = *(torch.randn(rows, width) for width in widths), *others
+        for mine, theirs in zip(fast(*given), leaf(*given), strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
     assert marked == [5, 5, 7, 7, 300, 300]  # one row and none run eagerly
 
 

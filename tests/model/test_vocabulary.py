@@ -3,6 +3,8 @@
 Under tensor and data parallelism in real processes: tests/test_parity.py.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mm.device.accumulate import cpu_accumulate, cuda_accumulate
 from mm.device.device import Device
+from mm.device.kernels import EAGER_LOGITS, LogitKernels, kernels_of
 from tests.tiny import IMAGE, VIDEO, microbatch, random_sample
 from tests.tiny import VOCAB as TINY_VOCAB
 
@@ -22,10 +25,13 @@ Device.pick("cpu")  # importing megatron needs it
 
 from mm.model import vocabulary  # noqa: E402
 from mm.model.language import embedding_inputs  # noqa: E402
-from mm.model.vocabulary import MAX_LOGIT_ROWS, rows_here, weighted_cross_entropy  # noqa: E402
+from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows  # noqa: E402
+from mm.model.vocabulary import rows_here, weighted_cross_entropy  # noqa: E402
 
 fast = settings(max_examples=40, deadline=None)
 VOCAB, HIDDEN = 24, 6
+FUSABLE = kernels_of("cuda", lambda leaf: leaf).logits
+"""CUDA's, not compiled; compiled: tests/device/test_compiled.py."""
 EXACT = 1e-5  # relative, by norm; measured 3.2e-6 over 1000 examples, and 1.7e-5 by torch's own cross entropy in fp32
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=12).map(lambda drawn: torch.tensor(drawn, dtype=torch.int64))
 cuts = st.sampled_from([1, 2, 3, 8])
@@ -138,9 +144,10 @@ def reference(x: Tensor, weight: Tensor, target: Tensor, row_weights: Tensor) ->
 
 
 @fast
-@given(target=ids, max_rows=st.integers(1, 14), is_frozen=st.booleans(), has_buffer=st.booleans())
+@given(target=ids, max_rows=st.integers(1, 14), is_frozen=st.booleans(), has_buffer=st.booleans(),
+       kernels=st.sampled_from([EAGER_LOGITS, FUSABLE]))
 def test_any_number_of_rows_at_a_time_is_the_same_loss(
-    target: Tensor, max_rows: int, is_frozen: bool, has_buffer: bool
+    target: Tensor, max_rows: int, is_frozen: bool, has_buffer: bool, kernels: LogitKernels
 ) -> None:
     """Against torch's cross entropy in float64."""
     x, weight, row_weights = leaf(len(target), HIDDEN), leaf(VOCAB, HIDDEN, seed=1), torch.rand(len(target))
@@ -150,7 +157,8 @@ def test_any_number_of_rows_at_a_time_is_the_same_loss(
     if has_buffer:
         weight.main_grad = torch.zeros(VOCAB, HIDDEN)
     weight.requires_grad_(not is_frozen)
-    loss = weighted_cross_entropy(x, weight, target, None, row_weights, cpu_accumulate, max_rows=max_rows)
+    loss = weighted_cross_entropy(
+        x, weight, target, None, row_weights, cpu_accumulate, max_rows=max_rows, kernels=kernels)
     (3 * loss).backward()
     assert relative_error(loss.detach(), exact.detach()) < EXACT
     assert relative_error(x.grad, exact_x.grad) < EXACT
@@ -181,10 +189,27 @@ def test_float16_keeps_gradients_that_only_the_loss_scale_makes_large_enough() -
 def test_the_loss_is_computed_in_float32() -> None:
     """bfloat16 logits lose no more than their own rounding."""
     x, weight, target = leaf(6, HIDDEN).bfloat16(), leaf(VOCAB, HIDDEN, seed=1).bfloat16(), torch.arange(6)
-    loss = weighted_cross_entropy(x, weight, target, None, torch.ones(6), cpu_accumulate, max_rows=4)
     expected = F.cross_entropy(F.linear(x, weight).double(), target, reduction="sum")
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
+    for kernels in (EAGER_LOGITS, FUSABLE):
+        loss = weighted_cross_entropy(
+            x, weight, target, None, torch.ones(6), cpu_accumulate, max_rows=4, kernels=kernels)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("num_cuts", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_and_eager_logits_have_equal_gradients_to_the_bit(dtype: torch.dtype, num_cuts: int) -> None:
+    """Also of a rank's part of the vocabulary, where some targets are another's."""
+    target, is_here = rows_here(torch.arange(8) * 3, 0, VOCAB // num_cuts)
+    found = []
+    for kernels in (EAGER_LOGITS, FUSABLE):
+        x, weight = leaf(8, HIDDEN, dtype=dtype), leaf(VOCAB // num_cuts, HIDDEN, seed=1, dtype=dtype)
+        loss = weighted_cross_entropy(x, weight, target, None if num_cuts == 1 else is_here, torch.rand(
+            8, generator=torch.Generator().manual_seed(2)), cpu_accumulate, max_rows=5, kernels=kernels)
+        loss.backward()
+        found.append((loss.detach(), x.grad, weight.grad))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(("num_targets", "num_products"), [(0, 0), (1024, 3), (1025, 7), (3000, 11)])
@@ -203,7 +228,8 @@ def test_only_rounds_before_the_last_make_their_logits_again(num_targets: int, n
 REAL_VOCAB, REAL_HIDDEN, NUM_TARGETS, NUM_TOKENS = 151_936, 2048, 8000, 8192
 
 
-def tied_step(is_cut: bool, has_buffer: bool = True) -> Recorder:
+def tied_step(is_cut: bool, has_buffer: bool = True, kernels: LogitKernels = EAGER_LOGITS,
+              max_rows: int = MAX_LOGIT_ROWS) -> Recorder:
     """Forward and backward of a tied embedding and head as on CUDA, in bf16."""
     num_rows = REAL_VOCAB // 2 if is_cut else REAL_VOCAB
     weight = torch.empty(num_rows, REAL_HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -216,7 +242,8 @@ def tied_step(is_cut: bool, has_buffer: bool = True) -> Recorder:
         x = lookup(weight, rows, is_here)[:NUM_TARGETS]
         row_weights, target = torch.empty(NUM_TARGETS, device="meta"), rows[:NUM_TARGETS]
         is_here = None if is_here is None else is_here[:NUM_TARGETS]
-        weighted_cross_entropy(x, weight, target, is_here, row_weights, cuda_accumulate).backward()
+        weighted_cross_entropy(
+            x, weight, target, is_here, row_weights, cuda_accumulate, max_rows=max_rows, kernels=kernels).backward()
     return recorder
 
 
@@ -235,6 +262,17 @@ def test_logits_live_for_no_more_rows_than_stated(is_cut: bool) -> None:
     logits = [shape for shape in recorder.made if num_columns in shape[1:]]
     assert max(shape[0] for shape in logits) == MAX_LOGIT_ROWS
     assert recorder.peak_bytes == MAX_LOGIT_ROWS * num_columns * (4 + 2)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_more_rows_of_fused_logits_live_in_the_same_memory(is_cut: bool) -> None:
+    """As one kernel makes the gradient: of what it makes on the way nothing lives."""
+    num_columns, max_rows = REAL_VOCAB // 2 if is_cut else REAL_VOCAB, max_logit_rows(2, is_fused=True)
+    kernels = replace(FUSABLE, sums=lambda logits: (logits.new_empty(len(logits), 1, dtype=torch.float32),) * 2,
+                      gradient=lambda logits, *_: torch.empty_like(logits))  # fmt: skip
+    recorder = tied_step(is_cut, kernels=kernels, max_rows=max_rows)
+    assert max(shape[0] for shape in recorder.made if num_columns in shape[1:]) == max_rows == 1536
+    assert recorder.peak_bytes == max_rows * num_columns * (2 + 2) == MAX_LOGIT_ROWS * num_columns * (4 + 2)
 
 
 def test_nothing_reads_the_device_under_tensor_parallelism() -> None:

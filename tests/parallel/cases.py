@@ -52,6 +52,8 @@ class Case:
     """1e-6 brings gradients near Adam's epsilon of 1e-8, below which its update is no longer their sign alone."""
     waits: bool = False
     """Whether messages come only when they are wanted."""
+    fused: bool = False
+    """Whether the leaves are those that CUDA compiles, here as they are written."""
     groups: bool = False
     """Groups of the optimizer: ``GROUP_FLAGS`` and the rates of parts beside them."""
 
@@ -142,6 +144,17 @@ CASES = (
     Case("tp1-tied-logits-in-rounds", tied=True, logit_rows=5),
     Case("tp1-language-frozen-logits-in-rounds", freeze=("language",), logit_rows=5),
     Case("tp1-clipped", clip_grad=1e-6),
+    Case("tp1-fused", fused=True),
+    Case("tp1-fused-recompute-mlp-half-frozen", fused=True, recompute="selective mlp layernorm",
+         freeze_modules=("fc1", "0.pre")),
+    Case("tp1-fused-recompute", fused=True, recompute="uniform", logit_rows=5),
+    Case("tp1-fused-norms-and-biases-trained", fused=True, freeze=ALL, trainable_modules=("norm", "bias")),
+    Case("tp2-fused-logits-in-rounds", tp=2, fused=True, logit_rows=5),
+    Case("tp2-sp-fused-odd-rows", tp=2, fused=True, sequence_parallel=True, micro_batch_size=1),
+    Case("cp2-fused-few-tokens", cp=2, fused=True, **FEW_TOKENS),
+    Case("pp2-fused-vit-on-both", (3, 1), (0, 4), fused=True, recompute="selective"),
+    Case("dp2-fused-tied-overlap", dp=2, fused=True, tied=True, distributed_optimizer=True, overlap=True,
+         batch="images on one rank"),
     Case("tp2", tp=2),
     Case("tp2-logits-in-rounds", tp=2, logit_rows=5),
     Case("tp2-tied-logits-in-rounds", tp=2, tied=True, logit_rows=5),

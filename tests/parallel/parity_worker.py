@@ -29,6 +29,7 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
+from mm.device.kernels import kernels_of  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
@@ -178,7 +179,8 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)
-    stage = Stage(config, mesh, "fp32", DEVICE, case.loss_unit, case.sequence_parallel)
+    device = _fused(DEVICE) if case.fused else DEVICE
+    stage = Stage(config, mesh, "fp32", device, case.loss_unit, case.sequence_parallel)
     for chunk in stage.chunks:
         if case.logit_rows is not None and chunk.spec.has_head:
             chunk.text_decoder.output_layer.max_rows = case.logit_rows
@@ -193,6 +195,13 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
     mine = (deal_images(one, config.vision, case.cp) for one in batches[mesh.dp_rank])
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
     return Engine(case, config, placement, Parts.build(stage, mesh, args), weights, plan)
+
+
+def _fused(device: Device) -> Device:
+    """With the leaves that CUDA compiles, not compiled; the rest of CUDA's kernels runs nowhere else."""
+    ours = kernels_of("cuda", lambda leaf: leaf)
+    kernels = replace(device.kernels, add_norm=ours.add_norm, logits=ours.logits, swiglu=ours.swiglu, rope=ours.rope)
+    return replace(device, kernels=kernels)
 
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:

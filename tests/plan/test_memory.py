@@ -105,9 +105,10 @@ def test_microbatches_in_flight_of_1f1b() -> None:
 
 def test_logits_of_one_chunk() -> None:
     first, last = stages([32, 0], [18, 18], tp_size=2)
-    rows, logits = Rows(4000, 0, 2 * MAX_LOGIT_ROWS + 52), 151936 // 2
+    rows, logits = Rows(4000, 0, 2 * 1536 + 52), 151936 // 2
     assert last.logit_bytes(rows) == MAX_LOGIT_ROWS * logits * (4 + 2)
-    assert last.kept_logit_bytes(rows) == 52 * logits * 4
+    assert last.kept_logit_bytes(rows) == 52 * logits * 2
+    assert last.logit_bytes(Rows(4000, 0, 100)) == 100 * logits * (4 + 2)
     assert first.logit_bytes(rows) == first.kept_logit_bytes(rows) == last.kept_logit_bytes(TOKENS) == 0
 
 
