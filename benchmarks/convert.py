@@ -236,7 +236,8 @@ def reads(size: str, tp_size: int = 2, replicas: Sequence[int] = (1, 8, 64)) -> 
     read_bytes = [[BF16_BYTES * math.prod(local_shape(weight, tp_size)) for weight in stage] for stage in stages]
     memory_bytes = [[BF16_BYTES * math.prod(memory_shape(weight, tp_size)) for weight in stage] for stage in stages]
     one_replica = [sum(stage) for stage in read_bytes]
-    lines = [f"| TP {tp_size} PP {len(stages)} at DP | not shared: most per rank | total | shared: most per rank | total |",
+    lines = [f"| TP {tp_size} PP {len(stages)} at DP | not shared: most per rank | total | shared: most per rank "
+             "| total |",
              "| --- | --- | --- | --- | --- |"]
     for num_replicas in replicas:
         shares = []
