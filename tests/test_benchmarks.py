@@ -35,6 +35,7 @@ COMMANDS = {
     "data": ("benchmarks.data", "--quick"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
+    "save": ("benchmarks.save", "--device", "cpu", "--mib", "1", "--rounds", "1"),
     "index": ("benchmarks.index", "--records", "800", "--pictures", "5", "--processes", "1"),
 }
 
@@ -70,6 +71,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
 
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(result, name) for name in COMMANDS}
+
+
+def test_a_save_in_blocks_is_compared_with_one_thing_after_another(started: dict[str, Future]) -> None:
+    """The benchmark itself compares the files, byte for byte."""
+    result = started["save"].result()
+    names = {name for name, one in result.items() if isinstance(one, dict) and "times_as_fast" in one}
+    assert names == {"save, blocks of 16 MiB", "read"}
 
 
 def test_device_step_parity(started: dict[str, Future]) -> None:

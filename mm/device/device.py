@@ -150,14 +150,18 @@ class Device:
         on_host = self.start_copying_back(tensor)
         return lambda: on_host().tolist()
 
-    def start_copying_back(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def host_buffer(self, num_bytes: int) -> Tensor | None:
+        """Pinned memory to copy back into, as bytes; None on the CPU, whose tensors are on the host."""
+        return None if self.kind == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to copy a tensor to the host; a call of the result, in any thread, waits for the copy and gives it.
 
-        On the CPU it is the tensor itself.
+        ``into``: pinned memory for it; without, it gets its own.  On the CPU the result is the tensor itself.
         """
         if self.kind == "cpu":
             return lambda: tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
         copy.copy_(tensor, non_blocking=True)
         copied = getattr(torch, self.kind).Event()
         copied.record()

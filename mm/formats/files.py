@@ -84,9 +84,25 @@ class Files:
 
     def check(self, stored: Stored, mend: str) -> None:
         """Refuse a tensor that is not what its checksum, if it has one, says; ``mend`` ends the message."""
-        if stored.crc32 is not None and stored.crc32 != self.crc32(stored):
+        if stored.crc32 is not None:
+            self.compare(stored, self.crc32(stored), mend)
+
+    def compare(self, stored: Stored, crc32: int, mend: str) -> None:
+        """Refuse a tensor whose bytes had the checksum ``crc32`` when they were read, if another one is stated."""
+        if stored.crc32 not in (None, crc32):
             raise UserError(f"{self.directory / stored.file}: {stored.name} is damaged (its crc32 differs from "
                             f"{MANIFEST_FILE}); {mend}.")
+
+    def read_checked(self, stored: Stored, mend: str) -> bytearray:
+        """The bytes of a tensor, read once and checked while they pass through the processor's cache."""
+        content = bytearray(stored.num_bytes)
+        crc32 = 0
+        for start in range(0, len(content), BUFFER_BYTES):
+            block = memoryview(content)[start : start + BUFFER_BYTES]
+            self.read(stored, start, block)
+            crc32 = zlib.crc32(block, crc32)
+        self.compare(stored, crc32, mend)
+        return content
 
     def are_equal(self, one: Stored, other: Stored) -> bool:
         """Whether dtype, shape and every bit are the same."""

@@ -13,19 +13,18 @@ import re
 import secrets
 import shutil
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
+from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
 from mm.formats.manifest import (
     MANIFEST_FILE,
     manifest_text,
@@ -153,24 +152,22 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
     return temporary
 
 
-def write_pieces(folder: Path, file: str, pieces: Sequence[tuple[Piece, Callable[[], Tensor]]]) -> list[Piece]:
+def write_pieces(
+    folder: Path, file: str, pieces: Sequence[tuple[Piece, Values]], host: Host = ON_HOST
+) -> list[Piece]:
     """Write one safetensors file through to the disk and return its pieces with their checksums.
 
-    Each comes with the function that gives its tensor, so that one at a time is copied to the host.  Raises UserError
-    when the file cannot be written.
+    A block is copied to the host while others are summed and written.  Raises UserError when the file cannot be
+    written.
     """
     by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
     planned = safetensors_file(
         file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
-    finished = []
     with _new_file(folder / file) as opened:
         opened.write(planned.parts[0][1])
-        for stored in planned.tensors:
-            piece, values = by_name[stored.name]
-            data = values().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            opened.write(data)
-            finished.append(dataclasses.replace(piece, stored=dataclasses.replace(stored, crc32=zlib.crc32(data))))
-    return finished
+        crc32s = write_tensors(opened, [(stored.name, by_name[stored.name][1]) for stored in planned.tensors], host)
+    return [dataclasses.replace(by_name[stored.name][0], stored=dataclasses.replace(stored, crc32=crc32s[stored.name]))
+            for stored in planned.tensors]
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:

@@ -136,8 +136,6 @@ class TrainingDirectory:
 
     def _tensor(self, piece: Piece) -> Tensor:
         """All of a piece, flat."""
-        stored, content = self._located(piece), bytearray(piece.stored.num_bytes)
+        stored = self._located(piece)
         with Files(self.path) as files:
-            files.check(stored, USE_ANOTHER)
-            files.read(stored, 0, memoryview(content))
-        return torch.frombuffer(content, dtype=stored.dtype)
+            return torch.frombuffer(files.read_checked(stored, USE_ANOTHER), dtype=stored.dtype)

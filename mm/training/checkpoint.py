@@ -8,9 +8,8 @@ import dataclasses
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from mm.data.index.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.formats import training as files
+from mm.formats.blocks import Values
 from mm.formats.source import Source, open_training
 from mm.formats.training import Manifest, Piece
 from mm.formats.training_reader import TrainingDirectory
@@ -55,10 +55,6 @@ class Progress:
     """Of the run that saves; None where an older version began it."""
     schedule: Schedule | None = None
     """Of the learning rate; ``load`` leaves it to ``mm.training.schedule``, which asks the settings too."""
-
-
-Values = Callable[[], Tensor]
-"""Brings the values of a piece to the host when it is written."""
 
 
 # Saving
@@ -94,7 +90,7 @@ def save(
     try:
         written = together(mesh, lambda: [
             piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)
-            for piece in files.write_pieces(temporary, file, list(pieces))
+            for piece in files.write_pieces(temporary, file, list(pieces), parts.stage.device)
         ])
         gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(parts.optimizer)))
         manifest = Manifest(
@@ -140,7 +136,7 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
         for name, memory in stored.items():
             parameter = parts.stage.get_parameter(name)
             piece = Piece.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
-            planned.append((piece, partial(_real_values, memory, parameter)))
+            planned.append((piece, Values(parameter, memory)))
     if mesh.copy_rank == 0 or is_split(parts.optimizer):
         file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
         for state in (state for state in owned if state.name in stored):
@@ -150,18 +146,13 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
                 continue  # nothing but padding
             for part, tensor in state.tensors().items():
                 piece = Piece.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
-                planned.append((piece, partial(_real_values, memory, tensor, state.start)))
+                planned.append((piece, Values(tensor, memory, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in random_states().items():
             piece = Piece.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
-            planned.append((piece, partial(Tensor.cpu, state)))
+            planned.append((piece, Values(state)))
     return planned
-
-
-def _real_values(memory: MemoryLayout, live: Tensor, start: int = 0) -> Tensor:
-    """On the host, flat: what ``live``, which begins with element ``start`` of a parameter, holds beside padding."""
-    return memory.cut(live.detach().cpu().reshape(-1), start)
 
 
 def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats import training as checkpoint_files
+from mm.formats.blocks import Values
 from mm.formats.layout import Layout
 from mm.formats.safetensors import read_header
 from mm.formats.storage import Format, Storage, Structure
@@ -63,7 +64,7 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
                 part = shard(weight, whole, tp_size, rank).contiguous()
                 file = f"rank{rank}.safetensors"
                 piece = checkpoint_files.Piece.of(part.dtype, part.shape, file, weight.name, "weight", rank)
-                parts.append((piece, part.clone))
+                parts.append((piece, Values(part)))
         pieces += checkpoint_files.write_pieces(temporary, f"rank{rank}.safetensors", parts)
     manifest = checkpoint_files.Manifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
     checkpoint_files.commit(temporary, manifest)

@@ -9,6 +9,7 @@ import torch
 
 from mm.errors import UserError
 from mm.formats import training as files
+from mm.formats.blocks import Values
 from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
@@ -25,7 +26,7 @@ def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str
     for name in ("a", "b"):
         tensor = torch.full((3,), value)
         piece = files.Piece.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
-        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, tensor.clone)])
+        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, Values(tensor))])
     files.commit(temporary, manifest(iteration, pieces, run_id))
 
 

@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats import training as files  # noqa: E402
+from mm.formats.blocks import Values  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
 from mm.formats.training import LATEST_FILE  # noqa: E402
 from mm.model.load import fill  # noqa: E402
@@ -263,7 +264,8 @@ def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
                 for start, values in ranges:
                     file = f"{weight.name}.{part}.{rank}.{start}.safetensors"
                     piece = files.Piece.of(values.dtype, values.shape, file, weight.name, part, rank, start)
-                    pieces += files.write_pieces(temporary, file, [(piece, values.clone)]) if values.numel() else []
+                    if values.numel():
+                        pieces += files.write_pieces(temporary, file, [(piece, Values(values))])
     optimizer = {"step": 2, "grad_scaler": None}
     files.commit(temporary, files.Manifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
     return whole

@@ -1,0 +1,146 @@
+"""One rank's save of a training checkpoint, and reading it back, against doing one thing after another, in one run.
+
+    python -m benchmarks.save [--device cpu|cuda|npu] [--mib 2048] [--rounds 5] [--block-mib N ...] [--folder DIR]
+
+Makes tensors of a transformer's shapes on the device, bf16 weights and three fp32 tensors of each, and saves them in
+turn: one after another (each tensor is copied to the host, written, summed), and in blocks as a training does.  Both
+write through to the disk.  Then reads both ways: a pass for the checksum and one for the values, or one for both.  The
+files are compared byte for byte.  Prints JSON: medians of seconds, and of the ratios of each round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from filecmp import cmp
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import versions
+from mm.device.device import Device
+from mm.formats.atomic import MEGATRON_MODES, new_file
+from mm.formats.blocks import BLOCK_BYTES, Values, write_tensors
+from mm.formats.files import Files
+from mm.weights.views import Stored
+
+HIDDEN, FFN = 2048, 8192
+SHAPES = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (HIDDEN,), (HIDDEN,))
+"""Of a layer."""
+
+
+def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
+    """At least one layer, with moments and fp32 copies."""
+    found: list[tuple[str, Tensor]] = []
+    generator = torch.Generator(device).manual_seed(0)
+    while not found or sum(tensor.nbytes for _, tensor in found) < num_bytes:
+        for shape in SHAPES:
+            for dtype in (torch.bfloat16, *[torch.float32] * 3):
+                tensor = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+                found.append((str(len(found)), tensor))
+    return found
+
+
+def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
+    """As until 2026-11-23."""
+    crc32s = {}
+    with new_file(path, MEGATRON_MODES.file) as opened:
+        for name, tensor in tensors:
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            opened.write(data)
+            crc32s[name] = zlib.crc32(data)
+    return crc32s
+
+
+def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device, block_bytes: int) -> dict[str, int]:
+    with new_file(path, MEGATRON_MODES.file) as opened:
+        return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device, block_bytes)
+
+
+def read_twice(path: Path, tensors: Sequence[Stored]) -> None:
+    """As until 2026-11-23."""
+    with Files(path.parent) as files:
+        for stored in tensors:
+            files.check(stored, "")
+            files.read(stored, 0, memoryview(bytearray(stored.num_bytes)))
+
+
+def read_once(path: Path, tensors: Sequence[Stored]) -> None:
+    with Files(path.parent) as files:
+        for stored in tensors:
+            files.read_checked(stored, "")
+
+
+def in_turn(works: Sequence[Callable[[], Any]], device: Device, is_second_first: bool) -> tuple[list[float], list[Any]]:
+    """Seconds and results of two pieces of work."""
+    seconds, results = [0.0, 0.0], [None, None]
+    for index in (1, 0) if is_second_first else (0, 1):
+        device.synchronize()
+        os.sync()
+        began = time.perf_counter()
+        results[index] = works[index]()
+        seconds[index] = time.perf_counter() - began
+    return seconds, results
+
+
+def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+    found = [one / other for one, other in zip(slow, fast, strict=True)]
+    return {"seconds_before": statistics.median(slow), "seconds": statistics.median(fast),
+            "times_as_fast": statistics.median(found), "least": min(found), "largest": max(found)}
+
+
+def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[int], folder: Path) -> dict:
+    tensors = layers(num_bytes, device.torch_device)
+    old, new = folder / "old", folder / "new"
+    taken: dict[str, list[list[float]]] = {}
+    stored: list[Stored] = []
+    for number in range(rounds + 1):  # the first warms up
+        for block_bytes in block_sizes:
+            works = [partial(one_after_another, old, tensors), partial(in_blocks, new, tensors, device, block_bytes)]
+            pair, sums = in_turn(works, device, number % 2 == 1)
+            assert sums[0] == sums[1] and cmp(old, new, shallow=False), "both ways write the same"
+            old.unlink()
+            offset, stored = 0, []
+            for name, tensor in tensors:
+                stored.append(Stored(new.name, name, tensor.dtype, tuple(tensor.shape), offset, sums[1][name]))
+                offset += tensor.nbytes
+            if number:
+                taken.setdefault(f"save, blocks of {block_bytes / 2**20:g} MiB", []).append(pair)
+            if block_bytes == block_sizes[0] and number:
+                readers = [partial(read_twice, new, stored), partial(read_once, new, stored)]
+                reads, _ = in_turn(readers, device, number % 2 == 1)
+                taken.setdefault("read", []).append(reads)
+            new.unlink()
+    return {name: ratios(*zip(*pairs, strict=True)) for name, pairs in taken.items()}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
+    parser.add_argument("--mib", type=float, default=2048, help="size of the file")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block-mib", type=float, nargs="+", default=[BLOCK_BYTES / 2**20])
+    parser.add_argument("--folder", help="where to make the files (default: the temporary directory)")
+    parser.add_argument("--output", type=Path, help="keeps the JSON too")
+    flags = parser.parse_args(argv)
+    device = Device.pick(flags.device)
+    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
+        sizes = [int(size * 2**20) for size in flags.block_mib]
+        found = measure(device, int(flags.mib * 2**20), flags.rounds, sizes, Path(folder))
+    text = json.dumps({"device": device.name, "cores": len(os.sched_getaffinity(0)), "mib": flags.mib,
+                       "rounds": flags.rounds, "versions": versions(), **found}, indent=1)
+    print(text)
+    if flags.output:
+        flags.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
