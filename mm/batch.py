@@ -1,4 +1,4 @@
-"""The words that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step."""
+"""Types that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ image everywhere: its slices in time are looked at apart by the ViT."""
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What makes numbers of a picture's bytes, by channel: (byte / divisor - mean) / std.
+    """How an image's bytes become numbers, by channel: (byte / divisor - mean) / std.
 
-    Of pictures the divisor is 255; of videos it is 1, and mean and std are 255 times those of the checkpoint, because
-    transformers rounds so.
+    For images the divisor is 255.  For videos it is 1, and mean and std are 255 times the checkpoint's, to match
+    transformers' rounding.
     """
 
     divisor: float
@@ -79,15 +79,15 @@ class Microbatch:
     samples: tuple[int, ...] = ()
     """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
     normalisations: tuple[Normalisation, ...] = ()
-    """Of the pixels of each of ``image_grids``."""
+    """For each of ``image_grids``, that of its pixels."""
     feature_bytes: int = 0
-    """Of each patch, where what the ViT makes of all images was kept: then nothing goes through the ViT.  Else 0."""
+    """Bytes per patch if the ViT features of all images are stored, so that nothing passes the ViT; else 0."""
     features: Tensor | None = None
     """uint8 [num_patches, feature_bytes]: what was kept, in place of ``pixel_values`` and in their order; in a
     ``StepPlan`` of the images that ``image_ranks`` gives this rank; None on every rank without the projector."""
     feature_keys: tuple[str, ...] = ()
-    """For each image, 32 hexadecimal digits under which what the ViT makes of it is to be kept, or "" where it is kept
-    already; () where nothing is to be kept."""
+    """For each image, 32 hexadecimal digits under which its ViT features are to be stored, or "" if they already are;
+    () if nothing is to be stored."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
@@ -214,4 +214,4 @@ class StepPlan:
     totals: BatchTotals
     """Over the global batch, all replicas together."""
     dropout_seed: int | None = None
-    """What the dropout of this step is drawn from; None: nothing is dropped."""
+    """Seed of this step's dropout; None: nothing is dropped."""

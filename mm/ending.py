@@ -1,7 +1,4 @@
-"""How a program of ours ends: what it reports, on which rank, and with which status.  For entry points.
-
-What a program does is not known here.
-"""
+"""How our programs end: what they report, on which rank, and with which exit status.  For entry points."""
 
 import io
 import json
@@ -30,10 +27,10 @@ _BEAT_SECONDS = 1.0
 
 
 def end_with_launcher() -> None:
-    """From now on this process ends when torchrun dies, also when that is killed and can end nobody.
+    """Make this process end when torchrun dies, even if torchrun was killed and could not end its ranks.
 
-    Data workers end with this process.  One that torchrun did not start stays whatever becomes of its parent: under
-    ``nohup`` it has to outlive the shell.
+    Data workers end with this process.  A process that torchrun did not start is left alone: under ``nohup`` it must
+    outlive the shell.
     """
     if _LAUNCHED in os.environ:
         Thread(target=_end_with, args=(_launcher(),), name="launcher's end", daemon=True).start()
@@ -77,8 +74,8 @@ _AGAIN_SECONDS = 2.0
 def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False) -> int:
     """Run a program and return its exit status: that of ``command``, or 130 after Ctrl-C.
 
-    Then one line says so and, by ``kept``, what is left of the work; of several ranks one says it.  Another Ctrl-C ends
-    the process at once.  ``is_rank``: the process may be in the middle of talking with others, and does not return.
+    After Ctrl-C one line, on one rank, says so and what is left of the work (``kept``).  A second Ctrl-C ends the
+    process at once.  ``is_rank``: the process may be in the middle of a collective, so it exits without returning.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -132,7 +129,7 @@ def say_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that says what all ranks know."""
+    """Whether this process prints what all ranks know."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -152,13 +149,16 @@ def not_installed(error: ModuleNotFoundError) -> int:
 
 
 def tell(notes: Iterable[str]) -> None:
-    """What every rank knows and a user should: said once."""
+    """Print notes that every rank has, on one rank."""
     if is_first_rank():
         say_notes(notes, sys.stderr)
 
 
 def refused(error: UserError) -> int:
-    """Report a mistake that every rank of a node finds before ranks talk; the first one does it at once."""
+    """Print an error that every rank hits before communication starts; return the exit status, 2.
+
+    Rank 0 of the node prints at once; the others wait for the launcher to end them, so it appears once.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         _wait_for_the_launcher()
     return _report(error)
@@ -185,9 +185,9 @@ def status_of(action: Callable[[], int]) -> int:
 
 
 def _wait_for_the_launcher() -> None:
-    """Leave the report to another rank, whose exit makes the launcher end this process in its sleep.
+    """Sleep while another rank reports; its exit makes the launcher end this process.
 
-    The limit is for a mistake that only this rank has found.
+    The time limit is for an error that only this rank has found.
     """
     time.sleep(_LAUNCHER_SECONDS)
 

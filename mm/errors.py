@@ -1,4 +1,4 @@
-"""How the program says no: one exception for everything that a user can mend."""
+"""How the program refuses: one exception for everything that a user can fix."""
 
 import difflib
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 _CUTOFF = 0.6
 """How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
 MAX_PROBLEMS = 20
-"""That are told of one file or dataset: where every record is wrong, thousands say it no better."""
+"""Most problems reported for one file or dataset: if every record is wrong, thousands of lines help nobody."""
 
 
 class UserError(ValueError):
@@ -31,8 +31,8 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal or a log, which may hold ids, paths and keys of other people: what could move the cursor,
-    hide text or not be encoded stands there as Python's escape."""
+    """``text`` for a terminal or a log.  It may contain ids, paths and keys from users' data, so characters that could
+    move the cursor, hide text or not be encoded are shown as Python escapes."""
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -67,7 +67,7 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """What is raised inside says in front where it was found."""
+    """Prefix the problems of a UserError raised inside with ``place``."""
     try:
         yield
     except UserError as error:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kept(words: Sequence[str]) -> str:
-    """What an interruption leaves."""
+    """What remains after Ctrl-C, for its message."""
     from mm.config.evaluate import EVALUATE
 
     output = EVALUATE.split(words).last("--output")
@@ -57,7 +57,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def check(evaluating: Evaluating) -> None:
-    """Say all notes, and that all is in order; raises UserError with all that is wrong.  Needs no device."""
+    """Print all notes, and that everything is in order; raises UserError with all problems.  Needs no device."""
     from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
     from mm.scoring.questions import read_items
 
@@ -114,7 +114,7 @@ def evaluate(evaluating: Evaluating) -> int:
 
 
 def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dict[str, Any]:
-    """What the scores depend on, beside the questions themselves."""
+    """Everything that the scores depend on besides the questions."""
     args = evaluating.asking.args
     media = asdict(session.media)
     return {
@@ -138,7 +138,7 @@ def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
 
 
 def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, Any]) -> None:
-    """Write scores, page and files, and tell the scores."""
+    """Write scores, page and files, and print the scores."""
     from mm.scoring.page import report, results_page
     from mm.scoring.peer_files import write_peer_files
     from mm.scoring.questions import title_of

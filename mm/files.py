@@ -1,7 +1,7 @@
 """Small files that appear whole, and lists of lines that are added to.
 
-Whoever reads a replaced file sees the old one or the new one.  A process that is killed while it adds a line leaves a
-part of it, which is no line.
+A reader of a replaced file sees the old one or the new one.  A process killed while it appends a line may leave part of
+it, which readers ignore.
 """
 
 import os

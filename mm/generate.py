@@ -1,7 +1,7 @@
 """Asking the model, top to bottom: flags and JSON -> weights -> device -> mesh -> stage -> answers.
 
 Run by ``python -m mm.generate FLAGS`` in one process, or by ``torchrun ... -m mm.generate FLAGS`` on any layout.
-Answers to one question or in a talk go to the standard output; all else goes to the standard error.  With ``--check``
+Answers to one question or in a chat go to standard output; everything else goes to standard error.  With ``--check``
 it needs neither launcher nor device.
 """
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kept(words: Sequence[str]) -> str:
-    """What an interruption leaves."""
+    """What remains after Ctrl-C, for its message."""
     from mm.config.generate import GENERATE
 
     output = GENERATE.split(words).last("--output")
@@ -49,7 +49,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def check(asking: Asking[GenerateArguments]) -> None:
-    """Say all notes, and that all is in order; raises UserError with all that is wrong.  Needs no device."""
+    """Print all notes, and that everything is in order; raises UserError with all problems.  Needs no device."""
     from mm.generation.prompts import prompt_of, read_prompts
     from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
 

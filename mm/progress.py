@@ -1,6 +1,6 @@
-"""How far long work is: a bar on a terminal, and a line now and then where there is none.
+"""Progress of long work: a bar on a terminal, otherwise a line now and then.
 
-A job's log then shows that it is alive, and how long it will take.  What the work is, is not known here.
+A job's log then shows that it is alive, and how long it will take.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""A report on a dataset: facts, tables, histograms and problems, as text for the terminal and as one HTML page.
-
-What is counted, and where the numbers come from, is not known here.
-"""
+"""A report on a dataset: facts, tables, histograms and problems, as text for the terminal and as one HTML page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +34,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words and numbers as they shall be read, below a header."""
+    """Rows of formatted words and numbers below a header."""
 
     title: str
     header: tuple[str, ...]
@@ -63,10 +60,10 @@ class Report:
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     parts: tuple["Report", ...] = ()
-    """Of a dataset in parts, such as training and validation: facts, tables and histograms of each, under its title."""
+    """For a dataset in parts, such as training and validation: a report on each, under its title."""
 
     def text(self) -> str:
-        """For the terminal; of many problems the first."""
+        """Text for the terminal; only the first of many problems."""
         blocks = [*self._blocks(), *(block for part in self.parts for block in part._blocks())]
         blocks.append([f"note: {note}" for note in self.notes])
         shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
@@ -82,7 +79,7 @@ class Report:
                 *map(_table_lines, self.tables), *map(_bars, self.histograms)]
 
     def html(self) -> str:
-        """One page that needs nothing beside it: no script, no font, no network."""
+        """One self-contained page: no script, no font, no network."""
         rows = tuple((problem.where, problem.what) for problem in self.problems)
         heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
         problems = _html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>"
@@ -139,7 +136,7 @@ def _html_table(table: Table) -> str:
 
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
-"""Of a histogram, in pixels; the last is for its axis."""
+"""Size of a histogram in pixels; the last is for its axis."""
 
 
 def _svg(histogram: Histogram) -> str:

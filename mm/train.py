@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kept(words: Sequence[str]) -> str:
-    """What an interruption leaves."""
+    """What remains after Ctrl-C, for its message."""
     from mm.config.flags import TRAIN
     from mm.formats.training import find_checkpoint
 
@@ -62,10 +62,10 @@ def _run(words: Sequence[str]) -> int:
 
 
 def check_files(run: Run) -> tuple[Run, Claim]:
-    """Check everything that needs no device, and print the notes; raises UserError with all that is wrong.
+    """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
-    It makes the index of the samples, which the ranks that read them open later.  A node that does not see it makes its
-    own.  Claims the directories that the run writes, unless it only rehearses.
+    It builds the index of the samples, which the reading ranks open later; a node that cannot see it builds its own.
+    It claims the directories that the run writes, unless this is a rehearsal.
     """
     from mm.training import preflight  # imports transformers, which the ranks that do not check may not need
     from mm.weights.trained import freeze_notes
@@ -84,7 +84,7 @@ def check_files(run: Run) -> tuple[Run, Claim]:
 
 
 def check_node(run: Run) -> None:
-    """Print what this node may lack for the run; raises UserError with what it certainly lacks."""
+    """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
     from mm.training.machine import Node, node_problems
 
     notes: list[str] = []
@@ -95,8 +95,8 @@ def check_node(run: Run) -> None:
 def train(run: Run) -> int:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world; returns the status, 0.
 
-    One rank of each node looks at the node.  Only the first rank looks at the files; the others wait for it, and end
-    with it if they are wrong.  It gives the directories that it has claimed back however the run ends.
+    One rank of each node checks the node.  Only rank 0 checks the files; the others wait, and end with it if it finds a
+    problem.  However the run ends, rank 0 releases the directories that it has claimed.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         check_node(run)

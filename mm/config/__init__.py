@@ -1,1 +1,1 @@
-"""What the user said, and what follows from it."""
+"""The user's settings, checked, and what follows from them."""

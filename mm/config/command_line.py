@@ -1,4 +1,4 @@
-"""A command line read as a frozen dataclass: every field is one flag, and all problems are told at once.
+"""A command line read as a frozen dataclass: every field is one flag, and all problems are reported together.
 
 ``mm.config.flags`` has the trainer's, ``mm.config.generate`` the generator's.  Flags of other programs that do nothing
 here are in ``mm.config.foreign``.
@@ -129,7 +129,7 @@ class CommandLine(Generic[Built]):
 
 
 def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) -> str | None:
-    """What is wrong with the words that follow a flag."""
+    """The problem with the words that follow a flag, if any."""
     last = occurrences[-1]
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]

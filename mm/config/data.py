@@ -81,11 +81,11 @@ class DataConfig:
     cache_dir: Annotated[str | None, Key(_BASIC + "cache_dir")] = None
     """Where the index of the samples is kept; None: ``.mm-index`` in ``dataset_dir``."""
     overwrite_cache: Annotated[bool, Key(_BASIC + "overwrite_cache")] = False
-    """Make the index anew at each start."""
+    """Rebuild the index at each start."""
     preprocessing_num_workers: Annotated[Count | None, Key(_BASIC + "preprocessing_num_workers")] = None
     """Processes that make the index; None: one for each processor."""
     val_dataset: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
-    """As ``dataset``, for validation."""
+    """Like ``dataset``, for validation."""
     val_rate: Annotated[Fraction | None, Key(_BASIC + "val_rate")] = None
     """The share of the samples that is kept for validation, drawn by ``--seed``; ``val_dataset`` wins over it."""
     val_max_samples: Annotated[Count | None, Key(_BASIC + "val_max_samples")] = None
@@ -94,16 +94,16 @@ class DataConfig:
         Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
     image_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
     image_resize: Annotated[ResizeRule | None, Key(_PREPROCESS + "image_resize")] = None
-    """Who says how large a picture becomes; None: transformers, with a note where LLaMA-Factory says otherwise."""
+    """Whose rule decides the size of an image; None: transformers', with a note where LLaMA-Factory's differs."""
     image_exif: Annotated[bool | None, Key(_PREPROCESS + "image_exif")] = None
     """Whether a photograph is turned upright, as its EXIF data say; None: yes, but LLaMA-Factory's rule never does."""
     image_backend: Annotated[ImageBackend, Key(_PREPROCESS + "image_backend")] = "pillow"
     """What resizes pictures: Pillow, to the bit, or torch, which is faster and differs by at most 2 of 255."""
     video_max_pixels: Annotated[Count, Key(_PREPROCESS + "video_max_pixels")] = 256 * 256
-    """Of a frame, like ``video_min_pixels``."""
+    """Most pixels of a frame, like ``video_min_pixels``."""
     video_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "video_min_pixels")] = 16 * 16
     video_total_pixels: Annotated[Count, Key(_PREPROCESS + "video_total_pixels")] = 128_000 * 28 * 28 * 9 // 10
-    """Of all frames of a video, two counting as one: qwen-vl-utils' bound; LLaMA-Factory's rule has none."""
+    """Bound on all frames of a video, two counting as one: qwen-vl-utils'; LLaMA-Factory's rule has none."""
     video_fps: Annotated[Positive, Key(_PREPROCESS + "video_fps")] = 2.0
     """Frames that are taken of a second."""
     video_maxlen: Annotated[Count, Key(_PREPROCESS + "video_maxlen")] = 128
@@ -125,11 +125,11 @@ class DataConfig:
     """Ask ``packs``."""
     neat_packing: Annotated[bool, OrDefault, Key(_BASIC + "neat_packing")] = False
     packing_max_patches: Annotated[Count | None, Key(_BASIC + "packing_max_patches")] = None
-    """Most patches of a pack, beside the most tokens; None: no bound."""
+    """Most patches of a pack, besides the bound on tokens; None: no bound."""
     shuffle: Annotated[bool, Key("dataloader_param.shuffle")] = True
     """Has no effect with the SequentialSampler; ask ``is_shuffled``."""
     priority_mode: Annotated[PriorityMode, OrDefault, Key("dataloader_param.priority_mode")] = "data_bucketing_img"
-    """Of the BucketBatchSampler."""
+    """Setting of the BucketBatchSampler."""
     prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
     sampler_type: Annotated[Sampler, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
 

@@ -43,7 +43,7 @@ DEFAULT_SEED = 1234
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Arguments:
-    """Everything that the command line says.  Counts are per optimizer step unless named otherwise."""
+    """Everything on the command line.  Counts are per optimizer step unless named otherwise."""
 
     # Files
     mm_model: str = Field(description="model JSON")
@@ -246,7 +246,7 @@ class Arguments:
 
     @property
     def loss_unit(self) -> LossUnit:
-        """What the loss is a mean over, each one's loss being the mean over its target tokens."""
+        """The unit over which the loss is a mean; the loss of one unit is the mean over its target tokens."""
         return "sample" if self.calculate_per_sample_loss else (
             "microbatch" if self.calculate_per_microbatch_loss else "token")
 

@@ -31,7 +31,7 @@ class SameAs:
 
 
 Row = Fixed | Inert
-"""Of a key of a JSON file."""
+"""Meaning of a key of a JSON file."""
 FlagRow = Row | SameAs
 
 

@@ -1,6 +1,6 @@
-"""What ``python -m mm.generate`` is asked: its flags, the JSON files that they name, and how tokens are chosen.
+"""Settings of ``python -m mm.generate``: its flags, the JSON files that they name, and how tokens are chosen.
 
-``ModelArguments`` and ``Asking`` are also of ``mm.config.evaluate``, which asks the questions of a benchmark.
+``mm.config.evaluate``, which asks the questions of a benchmark, uses ``ModelArguments`` and ``Asking`` too.
 """
 
 import os
@@ -149,9 +149,9 @@ class Asking(Generic[Said]):
 
     args: Said
     inference: InferenceConfig | None
-    """Of ``--mm-model``."""
+    """From ``--mm-model``."""
     data: DataConfig | None
-    """Of ``--mm-data``."""
+    """From ``--mm-data``."""
     world_size: int
     notes: tuple[str, ...] = ()
     defaults: GenerationSettings | None = None
@@ -159,7 +159,7 @@ class Asking(Generic[Said]):
 
     @property
     def directory(self) -> str | None:
-        """The Hugging Face directory beside the weights, where one is named."""
+        """The Hugging Face directory that goes with the weights, if one is given."""
         return self._directory_and_name[0]
 
     @property
@@ -196,7 +196,7 @@ class Asking(Generic[Said]):
         return replace(base, **changes, video_min_pixels=min(base.video_min_pixels, most))
 
     def decoding(self, checkpoint: GenerationSettings) -> Decoding:
-        """What flags say, else the inference JSON, else the ``checkpoint``, else transformers.
+        """Settings by precedence: flags, inference JSON, ``checkpoint``, transformers' defaults.
 
         ``stop_token_ids`` are the files'; what ``--stop-tokens`` names, the tokenizer knows.
         """
@@ -278,7 +278,7 @@ def _file_problems(args: GenerateArguments) -> Iterator[str]:
 
 
 def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
-    """Whether it is known what is asked, and once."""
+    """Problems with the question: none is given, more than one, or media where they have no effect."""
     args, inference = asking.args, asking.inference
     given = [flag for flag, value in (("--prompt", args.prompt), ("--chat", args.chat), ("--prompts", args.prompts))
              if value]
@@ -291,7 +291,7 @@ def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
 
 
 def _peer_notes(asking: Asking[GenerateArguments]) -> Iterator[str]:
-    """What is otherwise than in MindSpeed-MM."""
+    """Differences from MindSpeed-MM."""
     inference, args = asking.inference, asking.args
     if inference is None or asking.data is not None or (inference.min_pixels, inference.max_pixels) == (None, None):
         return

@@ -1,4 +1,4 @@
-"""How tokens are chosen, as files say it: ``generation_config.json`` of a checkpoint, and MindSpeed-MM's
+"""Sampling settings in files: ``generation_config.json`` of a checkpoint, and MindSpeed-MM's
 ``inference_*.json``, which has the model, the same settings and a prompt in one file.
 """
 
@@ -26,7 +26,7 @@ _IDS_OR_NULL = Field(title="a token id, a list of them, or null")
 
 @dataclass(frozen=True, config=STRICT)
 class GenerationSettings:
-    """What one file says of how tokens are chosen; None where it says nothing."""
+    """One file's sampling settings; None for those that it lacks."""
 
     do_sample: bool | None = None
     """Draw tokens; else the likeliest is taken, whatever temperature, top_k and top_p say."""
@@ -43,7 +43,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True, config=STRICT)
 class InferenceConfig:
-    """A model JSON, with what MindSpeed-MM's ``inference_*.json`` has beside the model."""
+    """A model JSON, with what MindSpeed-MM's ``inference_*.json`` has besides the model."""
 
     model: Annotated[ModelConfig, Key("")]
     generation: Annotated[GenerationSettings, Key("generation_config.")] = GenerationSettings()
@@ -54,7 +54,7 @@ class InferenceConfig:
     prompts: str | None = None
     """One question, asked before the picture is shown, as MindSpeed-MM's pipeline does."""
     min_pixels: NaturalNumber | None = None
-    """Of a picture."""
+    """Least pixels of an image."""
     max_pixels: Count | None = None
 
 
@@ -148,6 +148,6 @@ def read_generation(path: str | Path) -> GenerationSettings:
 
 
 def settings_problems(settings: GenerationSettings) -> Iterator[str]:
-    """What no annotation of a field says."""
+    """Problems that the fields' annotations do not cover."""
     if settings.top_p is not None and not 0 < settings.top_p <= 1:
         yield f"top_p is {settings.top_p:g}; expected above 0 and at most 1"

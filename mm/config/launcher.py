@@ -1,10 +1,10 @@
-"""What a launcher such as torchrun says of its ranks in the environment."""
+"""The environment variables by which a launcher such as torchrun describes its ranks."""
 
 from collections.abc import Iterator, Mapping
 
 
 def launched_ranks(environment: Mapping[str, str]) -> int | None:
-    """How many ranks there are (WORLD_SIZE); None where no launcher says so, and of what is no number."""
+    """The number of ranks (WORLD_SIZE); None without a launcher, or if it is not a number."""
     text = environment.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) >= 1 else None
 

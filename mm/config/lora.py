@@ -91,12 +91,12 @@ class LoraConfig:
         return self.is_on and not (self.mixed_training and part not in self.parts)
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What an adapter's product is multiplied by."""
+        """The factor on an adapter's product."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
-    """What is wrong with the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
+    """Problems in the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
     for word in words:
         if _pair(word, whole) is None:
             kind = "a whole number of at least 1" if whole else "a number above 0"
@@ -119,7 +119,7 @@ def _pair(word: str, whole: bool) -> tuple[str, float] | None:
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
-    """What the model JSON says, and where it says nothing what the flags say."""
+    """The model JSON's settings, completed by the flags'."""
     return replace(flags, **{name: getattr(stated, name) for name in changed(stated)})
 
 
@@ -133,7 +133,7 @@ def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, giv
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
-    """What is said of adapters and has no effect."""
+    """Settings of adapters that have no effect."""
     lora = merged(stated, flags)
     if not lora.is_on:
         keys = [[f"lora_{name}" for name in changed(one)] for one in (flags, stated)]

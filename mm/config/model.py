@@ -82,9 +82,9 @@ class RecomputeConfig:
     method: Method | None = None
     num_layers: Count | None = None
     modules: Annotated[RecomputeModules, OrDefault] = ()
-    """Of "selective", by Megatron's words: the outputs of both norms ("layernorm"), the whole MLP with its norm
-    ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, is the word
-    beside Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to make and large to keep."""
+    """What "selective" recomputes, in Megatron's words: the outputs of both norms ("layernorm"), the whole MLP with its
+    norm ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, follows
+    Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to recompute and large to keep."""
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Whether this module of each layer is recomputed, or its output; "mlp" is more than "mlp_act"."""
@@ -101,7 +101,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Rates:
-    """What Adam does to one part, where that is not what it does to the others."""
+    """One part's optimizer settings, where they differ from the others'."""
 
     lr: Positive | None = None
     """The highest learning rate; None = --lr."""
@@ -184,7 +184,7 @@ class LanguageConfig:
     init_method_std: NotNegative = 0.02
     freeze: bool = False
     freeze_layers: Annotated[LayerSpans, OrDefault] = ""
-    """As ``VisionConfig`` has it."""
+    """See ``VisionConfig``."""
     rates: Annotated[Rates, Key("language_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
@@ -199,7 +199,7 @@ class LanguageConfig:
 
 
 _IMAGE_TOKEN_ID, _VIDEO_TOKEN_ID = 151655, 151656
-"""Of every published Qwen2.5-VL."""
+"""The same in every published Qwen2.5-VL."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -271,7 +271,7 @@ def read_model(path: str | Path) -> Read[ModelConfig]:
 
 
 def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model of the file ``path`` with a token of pictures that is not that of videos, and what is told of that."""
+    """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that."""
     if model.image_token_id != model.video_token_id:
         return model, ()
     note = (f"{path}: img_context_token_id is {model.video_token_id}, the token of videos, which are found by "

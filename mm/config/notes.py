@@ -1,7 +1,6 @@
-"""Notes: what a user should know about settings that are right.
+"""Notes: what a user should know about valid settings.
 
-What changes results is said at every start.  Settings without any effect are counted there, and listed on request.
-Where notes are shown is not known here.
+Those that change results are printed at every start.  Those without effect are counted there, and listed on request.
 """
 
 from collections.abc import Iterable

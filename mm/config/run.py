@@ -56,7 +56,7 @@ class Run:
     data: DataConfig
     world_size: int
     notes: tuple[str, ...] = ()
-    """What has no effect, or is missing in a dry run; to be shown once."""
+    """Settings that have no effect, or are missing in a dry run; to be shown once."""
 
     @property
     def tp_size(self) -> int:
@@ -176,15 +176,14 @@ def resolved(run: Run) -> dict[str, Any]:
 
 
 def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
-    """What ``read`` returns, or None after adding its problems.  A missing path is a problem of the flags."""
+    """The result of ``read``, or None after adding its problems.  A missing path is reported with the flags."""
     with collected(problems):
         return read(given) if given else None
     return None
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """Patterns of what is trained, adapters, recompute and learning rates of the flags, where the JSON has none of its
-    own."""
+    """``model`` with the flags' trained patterns, adapters, recompute and learning rates where its JSON has none."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -344,7 +343,7 @@ def _adapter_problems(run: Run) -> Iterator[str]:
 
 
 def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Which settings of wholly frozen parts say nothing; patterns are looked at beside the names of weights."""
+    """Settings of wholly frozen parts, which have no effect; patterns are checked with the names of weights."""
     for part, key in _RATE_KEYS.items():
         if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
             continue
@@ -360,7 +359,7 @@ def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
 
 
 def _notes(args: Arguments) -> Iterator[str]:
-    """What is given and has no effect, or is absent and could be missed."""
+    """Settings that are given without effect, or absent and possibly wanted."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield NoEffect(["--sequence-parallel"], "there is one tensor-parallel rank")
     yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")

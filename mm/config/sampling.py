@@ -8,9 +8,9 @@ from mm.config.notes import NoEffect
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """The mean over microbatches weighs a token by those beside it, so the layout may not decide which these are.
+    """The mean over microbatches weighs a token by its microbatch, so the layout must not decide what goes together.
 
-    Means over tokens and over samples are sums over the global batch, whoever computes which part.
+    Means over tokens and over samples are sums over the global batch, however it is divided.
     """
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
@@ -19,7 +19,7 @@ def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 
 def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """What a user of MindSpeed-MM would expect otherwise, and what has no effect."""
+    """Differences from MindSpeed-MM, and settings without effect."""
     if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
         why = _deals_by_layout(args, data)
         advice = f"with {why} that would depend on the number of ranks" if why else (

@@ -58,7 +58,7 @@ WORDS = "one or more words"
 NUMBERS = "one or more whole numbers of at least 0"
 """The same of numbers."""
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
-"""Of names of weights; ``mm.weights.names.matches`` says how they are read."""
+"""Patterns of weight names; ``mm.weights.names.matches`` reads them."""
 OrDefault = "null means the default"
 """Marks a field in whose place null may stand."""
 
@@ -69,7 +69,7 @@ class Read(Generic[Built]):
 
     value: Built
     notes: tuple[str, ...]
-    """What has no effect, and why."""
+    """Keys without effect, and why."""
     document: Document
 
 
@@ -118,7 +118,7 @@ def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[st
 
 
 class _Findings:
-    """What is wrong in one file, and what has no effect there."""
+    """Problems in one file, and keys without effect."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -205,7 +205,7 @@ def converted(value: Any, field: FieldInfo, *, strict: bool) -> Any:
 
 
 def expected(field: FieldInfo) -> str:
-    """What a value of the field must be: its title, or what its type says: ``an integer of at least 1 or null``."""
+    """Description of a valid value: the field's title, or its type in words: ``an integer of at least 1 or null``."""
     return field.title or _in_words(field.annotation, field.metadata)
 
 

@@ -29,7 +29,7 @@ _COLUMNS = ("messages", "images", "videos", "system", "prompt", "query", "respon
 _TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
 _FOREIGN_COLUMNS = ("tools", "audios", "chosen", "rejected", "kto_tag")
 _FOREIGN_TAGS = ("observation_tag", "function_tag")
-"""Of tools: a sample with a turn of a tool is refused, so none has one."""
+"""Tags of tool turns, which have no effect: a sample with a tool turn is refused."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Source:
     """One file of samples, and how it is read."""
 
     entry: str
-    """As the data JSON has it, without the rate."""
+    """The entry in the data JSON, without the rate."""
     path: str
     attr: Attributes
     media_root: str
     """Relative paths of media begin here."""
     rate_percent: float = 100.0
-    """Of its samples, how many are taken; above 100 they repeat."""
+    """Percentage of its samples to use; above 100 they repeat."""
     num_samples: int | None = None
-    """As many are taken, in place of all, before the rate."""
+    """Use this many samples instead of all, before the rate applies."""
 
 
 def training_sources(data: DataConfig) -> list[Source]:

@@ -30,7 +30,7 @@ def asks(args: Arguments, iteration: int) -> bool:
 
 
 def question_flag_problems(args: Arguments) -> Iterator[str]:
-    """What is missing for questions, or said of them where none are asked."""
+    """Flags that questions need, or that have no meaning without questions."""
     questions = args.eval_generate_questions
     given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]
     if args.eval_generate_interval is None and given:
@@ -49,7 +49,7 @@ def question_flag_problems(args: Arguments) -> Iterator[str]:
 
 
 def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """What wants validation where there is none, or nowhere to save."""
+    """Flags that need validation when there is none, or a directory to save to."""
     wants = [flag for flag, is_given in (("--save-best", args.save_best),
                                          ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
     if wants and not validates(args, data):
@@ -61,7 +61,7 @@ def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 
 def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """What has no effect."""
+    """Settings without effect."""
     given = [name for name in ("eval_interval", "eval_iters") if name in changed(args)]
     if given and not data.has_validation:
         yield NoEffect(map(flag_name, given),

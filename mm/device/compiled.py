@@ -1,4 +1,4 @@
-"""Leaves of ``pointwise.py`` as one kernel each, by ``torch.compile``, at little cost of the host a call.
+"""Compile each leaf of ``pointwise.py`` to one kernel with ``torch.compile``, with little host time per call.
 
 On every call torch.compile checks whether a kernel that it has still fits, which takes the host 40 to 60 microseconds.
 Here it checks the first call of each set of shapes; later calls of the same shapes go straight to the kernel it chose.

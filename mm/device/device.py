@@ -52,7 +52,7 @@ class Device:
     """torch.distributed backend for tensors on this device."""
     kernels: Kernels
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What a user should know of it: each a sentence for the start of the log."""
+    """Notes for the user about the device: one sentence each, for the start of the log."""
 
     @classmethod
     def pick(cls, wanted: str = "auto", deterministic: bool = False) -> "Device":
@@ -112,7 +112,7 @@ class Device:
         return tensor.pin_memory()
 
     def side_queue(self) -> SideQueue:
-        """A new one beside what this process computes."""
+        """A new side stream of this device."""
         return SideQueue(None if self.kind == "cpu" else self.kind)
 
     @property
@@ -127,15 +127,15 @@ class Device:
     def starts_messages_ahead(self) -> bool:
         """Whether a stage asks for a message before it wants it, where the command line does not say.
 
-        From its beginning until the other side has come to it, a message of NCCL's occupies processors of the GPU: for
-        most of the time that a stage computes, and all it wins is 0.1 to 0.3 % of a step (docs/performance.md).
-        HCCL's waits in its own engines (SDMA), gloo's on the host.
+        An NCCL message occupies GPU multiprocessors from its start until the other side joins: for most of a stage's
+        computing time, to gain 0.1 to 0.3 % of a step (docs/performance.md).  HCCL waits in its own engines (SDMA),
+        gloo on the host.
         """
         return self.kind != "cuda"
 
     @property
     def max_message_ctas(self) -> int | None:
-        """Processors of the device that a group for pipeline messages may occupy; None: as the backend has it.
+        """Multiprocessors that a group for pipeline messages may occupy; None: the backend's default.
 
         What a frozen prefix of stages sends waits for the next stage whether that asks ahead or not.  NCCL would take
         up to 32 of the 132 processors of an H100 (its default of ``max_ctas``).
@@ -143,7 +143,7 @@ class Device:
         return MAX_MESSAGE_CTAS if self.kind == "cuda" else None
 
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """Begin to copy a small fp32 vector to the host; a call of the result waits for it and gives its numbers.
+        """Start copying a small fp32 vector to the host; calling the result waits for it and returns its numbers.
 
         That waits for the work queued before, not for what is queued between the two calls.
         """

@@ -1,4 +1,4 @@
-"""What a run really ran on: device, versions and kernels, read off the objects that do the work."""
+"""What a run actually ran on: device, versions and kernels, read from the objects that do the work."""
 
 import importlib.metadata
 import os

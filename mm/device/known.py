@@ -101,7 +101,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def peak_notes(name: str) -> tuple[str, ...]:
-    """What to say of a training on a device without a known peak; nothing of the CPU, whose MFU nobody asks for."""
+    """Note that the device's peak is unknown, so there is no MFU; nothing for the CPU."""
     if name == "cpu" or peak_flops(name) is not None:
         return ()
     return (f"no published peak is known of {name}, so MFU is left out",)

@@ -19,7 +19,7 @@ from mm.device.attention import NPU_MAX_SEGMENTS, Segments, npu_causal_mask, tor
 Part = tuple[Tensor, Tensor]
 """Output [num_queries, num_heads, head_dim] in the dtype of q, and logarithms, fp32 [num_queries, num_heads]."""
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+"""Gradients of q, k and v."""
 
 MAX_SCORE_ROWS = 1024
 """Queries of a segment whose scores exist at a time where no fused kernel makes them."""

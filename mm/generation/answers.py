@@ -1,7 +1,4 @@
-"""The file of answers: one JSON object a line, added whole, kept over interruptions, and sorted at the end.
-
-How answers come about is not known here.
-"""
+"""The file of answers: one JSON object per line, appended whole, kept across interruptions, and sorted at the end."""
 
 import fcntl
 import json
@@ -48,7 +45,7 @@ class AnswerFile:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Of the prompts that are answered."""
+        """Numbers of the answered prompts."""
         return frozenset(self._lines)
 
     def _read(self, keys: Mapping[int, str]) -> None:

@@ -22,12 +22,12 @@ Read = Callable[[], tuple[list[Prompt], list[str]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked."""
+    """The prompts to answer."""
 
     batches: tuple[tuple[Prompt, ...], ...]
     """Those that are not all answered yet; the longest prompts first, so that too little memory is noticed at once."""
     problems: tuple[str, ...]
-    """Of prompts that cannot be asked."""
+    """Problems of prompts that cannot be asked."""
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Answers token by token: the trainer's forward pass over the stages of a replica, with keys and values kept.
 
-Every rank of a replica calls this together with the same prompts.  The stage with the output layer chooses each token
-and tells the others.  Where prompts come from, and what becomes of answers, is not known here.
+All ranks of a replica call this together with the same prompts.  The stage with the output layer chooses each token and
+broadcasts it.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ class _Sequence:
 
     answer: Answer
     num_tokens: int
-    """Of the prompt and the answer."""
+    """Tokens of prompt and answer."""
     next_position: int
-    """Of the next token, on all three axes."""
+    """Position of the next token, the same on all three axes."""
 
 
 Listener = Callable[[Answer], None]
@@ -185,7 +185,7 @@ def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
 def _new_tokens(slots: Sequence[_Sequence]) -> Microbatch:
     """The newest token of each slot as a segment of its own; moves the positions on.
 
-    A slot that has ended repeats its last token, which nobody looks at.
+    A slot that has ended repeats its last token, and the result is ignored.
     """
     positions = torch.tensor([slot.next_position for slot in slots])
     for slot in slots:

@@ -11,7 +11,7 @@ from mm.placement import PipelineLayout
 def placed(
     model: ModelConfig, tp_size: int, num_stages: int | None, world_size: int
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """``model`` on as many stages as are asked for, and what is told of that.
+    """``model`` on the requested number of stages, and the notes on that.
 
     Its own lists count where they have that many stages.  Without ``num_stages`` they do where the ranks suffice for
     them; else all layers are on one stage.  On another number the weights are spread evenly.  Raises UserError where

@@ -35,7 +35,7 @@ class Prompt:
     name: str | int | None = None
     """The record's own ``id``."""
     digest: str = ""
-    """Of the record's content."""
+    """Digest of the record's content."""
 
     @property
     def question(self) -> str:
@@ -67,7 +67,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
 
 def _identity(value: Any) -> str:
-    """Of a picture in a record, for the digest of that; bytes of another column have none that JSON could hold."""
+    """In a record's digest, the stand-in for values that JSON cannot hold: an embedded image's own digest, or repr."""
     return value.digest if isinstance(value, Inline) else repr(value)
 
 

@@ -1,6 +1,6 @@
 """A rehearsal of asking: everything that can be checked without a device, without other ranks and without weights.
 
-Neither megatron nor torch.distributed is needed.  What is asked, and by which program, is not known here.
+Neither megatron nor torch.distributed is needed.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from mm.generation.source import Found, find, named_tokens
 ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
 
 Read = Callable[[], tuple[Iterable[Sample], list[str]]]
-"""What is asked, and what is wrong with the rest."""
+"""Reads the valid samples, and the problems of the rest."""
 
 
 def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> Found:

@@ -1,4 +1,4 @@
-"""What is asked, found before any device or process group is touched: weights, model, tokenizer's directory, settings.
+"""Find weights, model, tokenizer's directory and settings before any device or process group is touched.
 
 Only headers and JSON files are read.  Every rank does it, and finds the same.
 """
@@ -27,7 +27,7 @@ class Found:
     source: Source
     """A whole model."""
     adapters: Source | None
-    """What was trained beside it, where ``--load`` holds that."""
+    """The trained adapters, if ``--load`` holds those."""
     model: ModelConfig
     """On the stages of this call, with its adapters."""
     directory: str
@@ -38,7 +38,7 @@ class Found:
 
     @property
     def fingerprint(self) -> str:
-        """Of all weights."""
+        """Fingerprint of all weights."""
         return self.source.fingerprint + (self.adapters.fingerprint if self.adapters is not None else "")
 
 

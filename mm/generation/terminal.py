@@ -28,7 +28,7 @@ class TextStream:
         self._text_of, self._stream, self._shown = text_of, stream, ""
 
     def listen(self, answer: Answer) -> None:
-        """Of one answer; called with each of its tokens."""
+        """Print one answer as it grows; called with each of its tokens."""
         text = self._text_of(answer.token_ids)
         if text.endswith("\ufffd") and answer.ended is None:
             return
@@ -68,7 +68,7 @@ class Chat:
     videos: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     number: int = 0
-    """Of the next question; random numbers depend on it."""
+    """Number of the next question; random numbers depend on it."""
 
     def run(self, session: Session) -> None:
         """Ask and answer until the input of rank 0 ends.  Every rank calls it."""

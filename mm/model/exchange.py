@@ -30,7 +30,7 @@ class Exchange:
     received: tuple[int, ...]
     """Rows from each rank."""
     receive: Order
-    """Of the rows that come, in the order of the ranks, to the order that is wanted here."""
+    """Received rows, in rank order, to the order wanted here."""
 
     def reversed(self) -> "Exchange":
         return Exchange(self.group, self.receive.reversed(), self.received, self.sent, self.send.reversed())
@@ -40,8 +40,8 @@ class Exchange:
         return replace(self, send=self.send.to_device(copy), receive=self.receive.to_device(copy))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows here, width] -> [rows wanted here, width].  All ranks call it together, forward and backward: where
-        one rank's rows need gradients, those of all must say so."""
+        """[rows here, width] -> [rows wanted here, width].  Collective in forward and backward: if one rank's rows
+        require gradients, all ranks' must."""
         return _Moved.apply(rows, self.run, self.reversed().run)
 
     def run(self, rows: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Ulysses:
     """Tokens of each rank; all together, in the order of the ranks, are the packed row."""
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-        """As ``kernel``, of the tokens here.  Grouped keys and values that are fewer than the ranks are sent to each of
-        those that need them."""
+        """Like ``kernel``, for this rank's tokens.  With fewer key heads than ranks, each goes to all ranks that need
+        it."""
         size = len(self.num_rows)
         copies = max(size // k.shape[1], 1)
         if copies > 1:
@@ -76,7 +76,7 @@ class Ulysses:
         return all_to_all(rows.transpose(0, 1).flatten(0, 1), [here] * size, self.num_rows, self.group)
 
     def to_rows(self, heads: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of ``to_heads``."""
         size, here = len(self.num_rows), self.num_rows[self.group.rank()]
         return all_to_all(heads, self.num_rows, [here] * size, self.group).unflatten(0, (size, here)).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""What decides the work of the ViT, as one word: so that what is kept of it is taken for the same ViT only."""
+"""A fingerprint of the ViT, so that stored features are used only with the ViT that made them."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from mm.weights.table import Weight, unshard
 from mm.weights.trained import is_frozen
 
 _WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "recompute", "tokens_per_second")
-"""Settings of the ViT that do not change what it makes of pixels."""
+"""Settings of the ViT that do not change its output."""
 
 
 def vision_fingerprint(stage: Stage, mesh: Mesh) -> str:
-    """Of patch embedding and layers: values, dtype and settings.  The same for every layout.
+    """Hash of the values, dtype and settings of patch embedding and ViT layers.  The same for every layout.
 
-    All ranks call it together, once the weights are filled.  It takes a second for a ViT of 0.7 billion parameters.
+    Collective over all ranks, once the weights are filled.  It takes a second for a ViT of 0.7 billion parameters.
     """
     own = tuple(_digests(stage, mesh)) if mesh.copy_rank == 0 else ()
     digests = sorted(all_of(own, mesh.control_group))
@@ -45,7 +45,7 @@ def _digests(stage: Stage, mesh: Mesh) -> Iterator[tuple[str, str]]:
 
 
 def _whole(weight: Weight, parameter: Tensor, mesh: Mesh) -> Tensor:
-    """As it is without a layout, of the parameter of each tensor-parallel rank."""
+    """The whole weight, without padding, gathered from the tensor-parallel ranks."""
     own = MemoryLayout.of(weight, mesh.tp_size).cut_whole(parameter).contiguous()
     if weight.tp_dim is None or mesh.tp_size == 1:
         return own

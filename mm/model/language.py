@@ -64,14 +64,14 @@ class VisualRows:
     exchange: Exchange | None = None
     """From the context-parallel ranks that made them to those that hold their rows."""
     needs_gradient: bool = False
-    """Of the exchange: whether a rank that made none must take part in its backward pass."""
+    """Whether the exchange has a backward pass, which a rank that made no visual tokens must join too."""
     cut: CutRows | None = None
-    """Of those that were made here, which come in pieces of their own; None also where none were made."""
+    """Sequence-parallel cut of the visual tokens made here; None if they are not cut, or none were made."""
     here: slice | None = None
-    """Those whose rows are in this piece."""
+    """The visual tokens whose rows are in this rank's piece."""
 
     def collect(self, visual_tokens: Tensor | None, x: Tensor) -> Tensor:
-        """From the tokens that were made here (None: none) to those whose rows are here; ``x`` is like them."""
+        """From the visual tokens made here (None: none) to those whose rows are here; ``x`` gives width and dtype."""
         if visual_tokens is None:
             assert self.exchange is not None, "a microbatch with images came without their visual tokens"
             visual_tokens = x.new_empty(0, x.shape[1]).requires_grad_(self.needs_gradient)
@@ -87,12 +87,12 @@ class EmbeddingInputs:
     """Token ids and where the visual tokens go, on the device."""
 
     token_ids: Tensor
-    """int64 [num_tokens].  At the visual tokens, which are overwritten, all sorts of ids: gradients, even theirs of 0,
-    wait for each other where thousands meet on one row."""
+    """int64 [num_tokens].  Visual tokens, which are overwritten, have spread-out ids: if thousands of gradients, even
+    zeros, were added to one row, the additions would be serialised."""
     visual: VisualRows | None
     """None without images."""
     cut: CutRows | None = None
-    """As ``AttentionInputs.cut``."""
+    """See ``AttentionInputs.cut``."""
 
 
 def embedding_inputs(
@@ -127,7 +127,7 @@ def embedding_inputs(
 
 
 def _visual_exchange(microbatch: Microbatch, index: Tensor, share: Share) -> Exchange:
-    """Of the visual tokens at rows ``index``: from the ranks that hold their images to those that hold the rows."""
+    """Move the visual tokens at rows ``index`` from the ranks that hold their images to those that hold the rows."""
     context = share.context
     patches_per_token = microbatch.num_patches // max(len(index), 1)
     num_patches = torch.tensor([math.prod(grid) for grid in microbatch.image_grids], dtype=torch.int64)

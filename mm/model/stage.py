@@ -37,29 +37,29 @@ from mm.weights.trained import GradientPath, is_frozen
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What a chunk needs of one microbatch, on the device; parts it does not need are None."""
+    """A chunk's inputs from one microbatch, on the device; None for parts that it does not need."""
 
     vision: VisionInputs | None
     embedding: EmbeddingInputs | None
     language: AttentionInputs | None
     loss: LossInputs | None
     to_keep: tuple[tuple[str, int], ...] = ()
-    """Key and patches of each image here whose features are to be kept ("": are not)."""
+    """(key, number of patches) of each image here; the key is "" if its features are not to be stored."""
 
 
 @dataclass(frozen=True)
 class MadeFeatures:
-    """What the ViT has made of some images, for whoever keeps it."""
+    """ViT features of some images, to be stored."""
 
     images: tuple[tuple[str, int], ...]
-    """Key, or "", and patches of each."""
+    """As ``ChunkInputs.to_keep``."""
     read: Callable[[], Tensor]
     """Gives [num_patches, hidden] on the host, image by image; waits for the device, in any thread."""
     num_bytes: int
 
 
 class Chunk(nn.Module):
-    """What one rank owns of one slot, frozen and marked as megatron expects; the weights have no values yet."""
+    """One rank's part of one slot, frozen and marked as megatron expects; the weights have no values yet."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -75,8 +75,8 @@ class Chunk(nn.Module):
         self.journal = journal
         self.side = side
         self.made: list[MadeFeatures] = []
-        """Of this step, where somebody keeps it."""
-        self.gives_features = spec.has_projector and mesh.tp_rank == 0  # one of the ranks that have the same
+        """This step's features, if they are stored."""
+        self.gives_features = spec.has_projector and mesh.tp_rank == 0  # all tensor-parallel ranks have the same
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         self.context = mesh.context
         self.visual_gradients = GradientPath.of(model).leads_to_images
@@ -151,7 +151,7 @@ class Chunk(nn.Module):
         return images if any(key for key, _ in images) else ()
 
     def _pixels(self, microbatch: Microbatch, context: Context) -> Tensor | None:
-        """The bytes of its images go to the device and become numbers there."""
+        """Copy the images' bytes to the device and normalise them there."""
         if microbatch.pixel_values is None:
             return None
         bytes_here, rows, start = self.device.copy(microbatch.pixel_values), [], 0
@@ -206,7 +206,7 @@ class Chunk(nn.Module):
         return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
-        """Begin to copy ``features`` to the host: nobody waits for them before the step ends."""
+        """Start copying ``features`` to the host; nothing waits for them before the step ends."""
         if self.gives_features:
             read = self.device.start_copying_back(features)
             self.made.append(MadeFeatures(images, read, features.nbytes))
@@ -248,7 +248,7 @@ class Stage:
         return any(chunk.gives_features for chunk in self.chunks)
 
     def take_features(self) -> list[MadeFeatures]:
-        """What the ViT has made since the last call, as far as it is to be kept."""
+        """Features to be stored that the ViT has made since the last call."""
         made = [one for chunk in self.chunks for one in chunk.made]
         for chunk in self.chunks:
             chunk.made.clear()

@@ -37,18 +37,18 @@ class VisionInputs:
     pixel_values: Tensor | None
     """In the model's dtype; None without the patch embedding."""
     features: Tensor | None
-    """[num_patches, hidden], in the processor's order: what the last ViT layer gave once, where that was kept."""
+    """[num_patches, hidden], in the processor's order: stored output of the last ViT layer; None if not stored."""
     plan: VisionPlan
     window: AttentionInputs
     """Window layers: rows in window order."""
     full: AttentionInputs
     """Full-attention layers: rows in image order."""
     token_cut: CutRows | None = None
-    """Of the projector's rows, and in what order they lie; as ``AttentionInputs.cut``."""
+    """Cut and order of the projector's rows; see ``AttentionInputs.cut``."""
     patch_keys: Tensor | None = None
-    """Of the rows of the patch embedding, for dropout."""
+    """Dropout keys of the patch embedding's rows."""
     token_keys: RowKeys = NO_KEYS
-    """Of the projector's."""
+    """Dropout keys of the projector's rows."""
 
 
 def vision_inputs(
@@ -115,7 +115,7 @@ class PatchProjection(nn.Module):
             config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
         )
         self.adapters: tuple[Any, ...] = ()
-        """As ``ColumnLinear`` has them."""
+        """See ``ColumnLinear``."""
 
     def forward(self, patches: Tensor, keys: Tensor | None = None) -> Tensor:
         patches = patches.to(self.weight.dtype)
@@ -159,8 +159,7 @@ class VisionEncoder(nn.Module):
 
 
 def features_of(x: Tensor, inputs: VisionInputs) -> Tensor:
-    """What the last layer gave, of which ranks may hold pieces, as ``VisionInputs.features``.  Autograd sees nothing.
-    """
+    """The last layer's output, gathered if it is cut, in the form of ``VisionInputs.features``; detached."""
     cut, x = inputs.window.cut, x.detach()
     return (x if cut is None else cut.gather(x)).index_select(0, inputs.plan.patch_order.inverse)
 

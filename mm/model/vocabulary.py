@@ -22,9 +22,9 @@ from mm.parallel.gradients import gradient_buffer, gradient_from, take_buffer
 
 
 def rows_here(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which of ``num_rows`` rows from ``first_id`` on each id means, and 1.0 where it is one of them, else 0.0.
+    """For each id its row among the ``num_rows`` from ``first_id`` on, and 1.0 if the id is one of them, else 0.0.
 
-    Ids of other ranks are spread over our rows: gradients, even of 0, wait for each other where many meet on one.
+    Other ranks' ids are spread over our rows: many gradients added to one row, even zeros, would be serialised.
     """
     rows = ids - first_id
     inside = rows.remainder(num_rows)
@@ -80,9 +80,9 @@ class VocabularyEmbedding(VocabParallelEmbedding):
 class _WeightedCrossEntropy(torch.autograd.Function):
     """Sum of weighted token losses of x W^T, whose logits exist for ``max_rows`` rows at a time.
 
-    Forward keeps two numbers a row, and the last round's logits; backward makes the others again, one product in four
-    of this layer's.  Gradients made in forward would need no second product.  But they would not know the loss scale
-    yet, without which those in fp16 vanish, and would change megatron's buffers outside of the backward pass.
+    Forward keeps two numbers per row and the last chunk's logits; backward recomputes the others, which is one of this
+    layer's four products.  Computing gradients in forward would save it, but the loss scale is not known there, without
+    which fp16 gradients vanish, and megatron's buffers would change outside the backward pass.
     """
 
     @staticmethod
@@ -154,10 +154,10 @@ def _chunks(num_rows: int, max_rows: int) -> list[slice]:
 def _over_ranks(
     row_max: Tensor, total: Tensor, target_logit: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the largest logit, the sum of e^(logit - largest), and the target's logit.
+    """For each row: the largest logit, the sum of e^(logit - largest), and the target's logit.
 
-    The arguments are these of this rank's columns (the last is 0 where the target is another's); the results are those
-    of the whole vocabulary.
+    The arguments cover this rank's columns (the target's logit is 0 if another rank has it); the results cover the
+    whole vocabulary.
     """
     if group is None or not len(row_max):
         return row_max, total, target_logit

@@ -1,1 +1,1 @@
-"""What a layout holds and costs, before it runs."""
+"""Memory and cost of a layout, computed before it runs."""

@@ -97,7 +97,7 @@ def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, rec
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per row of what a layer makes in its forward pass and its backward pass reads."""
+    """Bytes per row of each tensor that a layer's forward pass makes and its backward pass reads."""
 
     input: int
     residuals: int
@@ -119,8 +119,8 @@ class LayerBytes:
         return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu + hidden
 
     def working(self, keeps: Keeps) -> int:
-        """What lives beside the kept while the layer runs: the rest of its own, and in a backward pass the gradients
-        of a row, of SwiGLU's output and input, and what SwiGLU's backward makes on the way."""
+        """Bytes per row needed while the layer runs, besides what is kept: its other activations and, in backward, the
+        gradients of its input and of SwiGLU's output and input, and the intermediates of SwiGLU's backward."""
         own = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
         gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
         return own + gradients + self.gathered
@@ -150,7 +150,7 @@ def layer_bytes(
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What one rank holds of the slot ``spec`` beside its states.  ``rows`` are those of every microbatch."""
+    """One rank's memory for the slot ``spec`` besides its states.  ``rows`` are those of every microbatch."""
 
     model: ModelConfig
     placement: Placement
@@ -162,19 +162,19 @@ class ChunkMemory:
     ulysses_size: int = 1
     """Context-parallel ranks that exchange heads for tokens; a ring's ranks keep no more than one rank does."""
     keeps_features: bool = False
-    """Whether what the ViT makes may come from a disk: then in whole rows, in place of pixels or a message."""
+    """Whether ViT features may come from disk: whole rows then take the place of pixels or a message."""
 
     @property
     def width(self) -> int:
         return WIDTHS[self.precision]
 
     def kept_bytes(self, rows: Rows) -> int:
-        """What one microbatch keeps from its forward to its backward step, without logits."""
+        """Bytes that one microbatch keeps from its forward to its backward step, without logits."""
         vision = self._vision_per_patch() * rows.num_patches
         return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
 
     def coming_bytes(self, rows: Rows) -> int:
-        """What is there already of the next microbatch: its inputs, and room for the message that it works on."""
+        """Bytes already allocated for the next microbatch: its inputs and the buffer for its message."""
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
@@ -186,26 +186,26 @@ class ChunkMemory:
         return rows.num_patches * per_patch + rows.num_tokens * per_token + media
 
     def ahead_bytes(self, rows: Rows) -> int:
-        """The message that it sends of a microbatch, where it does not wait for a gradient to come back."""
+        """Bytes of a microbatch's sent message, if no gradient comes back that the slot would wait for."""
         waits = self._path.comes_back(self.spec, rows.num_patches > 0)
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def kept_logit_bytes(self, rows: Rows) -> int:
-        """The logits that one microbatch keeps as well: those of its last chunk, as CUDA's kernels keep them."""
+        """Bytes of the logits that one microbatch also keeps: those of its last chunk, as CUDA's kernels keep them."""
         if not rows.num_targets:
             return 0
         return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
 
     def logit_bytes(self, rows: Rows) -> int:
-        """The logits that exist at a time, at their worst moment: in fp32, and beside them in 16 bits, as on NPUs.
+        """Peak bytes of logits: in 16-bit precision one chunk in fp32 and one in 16 bits, as on NPUs.
 
-        CUDA's kernels hold less of few rows, and of many as much (``max_logit_rows``)."""
+        CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``)."""
         if self.width == FP32:  # logits and their gradient
             return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
 
     def working_bytes(self, rows: Rows) -> int:
-        """What the layer that needs most holds while it runs, beside the kept."""
+        """Bytes that the most demanding layer needs while it runs, besides what is kept."""
         vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
         language = [layer.working(keeps) for layer, keeps in self._layers("language")]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
@@ -262,7 +262,7 @@ class ChunkMemory:
         return kept
 
     def _projector_per_patch(self) -> int:
-        """The norm's input and output, what goes into GELU and comes out, and the index of the rows."""
+        """The norm's input and output, GELU's input and output, and the index of the rows."""
         weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
         trained, (first, second), ranks = trained_layers(weights, self.model)
         passes = self._path.needs_input_gradient(Place.PROJECTOR)
@@ -282,7 +282,7 @@ class ChunkMemory:
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
 
     def _head_per_target(self) -> int:
-        """Input and output of the final norm, of which the loss makes its logits again, and the index of the rows."""
+        """The final norm's input and output (from which the loss recomputes logits), and the index of the rows."""
         if not self.spec.has_head:
             return 0
         norm, hidden = self._of(Place.HEAD)[0], self.model.language.hidden_size * self.width
@@ -292,7 +292,7 @@ class ChunkMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one rank of a stage holds beside its states: all of its chunks."""
+    """One rank's memory besides its states, over all of its chunks."""
 
     chunks: tuple[ChunkMemory, ...]
 
@@ -307,13 +307,13 @@ class StageMemory:
             for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
-        """By chunk: of how many microbatches activations are kept at the worst moment of the schedule."""
+        """By chunk: number of microbatches whose activations are kept at the schedule's peak."""
         kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
         moments = in_flight(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
         return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
 
     def kept_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Activations at that moment, and what is there already of the next microbatch."""
+        """Activations at that moment, and what is already allocated for the next microbatch."""
         kept, counts = (chunk.kept_bytes(rows) for chunk in self.chunks), self.in_flight(rows, num_microbatches)
         is_last = sum(counts) == num_microbatches * len(self.chunks)
         coming = 0 if is_last else max(chunk.coming_bytes(rows) for chunk in self.chunks)
@@ -326,26 +326,25 @@ class StageMemory:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
     def ahead_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Of messages that the next stage has not taken, where the stage runs ahead of it: the most that may be on
-        their way, and the one that begins then."""
+        """Bytes of messages that the next stage has not received, if this one runs ahead: the most that may be in
+        flight, and the one being started."""
         placement = self.chunks[0].placement
         most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
         messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
         return sum(sorted(messages)[-most:])
 
     def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
-        """Most of what lives at a time: states, all microbatches in flight, what is sent ahead, and either logits or a
-        layer at work."""
+        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer."""
         at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + at_work
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:
-    """Of a patch: tables of cos and sin, in both orders of rows; the indices of both orders and back."""
+    """Per patch: tables of cos and sin in both row orders, and the indices to both orders and back."""
     return 2 * 2 * vision.head_dim * FP32 + 2 * INT64
 
 
 def _held_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
-    """Shape of one rank's shard in memory: the only place that asks."""
+    """Shape of one rank's shard in memory."""
     return memory_shape(weight, tp_size)

@@ -1,4 +1,4 @@
-"""The text of a dry run: what every pipeline stage would hold, how many bytes that is, and what crosses each boundary.
+"""The report of a dry run: what each pipeline stage would hold, its size in bytes, and what crosses each boundary.
 
 Sizes come from the weight table, the placement and the formulas of ``mm.plan.memory``; nothing is measured.
 """
@@ -75,7 +75,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
 
 
 def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
-    """Of one rank of each stage: all of its chunks."""
+    """Size of one rank of each stage, over all of its chunks."""
     return [reduce(StageSize.__add__, (chunk_size(run, placement[stage, chunk]) for chunk in range(run.num_chunks)))
             for stage in range(run.num_stages)]
 
@@ -212,11 +212,11 @@ TEXT, VISUAL, STATED = "text", "visual", "stated"
 
 
 def longest_microbatches(run: Run) -> dict[str, Rows]:
-    """What a rank holds of the two longest microbatches between which all others lie: all text, every token a target,
-    and all visual tokens, which are never targets.  What memory a mixture needs lies between theirs too.  With
-    ``--dry-run-patches``: of the one that has these, and else text.
+    """One rank's rows of the two extreme longest microbatches: all text, with every token a target, and all visual
+    tokens, which are never targets.  A mixture needs an amount of memory between theirs.  With ``--dry-run-patches``:
+    one microbatch with that many patches, and text otherwise.
 
-    Images are dealt whole to context-parallel ranks, so one of them may have one more than its share.
+    Context-parallel ranks get whole images, so a rank may have one more than its share.
     """
     num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
     data, patch_pixels = run.data, run.model.vision.patch_size**2
@@ -247,7 +247,7 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 
 def _peak_bytes(memory: StageMemory, rows: Rows, run: Run, size: StageSize) -> int:
-    """Of a stage: while it computes, or in the update."""
+    """Peak bytes of a stage: while it computes or in the update, whichever is more."""
     return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), size.total_bytes + size.update_bytes)
 
 
@@ -300,7 +300,7 @@ def _microbatch_lines(run: Run, kinds: dict[str, Rows]) -> list[str]:
 
 
 def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """Which of the devices that we know are large enough."""
+    """Which known devices have enough memory."""
     found = peaks(run, placement, sizes)
     ordered = sorted(found.items(), key=lambda item: item[1])
     (least_kind, least), (worst_kind, worst) = ordered[0], ordered[-1]
@@ -325,7 +325,7 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
 
 
 def _group_lines(run: Run) -> list[str]:
-    """Groups of the optimizer, where they are more than weights with and without weight decay."""
+    """Optimizer groups, if there are more than those with and without weight decay."""
     args, groups = run.args, optimizer_groups(run.args, run.model)
     if {Group(args.lr, args.weight_decay), Group(args.lr, 0.0)} >= groups.keys():
         return []

@@ -1,1 +1,1 @@
-"""What a model's answers are worth: benchmark files, prompts, rules, results and pages.  No model is known here."""
+"""Scoring a model's answers: benchmark files, prompts, rules, results and pages."""

@@ -1,7 +1,4 @@
-"""The benchmarks that are known by name, and their TSV files as items.
-
-What is asked of a model, and where results go, is not known here.
-"""
+"""The benchmarks that are known by name, and their TSV files as items."""
 
 import hashlib
 import json
@@ -53,20 +50,20 @@ class Item:
     where: str
     """``file:line``; of the user's own questions also the number of this one."""
     question: str
-    """As the file has it, for people."""
+    """The question's text in the file, for people."""
     parts: tuple[str | Media | Cell, ...]
-    """What is asked last."""
+    """The last turn of the prompt."""
     right: tuple[str, ...]
     """Any of these answers counts; letters where there are options."""
     options: Mapping[str, str]
     groups: Mapping[str, str]
-    """Of ``GROUPS``, those that it is in."""
+    """Its value in each of ``GROUPS`` that it has."""
     earlier: tuple[Turn, ...] = ()
-    """What was said before."""
+    """Earlier turns."""
 
     def as_prompt(self, folder: Path) -> tuple[Sample, str]:
-        """What is asked, with pictures out of the file as files in ``folder``, and a digest of it, whatever that
-        folder is."""
+        """The prompt, with images extracted from the file to ``folder``, and a digest that does not depend on
+        ``folder``."""
         parts = tuple(Image(part.write(folder)) if isinstance(part, Cell) else part for part in self.parts)
         told = [_content(old, new) for old, new in zip(self.parts, parts, strict=True)]
         digest = hashlib.sha256(json.dumps([str(self.earlier), told]).encode()).hexdigest()

@@ -1,6 +1,6 @@
 """The page of an evaluation: scores, and the worst answers beside their pictures, in one HTML file.
 
-It needs nothing beside it: pictures are inside, made smaller.
+It is self-contained: images are embedded, scaled down.
 """
 
 import base64
@@ -20,7 +20,7 @@ from mm.scoring.tsv import Cell
 
 _NUM_WORST = 50
 _MOST_PIXELS = 480
-"""Of a side of a picture on the page."""
+"""Longest side of an image on the page, in pixels."""
 _NUM_TOGETHER = 4
 """Pictures of one question that are shown at most."""
 

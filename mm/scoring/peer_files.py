@@ -96,7 +96,7 @@ def choice_scores(found: Sequence[Scored]) -> Cells:
 
 
 def _share(found: Sequence[Scored], split: str, groups: Mapping[str, str]) -> float | str:
-    """Of right answers; empty where there is no question."""
+    """Share of right answers; empty if there is no question."""
     scores = [one.score for one in found if one.item.groups.get("split", "none") == split
               and all(one.item.groups.get(name) == group for name, group in groups.items())]
     return fmean(scores) if scores else ""

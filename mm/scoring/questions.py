@@ -1,7 +1,4 @@
-"""The questions of one evaluation, out of whichever file it names.
-
-Who answers them is not known here.
-"""
+"""The questions of one evaluation, from whichever kind of file it names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,6 @@ def read_items(evaluating: Evaluating) -> Items:
 
 
 def title_of(evaluating: Evaluating) -> str:
-    """What the questions are called."""
+    """Title of the questions."""
     name = evaluating.benchmark
     return Path(evaluating.questions).name if name is None else BENCHMARKS[name].title

@@ -4,8 +4,6 @@
     answers.jsonl        the answers as they come (mm.generation.answers); a run that was ended goes on with the others
     predictions.jsonl    every question with its answer and score, in the order of its file
     scores.json          in percent: all, and by split and category
-
-Who answers is not known here.
 """
 
 import json
@@ -27,7 +25,7 @@ PICTURES = "pictures"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to one question."""
+    """The model's answer to one question."""
 
     text: str
     is_cut: bool = False
@@ -53,7 +51,7 @@ class Scored:
         return chosen_option(self.answer.text, self.item.options)
 
     def line(self) -> dict[str, Any]:
-        """As ``predictions.jsonl`` has it."""
+        """One line of ``predictions.jsonl``."""
         item = self.item
         options = {"options": dict(item.options), "chosen": self.chosen} if item.options else {}
         return {"index": item.index, **item.groups, "question": item.question, **options, "right": list(item.right),
@@ -87,7 +85,7 @@ def write_results(
 
 
 def read_answers(path: Path) -> dict[int, Answer]:
-    """What ``mm.generation.answers`` has written, by the number of the question."""
+    """Read the file that ``mm.generation.answers`` writes, by the number of the question."""
     lines = map(json.loads, path.read_bytes().splitlines())
     return {line["number"]: Answer.of(line["answer"], line["ended"]) for line in lines}
 
@@ -99,7 +97,7 @@ def scored(items: Items, answers: Mapping[int, Answer]) -> list[Scored]:
 
 
 def summary(items: Items, title: str, found: Sequence[Scored]) -> dict[str, Any]:
-    """What ``scores.json`` holds."""
+    """The content of ``scores.json``."""
     headline = [one for one in found if one.item.groups.get("split") == items.headline_split]
     named = items.headline_split if items.headline_split and headline else None
     return {"benchmark": title, "rule": items.rule, "source": SOURCES[items.rule],
@@ -144,7 +142,7 @@ def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As people read it."""
+    """Write ``value`` as indented JSON."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """How an answer is scored: functions of texts alone, each after a published rule that it names.
 
 VLMEvalKit is open-compass/VLMEvalKit at commit e8e78f0 of August 2026, without a judge model (its ``exact_matching``).
-Which benchmark uses which rule is not known here.
+``mm.scoring.benchmarks`` says which benchmark uses which rule.
 """
 
 import math
@@ -35,7 +35,7 @@ OTHER_ANSWERS = "Other Answers"
 
 
 def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, str]) -> float:
-    """What ``answer`` is worth, from 0 to 1; any of the ``right`` answers counts.
+    """Score of ``answer``, from 0 to 1; any of the ``right`` answers counts.
 
     ``options`` are of the rule "choice", and ``right`` their letters; without any the question is open.
     """

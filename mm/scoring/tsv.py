@@ -1,7 +1,7 @@
 """OpenCompass's benchmark files: tables with tabs between cells and pictures as base64 inside, which stay on disk.
 
 The files go up to gigabytes, nearly all of it pictures; so a pass over the file finds where each cell lies, keeps the
-texts, and reads a picture when it is asked for.  What the columns mean is not known here.
+texts, and reads a picture when it is asked for.
 """
 
 import ast

@@ -1,1 +1,1 @@
-"""What a weight is: names, fusion, cuts; pure."""
+"""The definition of every weight: names, fusion, cuts.  Pure."""

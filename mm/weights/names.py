@@ -1,6 +1,4 @@
-"""Hugging Face's two spellings of a name, and patterns of names, as flags and the model JSON have them: how they are
-read.  Only text is known here.
-"""
+"""Hugging Face's two spellings of a weight's name, and the patterns of names in flags and the model JSON."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -19,7 +17,7 @@ on the hub, and by ``save_pretrained``."""
 
 
 def published_name(name: str) -> str:
-    """A Hugging Face name of either spelling as it is published; an unknown name comes back as it is."""
+    """The published form of a Hugging Face name in either spelling; an unknown name is returned unchanged."""
     for live, published in _LIVE_STARTS.items():
         if name.startswith(live):
             return published + name.removeprefix(live)
@@ -27,7 +25,7 @@ def published_name(name: str) -> str:
 
 
 def live_name(name: str) -> str:
-    """A published name as transformers' live module has it; an unknown name comes back as it is."""
+    """The name in transformers' live module of a published name; an unknown name is returned unchanged."""
     for live, published in _LIVE_STARTS.items():
         if name.startswith(published):
             return live + name.removeprefix(published)
@@ -35,7 +33,7 @@ def live_name(name: str) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` stands anywhere in ``name``: MindSpeed-MM's rule for its keywords, without regard to case.
+    """Whether ``pattern`` occurs anywhere in ``name``, ignoring case: MindSpeed-MM's rule for its keywords.
 
     Beyond it, ``*``, ``?`` and ``[0-9]`` mean what they mean in a shell.
     """

@@ -1,4 +1,4 @@
-"""What patterns of names of weights nearly were, for messages."""
+"""Suggestions for misspelt patterns of weight names, for messages."""
 
 from collections.abc import Collection
 

@@ -87,11 +87,11 @@ class Index:
                 copies.append((kept, view))
             padding += [Stretch(view, *at) for at in view.positions() if at[1].key is None]
         self.views = tuple(first.values())
-        """What is read: no copies, and nothing that is padding only."""
+        """The views to read: no copies, and none that hold only padding."""
         self.copies = tuple(copies)
         """Pairs that must be equal, because only the first of each is read."""
         self.padding = tuple(padding)
-        """What must be zero, because it is not read; also of copies and of views that hold nothing else."""
+        """Padding, also in copies and in views that hold nothing else: it must be zero, because it is not read."""
         self._stretches: dict[str, list[Stretch]] = {}
         for view in self.views:
             for position, span in view.positions():
@@ -105,7 +105,7 @@ class Index:
         return self._stretches.get(key, ())
 
     def find(self, span: Span) -> Iterator[Stretch]:
-        """What is held of ``span``, in order; where something is missing, it does not reach to the end."""
+        """The stored parts of ``span``, in order; they end early if something is missing."""
         reached = span.start
         for stretch in self.stretches(span.key) if span.key is not None else ():
             held, stop = stretch.span, min(stretch.span.stop, span.stop)
@@ -159,7 +159,7 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
 
 
 class _Planner:
-    """Makes jobs, and keeps account of what was used of each source."""
+    """Makes jobs, and records which parts of each source were used."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -200,12 +200,12 @@ class _Planner:
             )
 
     def unused(self) -> Iterator[str]:
-        """Problems: sources that were not used in whole."""
+        """Problems: sources that were not used completely."""
         for view in self._index.views:
             if self._used[view.stored] < sum(span.length for span in view.spans if span.key is not None):
                 yield f"{view.stored.file}: {view.stored.name} has no place in the target."
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As messages say it: "bfloat16"."""
+    """The dtype's name in messages, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -82,8 +82,7 @@ class Weight(Cut):
     shape: tuple[int, ...]
     """Shape of the whole fused tensor, without padding."""
     scale: float | None = None
-    """Of a matrix A or B of an adapter, which stands beside a linear layer: what their product is multiplied by; None
-    for the model's own weights."""
+    """For a matrix A or B of an adapter: the factor on their product; None for the model's own weights."""
 
     @property
     def is_adapter(self) -> bool:
@@ -115,7 +114,7 @@ def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
-    """What the slot ``spec`` owns, in model order.
+    """The weights that the slot ``spec`` owns, in model order.
 
     In a tied model whose embedding and head live in different slots, the head's slot also owns
     ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
@@ -229,18 +228,18 @@ def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
 # Adapters
 
 SINGLE_ADAPTER = "adapter"
-"""What the adapter of a linear layer is called whose weight is one tensor of Hugging Face; others have its word."""
+"""Name of the adapter of a linear layer that is a single Hugging Face tensor; others are named after their tensor."""
 
 
 def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
-    """How patterns may call the linear layer whose weight is the Hugging Face tensor ``hf_name`` of ``weight``: by its
-    published name, by that in transformers' live module, and by ours."""
+    """Names by which patterns may refer to the linear layer of the Hugging Face tensor ``hf_name`` of ``weight``: its
+    published name, the one in transformers' live module, and ours."""
     published = hf_name.removesuffix(".weight")
     return published, live_name(published), weight.name.removesuffix(".weight")
 
 
 def is_linear(weight: Weight) -> bool:
-    """Whether it is the weight of a layer that may have adapters."""
+    """Whether this is the weight of a linear layer, which may have adapters."""
     return (not weight.is_adapter and weight.name.endswith(".weight") and len(weight.shape) > 1
             and weight.place not in (Place.EMBEDDING, Place.HEAD))
 

@@ -1,7 +1,7 @@
-"""Which weights are trained, and how far back the gradient of a loss goes for their sake.
+"""Which weights are trained, and how far back through the model gradients therefore flow.
 
-Everyone who asks whether something is frozen asks here: the stage, its messages, the optimizer, the memory and FLOPs
-that are foretold, and the text of a dry run.
+The only place that decides what is frozen: the stage, its messages, the optimizer, estimates of memory and FLOPs, and
+the dry run ask here.
 """
 
 import math
@@ -28,9 +28,9 @@ def is_frozen(weight: Weight, model: ModelConfig) -> bool:
 
 
 def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """What a training checkpoint holds: all weights, or beside adapters those that are trained.
+    """The weights in a training checkpoint: all, or with adapters only the trained ones.
 
-    The others are those of the base model, which stays where it is.
+    The others stay in the base model's checkpoint.
     """
     weights = model_weights(model)
     return tuple(one for one in weights if not is_frozen(one, model)) if model.lora.is_on else weights
@@ -81,8 +81,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
-    """Why what the ViT makes of a picture cannot be kept: it changes while something up to its last layer is
-    trained."""
+    """Problems with storing ViT features: they change if any weight up to the ViT's last layer is trained."""
     found = [weight for weight in model_weights(model) if weight.part == "vision" and not is_frozen(weight, model)]
     if not found:
         return
@@ -109,7 +108,7 @@ def freeze_notes(model: ModelConfig) -> Iterator[str]:
 
 
 LAST = 2**30
-"""Where the projector, and norm and head, stand on their ways through the model: behind every layer."""
+"""Position of the projector, and of norm and head, on a ``GradientPath``: after every layer."""
 
 
 def _position(place: Place, layer: int | None) -> int:
@@ -120,7 +119,7 @@ def _position(place: Place, layer: int | None) -> int:
 
 @dataclass(frozen=True)
 class GradientPath:
-    """How far back a loss's gradient goes: on both ways through the model to the first place with a trained weight.
+    """How far back the loss's gradient flows: along each of two paths, to the first place with a trained weight.
 
     Places count as they are passed: an embedding is -1, layers have their numbers, and what follows the last layer is
     ``LAST``.  Infinity: nothing is trained there.

@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class View:
-    """A stored tensor, and what of ``weight`` it holds along ``dim``, from its first index to its last."""
+    """A stored tensor, and the spans of ``weight`` that it holds along ``dim``, in order."""
 
     stored: Stored
     weight: Weight
@@ -96,7 +96,7 @@ class Misfit:
     hf_name: str | None = None
     """Which of the weight's Hugging Face tensors, in a Hugging Face directory."""
     stored: Stored | None = None
-    """What is there; None for what is missing."""
+    """The stored tensor; None if it is missing."""
 
 
 def whole_views(
