@@ -40,11 +40,11 @@ class EvaluateArguments(ModelArguments):
 
     questions: str | None = Field(None, description=(
         "OpenCompass's TSV file of --benchmark, or with --rule your own JSON, JSONL or Parquet file"))
-    benchmark: BenchmarkName | None = Field(None, description="whose questions these are")
-    rule: Rule | None = Field(None, description="how answers to your own questions are scored")
+    benchmark: BenchmarkName | None = Field(None, description="benchmark that the questions are from")
+    rule: Rule | None = Field(None, description="scoring rule for your own questions")
     output: str | None = Field(None, description=(
-        "directory of predictions, scores and the page; an evaluation that was ended there goes on"))
-    max_questions: Count | None = Field(None, description="ask so many from the beginning of the file; absent = all")
+        "directory of predictions, scores and report; an interrupted evaluation there is resumed"))
+    max_questions: Count | None = Field(None, description="ask only this many, from the start of the file; absent = all")
     use_custom_prompt: bool = Field(False, description=(
         "VLMEvalKit's words for Qwen2-VL, as MindSpeed-MM has them, instead of its own, with which Qwen2.5-VL is "
         "measured"))

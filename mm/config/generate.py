@@ -34,48 +34,48 @@ class ModelArguments:
     model_name_or_path: str | None = Field(None, description=(
         "Hugging Face directory of tokenizer, chat template and processor; absent = as the JSON says, or --load"))
     mm_data: str | None = Field(None, description=(
-        "data JSON of the training: pictures and videos get the sizes that they were trained with"))
+        "data JSON of the training, to use its picture and video sizes"))
     vit_qkv_order: VitQkvOrder | None = Field(
-        None, description="how --load of MindSpeed-MM keeps the ViT's qkv; absent = as model_name_or_path shows")
+        None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
 
     # Machines
     device: DeviceName = Field("auto", description="what to run on")
     world_size: Count | None = Field(None, description="ranks for --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(None, description=(
-        "pipeline stages; absent = as the model JSON's lists say where so many ranks are there, else 1"))
-    distributed_timeout_minutes: Count = Field(10, description="limit of one collective")
+        "pipeline stages; absent = those of the model JSON's lists if there are enough ranks, else 1"))
+    distributed_timeout_minutes: Count = Field(10, description="time limit of one collective")
     bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
     fp16: bool = Field(False, description="compute in float16")
 
     # Files of questions
     media_roots: Patterns = Field((), description=(
-        "more folders below which pictures and videos of a file of questions may lie, beside the file's own"))
-    batch_size: Count = Field(8, description="questions of a file that are answered at a time")
+        "folders that may hold the pictures and videos of a questions file, besides the file's own folder"))
+    batch_size: Count = Field(8, description="questions of a file that are answered together")
 
     # Pictures and videos
-    image_min_pixels: NaturalNumber | None = Field(None, description="least pixels of a picture")
+    image_min_pixels: NaturalNumber | None = Field(None, description="fewest pixels of a picture")
     image_max_pixels: Count | None = Field(None, description="most pixels of a picture; absent = the checkpoint's")
     video_max_pixels: Count | None = Field(None, description="most pixels of a frame")
-    video_fps: Positive | None = Field(None, description="frames that are taken of a second")
+    video_fps: Positive | None = Field(None, description="frames sampled per second of video")
     video_maxlen: Count | None = Field(None, description="most frames of a video")
 
     # How tokens are chosen
     max_new_tokens: Count | None = Field(None, description="most tokens of an answer; absent = the files', or 512")
     greedy: bool = Field(False, description="take the likeliest token, as --temperature 0")
     temperature: NotNegative | None = Field(
-        None, description="draw tokens at this temperature; 0 = take the likeliest")
-    top_k: NaturalNumber | None = Field(None, description="draw from so many likeliest tokens; 0 = from all")
+        None, description="sample tokens at this temperature; 0 = take the likeliest")
+    top_k: NaturalNumber | None = Field(None, description="sample from this many likeliest tokens; 0 = from all")
     top_p: Positive | None = Field(
-        None, description="draw from the likeliest tokens that have this share; 1 = from all")
-    repetition_penalty: Positive | None = Field(None, description="above 1: tokens that were there become less likely")
-    stop_tokens: Patterns = Field((), description="tokens or their ids that end an answer, in place of the files'")
-    seed: NaturalNumber = Field(1234, description="seed of drawn tokens")
+        None, description="sample from the likeliest tokens with this total probability; 1 = from all")
+    repetition_penalty: Positive | None = Field(None, description="above 1: tokens that already appeared become less likely")
+    stop_tokens: Patterns = Field((), description="tokens, or their ids, that end an answer; they replace the files'")
+    seed: NaturalNumber = Field(1234, description="seed of sampling")
 
     # Before the ranks are started
     check: bool = Field(False, description=(
-        "check everything that can be checked beforehand, every question too (pictures of a file by their headers), "
-        "and stop"))
+        "check everything that can be checked beforehand, including every question (pictures of a file by their headers), "
+        "and exit"))
 
     @property
     def precision(self) -> str:
@@ -87,14 +87,14 @@ class ModelArguments:
 class GenerateArguments(ModelArguments):
     """Everything that the command line says."""
 
-    prompt: str | None = Field(None, description="one question; <image> and <video> in it say where these stand")
-    image: Patterns = Field((), description="pictures of the question, in their order")
-    video: Patterns = Field((), description="videos of the question, in their order")
+    prompt: str | None = Field(None, description="one question; <image> and <video> in it mark where media go")
+    image: Patterns = Field((), description="pictures of the question, in order")
+    video: Patterns = Field((), description="videos of the question, in order")
     system: str | None = Field(None, description="system message; absent = the chat template's own")
-    chat: bool = Field(False, description="ask in the terminal, one question after another")
+    chat: bool = Field(False, description="chat in the terminal")
     prompts: str | None = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
     output: str | None = Field(
-        None, description="JSONL file of answers; prompts that are answered there are not asked again")
+        None, description="JSONL file of answers; prompts already answered there are skipped")
 
 
 _TRAINING = Inert("it concerns training")
