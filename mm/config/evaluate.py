@@ -44,7 +44,7 @@ class EvaluateArguments(ModelArguments):
     rule: Rule | None = Field(None, description="scoring rule for your own questions")
     output: str | None = Field(None, description=(
         "directory of predictions, scores and report; an interrupted evaluation there is resumed"))
-    max_questions: Count | None = Field(None, description="ask only this many, from the start of the file; absent = all")
+    max_questions: Count | None = Field(None, description="number of questions to ask, from the start; absent = all")
     use_custom_prompt: bool = Field(False, description=(
         "VLMEvalKit's words for Qwen2-VL, as MindSpeed-MM has them, instead of its own, with which Qwen2.5-VL is "
         "measured"))

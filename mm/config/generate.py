@@ -68,13 +68,13 @@ class ModelArguments:
     top_k: NaturalNumber | None = Field(None, description="sample from this many likeliest tokens; 0 = from all")
     top_p: Positive | None = Field(
         None, description="sample from the likeliest tokens with this total probability; 1 = from all")
-    repetition_penalty: Positive | None = Field(None, description="above 1: tokens that already appeared become less likely")
+    repetition_penalty: Positive | None = Field(None, description="above 1: repeated tokens become less likely")
     stop_tokens: Patterns = Field((), description="tokens, or their ids, that end an answer; they replace the files'")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
 
     # Before the ranks are started
     check: bool = Field(False, description=(
-        "check everything that can be checked beforehand, including every question (pictures of a file by their headers), "
+        "check everything that can be checked beforehand, every question too (pictures of a file by their headers), "
         "and exit"))
 
     @property
