@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mm.config.flags import step_problems
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
 from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
@@ -68,14 +69,20 @@ def check_files(run: Run) -> tuple[Run, Claim]:
     It claims the directories that the run writes, unless this is a rehearsal.
     """
     from mm.training import preflight  # imports transformers, which the ranks that do not check may not need
+    from mm.training.epochs import with_steps
     from mm.weights.trained import freeze_notes
 
-    found: list[str] = []
+    of_files: list[str] = []
+    of_samples: list[str] = []
     is_rehearsal = run.args.dry_run or run.args.check
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
-    refuse(preflight.file_problems(run, found) + preflight.sample_problems(run, found)
-           + preflight.question_problems(run, found) + claim_problems(written))
+    problems = preflight.sample_problems(run, of_samples)
+    run = with_steps(run, of_samples)
+    too_long = step_problems(run.args) if run.args.num_train_epochs and run.args.train_iters else ()
+    refuse([*preflight.file_problems(run, of_files), *problems, *too_long,
+            *preflight.question_problems(run, of_samples), *claim_problems(written)])
+    found = [*of_files, *of_samples]
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *found)), Claim()
     notes = (*run.notes, *freeze_notes(run.model), *found)
@@ -105,7 +112,7 @@ def train(run: Run) -> int:
 
     minutes = run.args.distributed_timeout_minutes
     with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout) as watchdog:
-        _, claim = check_files(run) if is_first_rank() else (run, Claim())
+        run, claim = check_files(run) if is_first_rank() else (run, Claim())
         watchdog.at_end = claim.release
         with claim:
             from mm.device.device import Device
@@ -116,10 +123,12 @@ def train(run: Run) -> int:
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
             from mm.training.run import Trainer
+            from mm.training.start import with_agreed_steps
 
             mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
                                   run.args.vision_feature_cache is not None, watchdog.meet())
             watchdog.place(mesh)
+            run = with_agreed_steps(run, mesh)
             trainer = Trainer(run, device, mesh, watchdog, claim)
             trainer.run_steps()
             trainer.export()

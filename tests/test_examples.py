@@ -163,6 +163,13 @@ def test_the_same_command_resumes(tmp_path, size):
         (saved / "iter_0000500").mkdir(parents=True, exist_ok=True)
 
 
+def test_the_length_in_epochs(tmp_path):
+    args = parse(train_flags(run_script(tmp_path, "7b", NUM_TRAIN_EPOCHS="1.5")[1]))
+    assert (args.num_train_epochs, args.train_iters) == (1.5, 0)
+    outcome, _ = run_script(tmp_path, "7b", NUM_TRAIN_EPOCHS="1.5", TRAIN_ITERS="7")
+    assert outcome.returncode == 2 and "TRAIN_ITERS is 7 and NUM_TRAIN_EPOCHS 1.5; set one of them" in outcome.stderr
+
+
 def test_a_save_of_the_user_is_where_to_resume(tmp_path):
     args = parse(train_flags(run_script(tmp_path, "7b", "--save", "a", "--lr", "1", "--save", "my own")[1]))
     assert (args.load, args.save) == ("my own", "my own")

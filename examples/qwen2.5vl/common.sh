@@ -8,6 +8,8 @@
 # into microbatches does not change the result: samples are packed, never padded, each attends to itself alone, and the
 # loss is divided by the target tokens of the global batch.  Only --calculate-per-microbatch-loss makes MBS count.
 #
+# TRAIN_ITERS is the length of the run in steps; NUM_TRAIN_EPOCHS, where set, gives it in passes over the samples.
+#
 # The same command resumes: where SAVE_PATH holds a checkpoint, training goes on from it with its optimizer, schedule,
 # random states and data; else it starts from the weights in LOAD_PATH.  The trainer decides at each start, so ranks
 # that torchrun starts again (MAX_RESTARTS, default 0: how often, after a rank has failed) lose no saved step.  Every SAVE_INTERVAL steps a checkpoint is saved,
@@ -31,6 +33,7 @@ NODE_RANK=${NODE_RANK:-0}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 LOG_DIR=${LOG_DIR:-logs}
 GIVEN_GRAD_ACC_STEP=${GRAD_ACC_STEP:-}
+GIVEN_TRAIN_ITERS=${TRAIN_ITERS:-}
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python
     if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
@@ -94,7 +97,7 @@ nodes_from_hostfile() {
     fail "none of the addresses in $hostfile (${nodes[*]}) belongs to this machine ($own)"
 }
 
-# WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP) and OVERLAP_ARGS from the variables of the script.
+# WORLD_SIZE, DP, GBS (or GRAD_ACC_STEP), LENGTH_ARGS and OVERLAP_ARGS from the variables of the script.
 derive_sizes() {
     local name wrong=()
     for name in NPUS_PER_NODE NNODES TP PP CP MBS GRAD_ACC_STEP SAVE_INTERVAL KEEP_CHECKPOINTS MASTER_PORT \
@@ -118,6 +121,12 @@ derive_sizes() {
     if ((GBS != MBS * GRAD_ACC_STEP * DP)); then
         fail "GBS is $GBS, but MBS x GRAD_ACC_STEP x DP = $MBS x $GRAD_ACC_STEP x $DP; leave GBS or GRAD_ACC_STEP" \
             "out, or make GBS a multiple of MBS x DP"
+    fi
+    LENGTH_ARGS=(--train-iters "$TRAIN_ITERS")
+    if [[ -n "${NUM_TRAIN_EPOCHS:-}" ]]; then
+        [[ -z "$GIVEN_TRAIN_ITERS" ]] || fail "TRAIN_ITERS is $TRAIN_ITERS and NUM_TRAIN_EPOCHS $NUM_TRAIN_EPOCHS;" \
+            "set one of them"
+        LENGTH_ARGS=(--num-train-epochs "$NUM_TRAIN_EPOCHS")
     fi
     # With one hardware queue the reduction of a gradient between tensor-parallel ranks starts before the matrix product
     # that hides it.  Without tensor parallelism the variable would only hold back the overlap of OVERLAP_ARGS.

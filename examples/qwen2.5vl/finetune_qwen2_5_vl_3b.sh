@@ -48,7 +48,7 @@ GPT_ARGS=(
     --lr "$LR"
     --lr-decay-style cosine
     --weight-decay 0
-    --train-iters "$TRAIN_ITERS"
+    "${LENGTH_ARGS[@]}"
     --lr-warmup-fraction 0.1
     --clip-grad 0.0
     --adam-beta1 0.9

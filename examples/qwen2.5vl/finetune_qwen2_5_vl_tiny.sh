@@ -36,7 +36,7 @@ GPT_ARGS=(
     --lr "$LR"
     --lr-decay-style cosine
     --weight-decay 0
-    --train-iters "$TRAIN_ITERS"
+    "${LENGTH_ARGS[@]}"
     --lr-warmup-fraction 0.1
     --clip-grad 1.0
     --calculate-per-token-loss

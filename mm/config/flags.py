@@ -12,7 +12,7 @@ from annotated_types import Ge
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.command_line import CommandLine
+from mm.config.command_line import CommandLine, Words
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs, pattern_problems
 from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
@@ -98,7 +98,10 @@ class Arguments:
     global_batch_size: Count | None = Field(
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
-    train_iters: Count = Field(description="total number of optimizer steps")
+    train_iters: Count = Field(0, description=(
+        "total number of optimizer steps; 0 = as many as --num-train-epochs takes"))
+    num_train_epochs: Positive | None = Field(None, description=(
+        "passes over the training samples, such as 3 or 0.5, in place of --train-iters; the last step is a full one"))
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
@@ -287,8 +290,8 @@ def is_same_directory(one: str | None, other: str | None) -> bool:
 
 TRAIN = CommandLine(
     "mm.train", "Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
-    "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N --train-iters N --lr X [flags]", Arguments,
-    FLAGS)
+    "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
+    "--lr X [flags]", Arguments, FLAGS)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -322,15 +325,30 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
+    if args.profile and args.profile_step_start >= args.profile_step_end:
+        yield (f"--profile-step-start is {args.profile_step_start}; expected less than --profile-step-end = "
+               f"{args.profile_step_end}, before which the profiler stops")
+    if args.train_iters:
+        yield from step_problems(args)
+
+
+def step_problems(args: Arguments) -> Iterator[str]:
+    """Rules between flags and the number of steps; with ``--num-train-epochs`` the samples decide that first."""
     if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
     if args.profile_pipeline is not None and args.profile_pipeline > args.train_iters:
         yield (f"--profile-pipeline is {args.profile_pipeline}, but the last iteration is --train-iters = "
                f"{args.train_iters}; name one of 1 to {args.train_iters}")
-    if args.profile and args.profile_step_start >= args.profile_step_end:
-        yield (f"--profile-step-start is {args.profile_step_start}; expected less than --profile-step-end = "
-               f"{args.profile_step_end}, before which the profiler stops")
     if args.profile and args.profile_step_start > args.train_iters:
         yield (f"--profile-step-start is {args.profile_step_start}, but the last iteration is --train-iters = "
                f"{args.train_iters}; start at one of 1 to {args.train_iters}")
+
+
+def length_problems(words: Words) -> Iterator[str]:
+    """Whether the length of the run is given, once."""
+    given = [flag for flag in ("--train-iters", "--num-train-epochs") if flag in words.given]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} both give the length of the run; keep one"
+    if not given:
+        yield "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs"

@@ -114,7 +114,7 @@ FLAGS: Mapping[str, FlagRow] = {
            "--use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
     **rows(Fixed((), "only the Adam optimizer is supported by this version"),
            "--matched-adamw-rms --muon-momentum --ns-steps"),
-    **rows(Fixed((), "give steps: --train-iters, --lr-decay-iters, --lr-warmup-iters"),
+    **rows(Fixed((), "give steps or epochs: --train-iters or --num-train-epochs; --lr-decay-iters, --lr-warmup-iters"),
            "--train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size"),
     **rows(Fixed((), "write --recompute-granularity selective"),
            "--recompute-activations --recompute-skip-core-attention --recompute-num-layers-skip-core-attention"),

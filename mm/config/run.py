@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory
+from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
@@ -140,7 +140,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     words = TRAIN.split(argv)
     problems: list[str] = []
     args = _attempt(TRAIN.read, words, problems)
-    problems += flag_problems(args) if args else ()
+    problems += [*length_problems(words), *(flag_problems(args) if args else ())]
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None))

@@ -113,10 +113,17 @@ def _run_lines(run: Run) -> list[str]:
         f"Ranks     {run.world_size} ranks = {_ranks(run)}",
         f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
         f"per sample",
-        f"Training  {args.train_iters} steps in {args.precision}, loss: mean over the "
+        f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
     ]
+
+
+def _steps(run: Run) -> str:
+    epochs = run.args.num_train_epochs
+    if epochs is None:
+        return f"{run.args.train_iters} steps"
+    return f"{epochs:g} epochs = {run.args.train_iters or 'an unknown number of'} steps"
 
 
 def _microbatches(run: Run) -> str:

@@ -35,6 +35,14 @@ class Feed:
     """None on ranks that read no data."""
     validation: ValidationPlan | None
     """None without validation."""
+    num_samples: int
+    """For training, in one epoch."""
+    began_at: int
+    """Samples that the run had consumed when it began with these data."""
+
+    def epoch(self, consumed_samples: int) -> float:
+        """How often the run has seen these samples."""
+        return (consumed_samples - self.began_at) / self.num_samples
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class _Opened:
 
     open_loader: Callable[[Iterable[Step]], StepLoader]
     data: TrainedOn
+    num_samples: int
     make_order: Callable[[], Order]
     validation: ValidationReader | None
     quarantine: Quarantine | None
@@ -75,7 +84,8 @@ def open_feed(
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
     plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
                       opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
-    return Feed(plans, opened and opened.data, validation)
+    counted = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
+    return Feed(plans, opened and opened.data, validation, *counted[0])
 
 
 def _open(
@@ -97,7 +107,7 @@ def _open(
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
     open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,
                           prefetch_factor=run.data.prefetch_factor, features=_feature_cache(run, stage, fingerprint))
-    return _Opened(open_loader, data, make_order, reader, quarantine, validation_quarantine)
+    return _Opened(open_loader, data, len(dataset), make_order, reader, quarantine, validation_quarantine)
 
 
 def _feature_cache(run: Run, stage: Stage, fingerprint: str | None) -> FeatureCache | None:

@@ -5,11 +5,12 @@ The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with 
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, TextIO
 
 from mm.config.flags import Arguments
@@ -19,6 +20,8 @@ from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
 
 _FLAG = "--log-dir"
+_NUM_TIMED = 100
+"""Steps whose median time says how long the others will take; validations and saves are not in it."""
 _MAX_EXPONENT = 20.0
 """The perplexity of a larger loss is told as that of this one: Megatron's bound."""
 
@@ -50,6 +53,8 @@ class StepMetrics:
     """False when the step was skipped because a scaled gradient overflowed."""
     timers: Mapping[str, float] | None = None
     """With --log-timers, kind of work -> seconds on the rank that spent most on it."""
+    epoch: float | None = None
+    """How often the run has seen its training samples; None where their number is not known."""
     num_cached_images: int | None = None
     """Of the images, those of which what the ViT makes came from --vision-feature-cache; None without it."""
 
@@ -116,7 +121,10 @@ def validation_line(found: ValidationMetrics) -> str:
     return f" {' | '.join(fields)} |"
 
 
-def log_line(steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool) -> str:
+def log_line(
+    steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool,
+    seconds_left: float | None = None,
+) -> str:
     """One line in the shape of MindSpeed-MM's log: the last of ``steps``, with time and loss averaged over all of them.
 
     Field 5 between colons must begin with the elapsed time: the timestamp's two colons count.
@@ -140,8 +148,16 @@ def log_line(steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_
         f"number of nan iterations: {0:3d}",
         *_timers(steps),
         *_cached(steps),
+        *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
+        *([] if seconds_left is None else [f"time left: {_clock(seconds_left)}"]),
     ]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: "2:13:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
@@ -173,6 +189,7 @@ class MetricsWriter:
         """
         self._args = args
         self._since_line: list[StepMetrics] = []
+        self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         directory = Path(args.log_dir)
         facts, self._path = directory / "run.json", directory / "metrics.jsonl"
         with writing(facts, _FLAG):
@@ -186,11 +203,13 @@ class MetricsWriter:
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line when it is due."""
         self._since_line.append(step)
+        self._step_seconds.append(step.step_seconds)
         self._store("step", {**asdict(step), "num_skipped": _num_skipped(self._since_line)},
-                    "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu")
+                    "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu", "epoch")
         args = self._args
         if step.iteration % args.log_interval == 0:
-            print(log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput), flush=True)
+            left = (args.train_iters - step.iteration) * median(self._step_seconds)
+            print(log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput, left), flush=True)
             self._since_line.clear()
 
     def write_validation(self, found: ValidationMetrics) -> None:

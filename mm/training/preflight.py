@@ -65,7 +65,8 @@ def file_problems(run: Run, notes: list[str]) -> list[str]:
                     if start.adapters.base_crc32 is not None:
                         check_base(start.adapters, start.model)
                 problems += save_problems(run, start)
-                scheduled(run, start)
+                if args.train_iters:  # else nothing says yet how long the schedule is, because of another problem
+                    scheduled(run, start)
         with collected(problems):
             if Path(base).is_dir():
                 SampleEncoder.from_config(run.data, run.model, args.seq_length)

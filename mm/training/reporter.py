@@ -48,9 +48,9 @@ class Reporter:
 
     def report_step(
         self, progress: Progress, plan: StepPlan, result: StepResult, seconds: float,
-        timers: Mapping[str, float] | None,
+        timers: Mapping[str, float] | None, epoch: float,
     ) -> None:  # fmt: skip
-        """After a step, which took ``seconds``."""
+        """After a step, which took ``seconds``; ``epoch`` is how often the run has seen its samples."""
         run, totals, mesh, device = self._run, plan.totals, self._parts.mesh, self._parts.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no token to learn: its loss is 0. Look at the roles "
@@ -65,6 +65,7 @@ class Reporter:
         self._writer.write(StepMetrics(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
+            epoch=epoch,
             step_seconds=seconds,
             global_batch_size=run.global_batch_size,
             num_tokens=totals.num_tokens,

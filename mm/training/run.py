@@ -62,7 +62,8 @@ class Trainer:
                 break
             observer.begin(iteration)
             plan, result = self._step(iteration, feed, keeper)
-            self.reporter.report_step(self.progress, plan, result, *observer.end())
+            epoch = feed.epoch(self.progress.consumed_samples)
+            self.reporter.report_step(self.progress, plan, result, *observer.end(), epoch)
             with observer.paused():
                 observer.write(iteration)
                 if validator.is_due(iteration):

@@ -149,7 +149,7 @@ def changed(then: Schedule, now: Schedule) -> Iterator[str]:
     flags = "--lr-warmup-iters or --lr-warmup-fraction"
     yield from _longer(f"the warm-up ({flags})", one.warmup_samples, other.warmup_samples, *batches)
     if decays:
-        flags = "--lr-decay-iters, or without it --train-iters"
+        flags = "--lr-decay-iters, or without it --train-iters or --num-train-epochs"
         yield from _longer(f"the decay ({flags})", one.decay_samples, other.decay_samples, *batches)
     for part, name in _PARTS.items():
         for key, word in (("lr", "learning rate"), ("weight_decay", "weight decay")):

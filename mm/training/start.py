@@ -59,6 +59,15 @@ def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sourc
     return settled, sources, schedule
 
 
+def with_agreed_steps(run: Run, mesh: Mesh) -> Run:
+    """``run`` with the number of steps of its epochs, which only the first rank has counted."""
+    if run.args.num_train_epochs is None:
+        return run
+    (num_steps,) = all_of((run.args.train_iters,) if mesh.rank == 0 else (), mesh.control_group)
+    assert num_steps, "the check before the run counts them, or refuses the run"
+    return replace(run, args=replace(run.args, train_iters=num_steps))
+
+
 def start(
     run: Run, sources: Sources, schedule: Schedule, stage: Stage, mesh: Mesh, say: Callable[[str], None]
 ) -> Start:

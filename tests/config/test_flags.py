@@ -122,7 +122,7 @@ def test_all_mistakes_are_told_at_once():
     told = "\n".join(caught.value.problems)
     for what in ("'stray'", "--lr is 'x'", "--bf16 takes no value", "--sed is not", "--dpo-beta",
                  "--mm-model is missing", "--mm-data is missing", "--micro-batch-size is missing",
-                 "--train-iters is missing"):
+                 "--seq-length is missing"):
         assert what in told
     assert "--lr is missing" not in told
 

@@ -167,3 +167,23 @@ def test_rows_say_what_they_are_of(tmp_path: Path) -> None:
     writer.close()
     rows = json_lines(tmp_path / "metrics.jsonl")
     assert [(row["kind"], row["iteration"]) for row in rows] == [("step", 5), ("validation", 5), ("score", 5)]
+
+
+def test_epoch_and_time_left_end_the_line() -> None:
+    """After all that the peer's line has; its scripts split at colons and count from the front."""
+    line = log_line([replace(STEP, epoch=1.25)], 10000, log_tps=True, log_throughput=False, seconds_left=7984.6)
+    plain = log_line([STEP], 10000, log_tps=True, log_throughput=False)
+    assert line[22:] == f"{plain[22:]} epoch: 1.250 | time left: 2:13:05 |"
+    assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
+
+
+def test_the_time_left_is_that_of_the_median_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
+                  "10", "--lr", "1", "--log-dir", str(tmp_path), "--log-interval", "1"])  # fmt: skip
+    writer = MetricsWriter(args, {}, 0)
+    for iteration, seconds in enumerate((500.0, 60.0, 61.0), start=1):
+        writer.write(replace(STEP, iteration=iteration, step_seconds=seconds, epoch=iteration / 8))
+    writer.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("time left: ")[2] for line in lines] == ["1:15:00 |", "0:37:20 |", "0:07:07 |"]
+    assert [row["epoch"] for row in json_lines(tmp_path / "metrics.jsonl")] == [0.125, 0.25, 0.375]

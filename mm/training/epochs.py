@@ -1,0 +1,66 @@
+"""How many steps ``--num-train-epochs`` takes: known once the training samples are counted.
+
+Only headers of checkpoints and the index of the samples are read; neither megatron nor a device is needed.
+"""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+from mm.config.run import Run
+from mm.data.index.contents import TrainedOn
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
+from mm.data.order.sampler import told_order
+from mm.errors import collected
+from mm.formats.source import Kind, Source
+from mm.formats.training import Manifest
+from mm.training.sources import open_start
+
+
+def with_steps(run: Run, notes: list[str]) -> Run:
+    """``run`` with the number of steps that its epochs take, and a note on it; ``run`` itself without epochs.
+
+    The index of the samples must be there.  Where samples or checkpoint cannot be opened, which is reported as another
+    problem, the number stays 0.
+    """
+    epochs = run.args.num_train_epochs
+    if epochs is None:
+        return run
+    with collected([]):
+        gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+        dataset = Dataset(replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip", gauge, run.args.seed)
+        source = None if run.args.finetune else open_start(run).trained(run)
+        iteration, consumed, began_at = _progress(run, source, dataset)
+        num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)
+        notes.append(f"--num-train-epochs {epochs:g}: {epochs:g} x {len(dataset)} training samples in steps of "
+                     f"{run.global_batch_size} make {num_steps} iterations")
+        return replace(run, args=replace(run.args, train_iters=num_steps))
+    return run
+
+
+def num_steps_of(
+    epochs: float, num_samples: int, global_batch_size: int, iteration: int = 0, consumed: int = 0, began_at: int = 0
+) -> int:
+    """The iteration after which a run has seen ``num_samples`` samples ``epochs`` times.
+
+    An epoch ends within a step where the batch does not divide it, and no sample is left out: so only the last step is
+    rounded up, as an accumulated step in Hugging Face's trainer is.  ``iteration`` and ``consumed`` say how far the run
+    is, and ``began_at`` how many samples it had consumed when it began with these data.
+    """
+    last = began_at + num_samples * Fraction(repr(epochs))  # as it is written: 0.29 x 100 is 29
+    return iteration + max(0, math.ceil((last - consumed) / global_batch_size))
+
+
+def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, int, int]:
+    """Iteration and consumed samples where the run starts, and how many it had consumed when these data began."""
+    if source is None or source.iteration is None:
+        return 0, 0, 0
+    consumed = source.consumed_samples
+    consumed = source.iteration * run.global_batch_size if consumed is None else consumed
+    data = Manifest.read(source.path).data if source.kind is Kind.TRAINING else None
+    if data is None:
+        return source.iteration, consumed, 0
+    then = TrainedOn.from_json(data)
+    now = then.followed_by(dataset.contents(), told_order(run), consumed, run.args.allow_new_data)
+    return source.iteration, consumed, now.began_at
