@@ -11,7 +11,7 @@ import torch
 
 from mm.device.attention import torch_npu
 from mm.device.device import Device
-from mm.device.kernels import AddNorm
+from mm.device.kernels import AddNorm, LogitKernels
 from mm.device.partial_attention import PartialAttention
 
 _PACKAGES = ("torch", "torch_npu", "megatron-core", "transformer_engine", "apex", "flash-attn")
@@ -83,6 +83,7 @@ def _name(kernel: Any) -> str | bool | None:
     if kernel is None or isinstance(kernel, bool):
         return kernel
     kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNorm) else kernel
+    kernel = kernel.sums if isinstance(kernel, LogitKernels) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel
     return f"{kernel.__module__}.{kernel.__qualname__}"

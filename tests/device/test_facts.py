@@ -15,7 +15,8 @@ def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
     cpu = Device.pick("cpu")
     facts = device_facts(cpu, torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
     assert facts["kernels"] | {"rms_norm": "mm.device.kernels.rms_norm", "swiglu": "mm.device.pointwise.swiglu",
-                               "attention": "mm.device.attention.cpu_attention"} == facts["kernels"]
+                               "attention": "mm.device.attention.cpu_attention",
+                               "logits": "mm.device.pointwise.logit_sums"} == facts["kernels"]
     assert (facts["device"], facts["adam"], facts["deterministic"]) == ("cpu", "torch.optim.adamw.AdamW", False)
     npu = device_facts(Device("cpu", 0, "gloo", kernels_of("npu")), None)
     assert npu["kernels"]["attention"] == "mm.device.attention.npu_attention" and npu["adam"] is None
