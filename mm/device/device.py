@@ -1,7 +1,6 @@
-"""The device that a process runs on: picking it, copies to it, its memory, its peak, its random numbers.
+"""The device of this process: choosing it, copies to it, its memory, its peak, its random numbers.
 
-``Device.pick`` must run before megatron is imported, because some of its modules look at the device while they are
-imported.
+``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
 """
 
 import importlib
@@ -97,7 +96,7 @@ class Device:
         return peak_flops(self.name)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A host tensor on this device, by way of pinned memory (torch keeps it until it is copied).
+        """Copy a host tensor to this device through pinned memory (torch keeps it until it is copied).
 
         A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  What is
         pinned already is not pinned again.
@@ -125,7 +124,7 @@ class Device:
 
     @property
     def starts_messages_ahead(self) -> bool:
-        """Whether a stage asks for a message before it wants it, where the command line does not say.
+        """Whether stages post receives early by default; the command line can override it.
 
         An NCCL message occupies GPU multiprocessors from its start until the other side joins: for most of a stage's
         computing time, to gain 0.1 to 0.3 % of a step (docs/performance.md).  HCCL waits in its own engines (SDMA),
@@ -155,7 +154,7 @@ class Device:
         return None if self.kind == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to copy a tensor to the host; a call of the result, in any thread, waits for the copy and gives it.
+        """Start copying a tensor to the host; calling the result, in any thread, waits for the copy and returns it.
 
         ``into``: pinned memory for it; without, it gets its own.  On the CPU the result is the tensor itself.
         """
@@ -264,7 +263,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Set what ``random_states`` gave."""
+    """Restore the states that ``random_states`` returned."""
     version, _, _ = random.getstate()
     random.setstate((version, tuple(states["python"].tolist()), None))
     *keys, position = states["numpy"].tolist()

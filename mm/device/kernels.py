@@ -27,12 +27,12 @@ class AddNorm:
 
 @dataclass(frozen=True)
 class LogitKernels:
-    """Cross entropy beside its products: what is made of the logits of some rows, forward and backward."""
+    """Cross entropy without its matrix products: what is computed from some rows' logits, forward and backward."""
 
     sums: Leaf
     """``pointwise.logit_sums``, which also gives what to keep, or ``logit_sums_fusable``: the logits are kept."""
     gradient: Leaf
-    """Of what was kept."""
+    """Computes the logits' gradient from what was kept."""
     is_fused: bool
     """Whether nothing of the logits' shape is made but logits and their gradient, both in their own dtype."""
 
@@ -41,13 +41,13 @@ class LogitKernels:
         return (*self.sums(logits), logits) if self.is_fused else self.sums(logits)
 
     def kept(self, logits: Tensor, row_max: Tensor) -> Tensor:
-        """What ``forward`` would keep of them."""
+        """What ``forward`` would keep of these logits."""
         return logits if self.is_fused else pointwise.exponentials(logits, row_max)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One operator of each sort."""
+    """One device's operators."""
 
     attention: Kernel
     partial_attention: PartialAttention
@@ -64,8 +64,8 @@ class Kernels:
     """
     accumulate: Accumulate
     overwrites: bool = True
-    """Whether ``accumulate`` writes a buffer at the cost of adding to it, so that nobody need zero it before.  ATB's
-    product can only add."""
+    """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that it need not be zeroed first.
+    ATB's product can only add."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

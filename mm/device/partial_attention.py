@@ -1,8 +1,8 @@
-"""Attention to some of the keys, one pair of functions per kind of device: for a ring of ranks that pass keys around.
+"""Attention to a part of the keys, for ring attention: one pair of functions per kind of device.
 
-``forward`` gives the output as if there were no other keys, and the logarithm of the sum of exponentials of each query,
-by which outputs of several parts are joined.  ``backward`` wants output and logarithm of all parts together, and gives
-the gradients of this part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own,
+``forward`` returns the output as if there were no other keys, and each query's log-sum-exp, by which the outputs of
+several parts are combined.  ``backward`` takes the combined output and log-sum-exp, and returns the gradients of this
+part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own,
 pair by pair, and ``causal`` is for pairs of equal lengths.
 """
 
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
 
 MAX_SCORE_ROWS = 1024
-"""Queries of a segment whose scores exist at a time where no fused kernel makes them."""
+"""Queries of a segment whose scores are computed at once without a fused kernel."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Adapters beside linear layers: y += scale x B(A(dropout(x))), each cut as its layer is.
+"""Adapters of linear layers: y += scale x B(A(dropout(x))), each sharded like its layer.
 
-Where a layer's outputs are cut, B's are, and A, whole on every rank, makes the few hidden numbers of the rows here;
-where its inputs are cut, A's are, and the hidden numbers are summed before B, whole on every rank, sees them.  So ranks
-exchange ``rank`` numbers a row, and gradients need what those of the model's own weights need.
+Column-parallel layer: B's outputs are sharded; A is replicated and computes the hidden elements of this rank's rows.
+Row-parallel layer: A's inputs are sharded; the hidden elements are summed over ranks before B, which is replicated.
+So ranks exchange only ``rank`` elements per row, and gradients are reduced like those of the model's own weights.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mm.weights.table import Fusion, Weight, local_shape
 
 
 class _DroppedLinear(torch.autograd.Function):
-    """dropout(x) W^T, which keeps x alone and drops again in the backward pass."""
+    """dropout(x) W^T, which keeps only x and repeats the dropout in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, accumulate: Accumulate, dropout: Dropout) -> Tensor:
@@ -84,18 +84,18 @@ class Adapter(nn.Module):
         return self.lora_A(x, dropout=dropout) * self.scale
 
     def add_to(self, y: Tensor, x: Tensor, keys: Tensor | None) -> Tensor:
-        """``y``, what the layer makes of ``x``, with the adapter's part added; the layer is whole on every rank."""
+        """Add the adapter's part to ``y``, the layer's output for ``x``; the layer is whole on every rank."""
         return y + self.lora_B(self._hidden(x, keys))
 
     def add_to_outputs(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
-        """The same where the outputs are cut: ``y`` has those of this rank, for all rows, and is changed in place."""
+        """The same for a column-parallel layer: ``y`` has this rank's outputs for all rows, and is changed in place."""
         added = self.lora_B(self._hidden(x, keys), self.tp_group, cut)
         shape, part = self.place
         y.view(len(y), *shape)[:, :, part].add_(added.view(len(y), shape[0], part.stop - part.start, shape[2]))
         return y
 
     def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
-        """The same where the inputs are cut: ``y`` is whole, or a piece of ``cut``."""
+        """The same for a row-parallel layer: ``y`` is whole, or a piece of ``cut``."""
         hidden = self._hidden(x, keys)
         if self.tp_group is not None:
             hidden = reduce_from_tensor_model_parallel_region(hidden, self.tp_group) if cut is None else (

@@ -1,4 +1,4 @@
-"""Root-mean-square norms of the residual stream, whose sums they make in the same pass where the device can."""
+"""RMS norms of the residual stream, fused with its additions if the device can."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Residual(NamedTuple):
     """[hidden], which is part of ``added`` and not in it yet; without a gradient, which is summed by the norm before
     the sublayer (``RMSNorm``)."""
     order: Order | None = None
-    """Of the sum's rows; None: as they lie."""
+    """New order of the sum's rows; None: unchanged."""
 
     def total(self) -> Tensor:
         total = self.rows

@@ -264,7 +264,7 @@ def ranks_told(ranks: Sequence[int]) -> str:
 def death_of(rank: int) -> str:
     """The report for a connection that closed without ``leaves``."""
     return (f"rank {rank} died without a word: it was killed (is there memory left?) or crashed; the launcher and the "
-            f"system's log know the signal")
+            f"system's log show the signal")
 
 
 def _no_way_in(error: OSError) -> str:

@@ -71,7 +71,7 @@ def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, rec
     Two conditions: a linear layer is *trained* (it or an adapter), so it keeps its input; a gradient is *needed* before
     it (``needs_gradient``: the layer's input or an earlier weight needs one), so what it works on is kept.
 
-    - residuals: the input of a norm, if needed behind it, or if its output is recomputed for a trained layer
+    - residuals: a norm's input, if needed before the linear layer behind it, or its output or the MLP is recomputed
     - norm outputs: if the linear layer behind is trained, unless recomputed
     - attention: if needed before or in qkv
     - SwiGLU's input: if needed before fc2, or its output is recomputed for a trained fc2; not if the MLP is recomputed
