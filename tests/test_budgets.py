@@ -78,6 +78,9 @@ MEMORY_CASES = {
     "3B, few layers, MLP recomputed": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="mlp"),
     "3B, few layers, norms recomputed, fc1 frozen": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, recompute="layernorm", freeze_modules=("fc1",)),
+    "3B, one layer, norms recomputed, fc1 alone trained": Case(
+        "3b", layers=((1,), (1,)), freeze=FROZEN_VIT, recompute="layernorm",
+        freeze_modules=("embedding", "attention", "norm", "fc2", "output_layer")),
     "3B, few layers, adapters": Case("3b", layers=FEW_LAYERS, full_attention=FULL, lora_rank=64),
     "3B, few layers, frozen ViT, adapters, selective": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, lora_rank=64, recompute="selective"),

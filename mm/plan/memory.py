@@ -86,7 +86,8 @@ def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, rec
         return NOTHING
     norms, mlp, mlp_act = map(recompute.recomputes, ("layernorm", "mlp", "mlp_act"))
     return Keeps(
-        num_residuals=(needs_gradient(qkv) or (norms and trained[qkv])) + (mlp or needs_gradient(fc1)),
+        num_residuals=((needs_gradient(qkv) or (norms and trained[qkv]))
+                       + (mlp or needs_gradient(fc1) or (norms and trained[fc1]))),
         num_norm_outputs=(trained[qkv] and not norms) + (trained[fc1] and not (norms or mlp)),
         attention=needs_gradient(qkv + 1),
         swiglu_input=not mlp and (needs_gradient(fc2) or (mlp_act and trained[fc2])),
