@@ -78,8 +78,9 @@ def _versions() -> dict[str, str]:
 
 
 def _name(kernel: Any) -> str | bool | None:
-    """``module.name`` of a function or class; of the class where it is one's method, as autograd's ``apply`` is, and of
-    the forward function where there is a pair; a kernel that the device does without, None, and a switch stay so."""
+    """``module.name`` of a function or class: of the class if it is one's method, as autograd's ``apply`` is, and of
+    the forward function if there is a pair (``sums`` of ``LogitKernels``).  None, a kernel that the device does
+    without, and a switch stay so."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
     kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNorm) else kernel
