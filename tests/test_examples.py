@@ -138,7 +138,7 @@ def test_scripts_launch_flags_that_parse(tmp_path, size):
     outcome, argv = run_script(tmp_path, size, "--tensorboard-dir", "a b", MASTER_ADDR="10.0.0.1")
     assert outcome.returncode == 0, outcome.stderr
     launcher = argv[: argv.index("mm.train")]
-    assert launcher[:2] == ["-m", "torch.distributed.run"]
+    assert launcher[:2] == ["-m", "mm.launch"]
     per_node, nodes = (int(launcher[launcher.index(flag) + 1]) for flag in ("--nproc_per_node", "--nnodes"))
     assert per_node * nodes == world_size
     assert launcher[launcher.index("--master_port") + 1] == "6000"
@@ -359,7 +359,7 @@ def test_scripts_that_ask_launch_flags_that_load(tmp_path, monkeypatch, size, nu
     outcome, argv = run_script(tmp_path, size, "--prompt", "a b", script="inference", LOAD_PATH=str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
     launcher, flags = argv[: argv.index("inference_vlm.py")], argv[argv.index("inference_vlm.py") + 1 :]
-    assert (launcher[:2] == ["-m", "torch.distributed.run"]) == (num_stages > 1)
+    assert (launcher[:2] == ["-m", "mm.launch"]) == (num_stages > 1)
     asking = load_asking(flags, environment={"WORLD_SIZE": str(num_stages), "RANK": "0"})
     assert asking.args.prompt == "a b" and asking.inference is not None
     model, notes = placed(asking.inference.model, 1, asking.args.pipeline_model_parallel_size, num_stages)
@@ -373,7 +373,7 @@ def test_scripts_that_ask_rehearse_before_they_launch_several_processes(tmp_path
     assert (outcome.returncode, argv, outcome.stdout) == (2, [], "")
     assert "checked\nnote: the loss differs\n" in outcome.stderr
     outcome, argv = run_script(tmp_path, "7b", "--seed", "1", **asked)
-    assert outcome.returncode == 0 and "torch.distributed.run" in argv and "checked" not in outcome.stderr
+    assert outcome.returncode == 0 and "mm.launch" in argv and "checked" not in outcome.stderr
     assert {"--check", "--world-size"}.isdisjoint(argv)
     argv = run_script(tmp_path, "7b", "--check", **asked)[1]
     assert (argv[0], *argv[-3:]) == (f"{script}_vlm.py", "--check", "--world-size", "2")

@@ -5,6 +5,7 @@ When torchrun itself dies, its ranks end.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,20 +18,23 @@ from tests.launch import free_port, warm_python
 from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 
+def environment_of(inputs: Path, name: str, **variables: str) -> dict[str, str]:
+    """Of the tiny script on two stages."""
+    return os.environ | {
+        "MM_MODEL": str(inputs / "model_2.json"), "MM_DATA": str(inputs / "data.json"), "LOAD_PATH": str(inputs / "hf"),
+        "SAVE_PATH": str(inputs / name / "save"), "LOG_DIR": str(inputs / name / "logs"), "MBS": "2",
+        "GRAD_ACC_STEP": "2", "SEQ_LENGTH": "512", "SAVE_INTERVAL": "2", "MASTER_PORT": str(free_port()), **variables,
+    }  # fmt: skip
+
+
 def launch(inputs: Path, name: str, max_restarts: int) -> str:
     """The tiny script on two stages, with the worker in place of mm.train; its ranks are forks of the warm process."""
     python = inputs / "python"
     python.write_text('#!/bin/bash\n'
-                      '[[ "$2" == torch.distributed.run ]] && set -- "${@/#mm.train/tests.restart_worker}"\n'
+                      '[[ "$2" == mm.launch ]] && set -- "${@/#mm.train/tests.restart_worker}"\n'
                       f'exec {warm_python()} "$@"\n')
     python.chmod(0o755)
-    environment = os.environ | {
-        "PYTHON": str(python), "MM_MODEL": str(inputs / "model_2.json"), "MM_DATA": str(inputs / "data.json"),
-        "LOAD_PATH": str(inputs / "hf"), "SAVE_PATH": str(inputs / name / "save"),
-        "LOG_DIR": str(inputs / name / "logs"),
-        "MBS": "2", "GRAD_ACC_STEP": "2", "SEQ_LENGTH": "512", "TRAIN_ITERS": "6", "SAVE_INTERVAL": "2",
-        "MASTER_PORT": str(free_port()), "MAX_RESTARTS": str(max_restarts),
-    }  # fmt: skip
+    environment = environment_of(inputs, name, PYTHON=str(python), TRAIN_ITERS="6", MAX_RESTARTS=str(max_restarts))
     done = subprocess.run(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh"), "--deterministic-mode"],
                           env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +56,24 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
         states = [(inputs / run / "save" / "iter_0000006" / f"{name}.safetensors").read_bytes()
                   for run in ("whole", "restarted")]
         assert states[0] == states[1], name
+
+
+def test_ctrl_c_ends_a_script_with_status_130_and_no_traceback(tmp_path: Path) -> None:
+    """As a terminal sends it: to the shell, torchrun, tee and all ranks."""
+    inputs = write_inputs(tmp_path)
+    environment = environment_of(inputs, "ended", PYTHON=sys.executable, TRAIN_ITERS="1000000")
+    script = subprocess.Popen(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh")], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    latest = inputs / "ended" / "save" / "latest_checkpointed_iteration.txt"
+    while script.poll() is None and not latest.is_file():
+        time.sleep(0.1)
+    os.killpg(script.pid, signal.SIGINT)
+    said, _ = script.communicate(timeout=120)
+    assert script.returncode == 130 and "Traceback" not in said, said
+    (log,) = (inputs / "ended" / "logs").glob("train_*.log")
+    for text in (said, log.read_text()):
+        assert len(re.findall(r"Interrupted: \S+ is the latest checkpoint; go on from it with --load", text)) == 1, text
+    assert "Elapsed Time Per iteration" in said
 
 
 def test_ranks_and_data_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:

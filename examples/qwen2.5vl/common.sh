@@ -168,9 +168,9 @@ launch() {
     mkdir -p "$LOG_DIR"
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     set +e
-    "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
+    "$PYTHON" -m mm.launch --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
         --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS" \
-        -m mm.train "${flags[@]}" 2>&1 | tee "$log"
+        -m mm.train "${flags[@]}" 2>&1 | tee -i "$log"  # -i: it writes what the ranks say after Ctrl-C
     status=${PIPESTATUS[0]}
     set -e
     chmod 440 "$log"
@@ -203,7 +203,7 @@ ask() {
     done
     # The ranks say the notes again; a rehearsal is seen where it fails.
     rehearsal=$("${rehearse[@]}" --check 2>&1) || { status=$? && echo "$rehearsal" >&2 && exit "$status"; }
-    exec "$PYTHON" -m torch.distributed.run --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" \
+    exec "$PYTHON" -m mm.launch --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" \
         --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$program" "${flags[@]}"
 }
 
