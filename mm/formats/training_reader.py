@@ -16,6 +16,7 @@ from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
 from mm.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
+from mm.weights.cut import share_numbers
 from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
@@ -89,7 +90,10 @@ class TrainingDirectory:
         if weight.tp_dim is None or tp_size == stored_size:
             return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
         shape = local_shape(weight, stored_size)
-        shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape) for rank in range(stored_size)]
+        nothing = torch.zeros(()).expand(shape)  # of a shard of which this rank needs none
+        shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape)
+                  if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank)) else nothing
+                  for rank in range(stored_size)]
         return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
 
     def read_random(self, name: str) -> Tensor | None:

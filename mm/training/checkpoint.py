@@ -35,6 +35,7 @@ from mm.training.schedule import Schedule
 from mm.training.step import Parts
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
+from mm.weights.readers import readers
 from mm.weights.table import Weight, local_shape
 from mm.weights.trained import saved_among, saved_weights
 
@@ -205,13 +206,13 @@ def load(
 
     read_once(stage, from_master, read_master, mesh)
 
-    def restore() -> tuple[str, ...]:
+    def restore() -> tuple[Sequence[tuple[OwnedState, int]], tuple[str, ...]]:
         parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
-        if load_optim and not finetune:
-            _load_optimizer(stored, source, parts)
-        return _load_random(stored, mesh) if load_rng and not finetune else ()
+        shared = _load_optimizer(stored, source, parts) if load_optim and not finetune else ()
+        return shared, _load_random(stored, mesh) if load_rng and not finetune else ()
 
-    more_notes = together(mesh, restore)
+    shared, more_notes = together(mesh, restore)
+    _broadcast(shared, mesh)
     manifest = stored.manifest
     if finetune:
         return Progress(0, 0, notes=(*notes, *more_notes))
@@ -221,7 +222,9 @@ def load(
                     manifest.run_id)
 
 
-def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> None:
+def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> Sequence[tuple[OwnedState, int]]:
+    """Restore this rank's optimizer state.  Where replicas hold the same, each reads a share of it and returns, for all
+    of it, which of them read it: the others have memory for it, and get it by ``_broadcast``."""
     facts = stored.manifest.optimizer
     if facts is None:
         raise UserError(
@@ -238,7 +241,14 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
             f"same weights as then, add --no-load-optim to go on with new optimizer state, or --finetune to start at "
             f"step 0 from the weights."
         )
-    for state in owned:
+    copies = parts.mesh.groups.dp_cp
+    is_shared = not is_split(parts.optimizer) and copies.size() > 1
+    chosen = readers([state.main.nbytes for state in owned], copies.size() if is_shared else 1)
+    for state, reader in zip(owned, chosen, strict=True):
+        if is_shared and reader != copies.rank():
+            if step:
+                state.restore_moments(step, None)
+            continue
         weight, place = by_name[state.name], (parts.mesh.tp_size, parts.mesh.tp_rank)
         memory = MemoryLayout.of(weight, parts.mesh.tp_size)
         start, stop = memory.real_range(state.start, state.stop)
@@ -253,6 +263,15 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
             })
     if facts["grad_scaler"] is not None:
         restore_scaler(parts.optimizer, facts["grad_scaler"])
+    return list(zip(owned, chosen, strict=True)) if is_shared else ()
+
+
+def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
+    """Give the replicas the optimizer state that each of them has read, once all have read theirs."""
+    group = mesh.groups.dp_cp
+    for state, reader in shared:
+        for tensor in state.tensors().values():
+            dist.broadcast(tensor, dist.get_global_rank(group, reader), group)
 
 
 def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:

@@ -40,8 +40,11 @@ class OwnedState:
         found |= {moment: state[moment] for moment in MOMENTS if moment in state}
         return {part: tensor.detach().reshape(-1) for part, tensor in found.items()}
 
-    def restore_moments(self, step: int, moments: dict[str, Tensor]) -> None:
-        """Put flat moments in place, in the form in which the optimizer would have made them itself."""
+    def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
+        """Put flat moments in place, in the form in which the optimizer would have made them itself.
+
+        None: memory for them, which the caller fills.
+        """
         state: dict[str, Tensor] = {}
         if isinstance(self.optimizer, torch.optim.Adam):
             device = self.main.device if self.group["fused"] or self.group["capturable"] else "cpu"
@@ -50,7 +53,8 @@ class OwnedState:
             self.group["step"] = step
         for moment in MOMENTS:
             state[moment] = torch.empty_like(self.main, requires_grad=False)
-            state[moment].copy_(moments[moment].reshape(self.main.shape))
+            if moments is not None:
+                state[moment].copy_(moments[moment].reshape(self.main.shape))
         self.optimizer.state[self.main] = state
 
 

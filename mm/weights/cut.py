@@ -60,3 +60,9 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
             index = max(index for index, first in enumerate(firsts) if first <= number)
             spans.append(Span(weight.hf_names[index], number - firsts[index], stop - start))
     return tuple(spans)
+
+
+def share_numbers(weight: Weight, one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether the shards of two (TP size, TP rank) have any number of a weight with a ``tp_dim`` in common."""
+    pairs = zip(hf_ranges(weight, *one), hf_ranges(weight, *other), strict=True)
+    return any(max(a.start, b.start) < min(a.stop, b.stop) for first, second in pairs for a in first for b in second)

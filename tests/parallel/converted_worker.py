@@ -8,8 +8,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from mm.device.device import Device
@@ -21,7 +20,6 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm.conversion.adapters import open_adapters  # noqa: E402
-from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import Source, open_to_train  # noqa: E402
 from mm.formats.training_reader import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402
@@ -31,7 +29,7 @@ from mm.weights.table import Weight, local_shape  # noqa: E402
 from mm.weights.trained import saved_among  # noqa: E402
 from tests.parallel.lora_cases import MIXED  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
-from tests.parallel.state_worker import converted_model, different, problems_of  # noqa: E402
+from tests.parallel.state_worker import converted_model, counted, different, problems_of  # noqa: E402
 
 NUM_STEPS = 2
 REPLICAS = {
@@ -80,23 +78,6 @@ def damaged(directory: Path) -> list[list[str]]:
     """A copy that differs is found by one rank and told by all."""
     run = random_run(False, seed=2)
     return problems_of(lambda: start_from(run, directory))
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes of each read of a tensor, on this rank."""
-    sizes: list[int] = []
-    read = Files.read
-
-    def noted(files: Files, stored: object, start: int, into: memoryview) -> None:
-        sizes.append(len(into))
-        read(files, stored, start, into)
-
-    Files.read = noted
-    try:
-        yield sizes
-    finally:
-        Files.read = read
 
 
 def shares(run: Run, weights: list[Weight], alone: Callable[[Weight], Tensor], together: Callable[[], object],

@@ -10,7 +10,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mm.device.device import Device
@@ -26,6 +27,7 @@ from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats import training as files  # noqa: E402
 from mm.formats.blocks import Values  # noqa: E402
+from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
 from mm.formats.training import LATEST_FILE  # noqa: E402
 from mm.model.load import fill  # noqa: E402
@@ -33,6 +35,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
+from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -86,6 +89,46 @@ def problems_of(action: Callable[[], object]) -> list[list[str]]:
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     return gathered
+
+
+@contextmanager
+def counted(file_prefix: str = "") -> Iterator[list[int]]:
+    """The bytes of each read of a tensor on this rank, from files whose names begin so."""
+    sizes: list[int] = []
+    read = Files.read
+
+    def noted(files: Files, stored: Stored, start: int, into: memoryview) -> None:
+        if stored.file.startswith(file_prefix):
+            sizes.append(len(into))
+        read(files, stored, start, into)
+
+    Files.read = noted
+    try:
+        yield sizes
+    finally:
+        Files.read = read
+
+
+def optimizer_reads(directory: Path) -> dict[str, float]:
+    """How often all ranks together read each byte of optimizer state."""
+    found = {}
+    bf16, distributed = dataclasses.replace(Layout(), precision="bf16"), dataclasses.replace(DP2, precision="bf16")
+    for name, before, after in (
+        ("dp2", bf16, bf16), ("dp2-distributed", distributed, distributed), ("tp2", TP2, TP2),
+        ("dp2 to dp2-distributed", bf16, distributed), ("dp2-distributed to dp2", distributed, bf16),
+        ("dp2-distributed to pp2", DP2, PP2), ("tp2 to pp2", TP2, PP2), ("tp2 to dp2-distributed", TP2, DP2),
+        ("dp2-distributed to tp2", DP2, TP2),
+    ):
+        run = Run(before)
+        run.train(1)
+        manifest = files.Manifest.read(run.save(directory / name))
+        with counted("optimizer_") as sizes:
+            Run(after, seed=2).load(directory / name)
+        counts: list = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, sum(sizes))
+        found[name] = sum(counts) / sum(
+            piece.stored.num_bytes for piece in manifest.pieces if piece.part not in ("weight", "random"))
+    return found
 
 
 def resume(directory: Path, layout: Layout) -> dict:
@@ -315,6 +358,7 @@ def main(directory: Path) -> None:
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),
         "random_weights": random_weights(),
+        "optimizer_reads": optimizer_reads(directory / "optimizer_reads"),
         "by_hand": by_hand(directory / "by_hand", directory / "hf"),
     }
     from_hf(directory)

@@ -136,6 +136,13 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict
     assert found["resumed"] == [0, 0] and found["later"] == [1, 4]
 
 
+@pytest.mark.parametrize(
+    "name", ["dp2", "dp2-distributed", "dp2-distributed to dp2", "dp2-distributed to pp2", "tp2 to pp2"])
+def test_ranks_read_the_optimizer_state_once_in_all(name: str, results: dict) -> None:
+    """Also replicas that all hold the same."""
+    assert results["optimizer_reads"][name] == 1.0, results["optimizer_reads"]
+
+
 def test_old_checkpoints_are_deleted_beyond_the_number_to_keep(results: dict) -> None:
     assert results["retention"] == ["iter_0000003", "iter_0000004", files.LATEST_FILE]
 
