@@ -78,8 +78,8 @@ MEMORY_CASES = {
     "3B, few layers, MLP recomputed": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="mlp"),
     "3B, few layers, norms recomputed, fc1 frozen": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, recompute="layernorm", freeze_modules=("fc1",)),
-    "3B, one layer, norms recomputed, fc1 alone trained": Case(
-        "3b", layers=((1,), (1,)), freeze=FROZEN_VIT, recompute="layernorm",
+    "3B, few layers, norms recomputed, fc1 alone trained": Case(
+        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, recompute="layernorm",
         freeze_modules=("embedding", "attention", "norm", "fc2", "output_layer")),
     "3B, few layers, adapters": Case("3b", layers=FEW_LAYERS, full_attention=FULL, lora_rank=64),
     "3B, few layers, frozen ViT, adapters, selective": Case(
@@ -176,12 +176,12 @@ def rows_of(step: Trace) -> Rows:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
-    """Measured at most 1.5 % off (messages that are on their way), else 0.4 %."""
+    """Measured at most 1.5 % off (messages that are on their way), else 0.7 %."""
     case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)
     expected = memory.kept_bytes(rows, case.num_microbatches) + num_in_flight * chunk.kept_logit_bytes(rows)
-    assert expected == pytest.approx(step.in_flight_bytes, rel=0.02)
+    assert expected == pytest.approx(step.in_flight_bytes, rel=0.02 if case.model().num_stages > 1 else 0.008)
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
