@@ -74,8 +74,8 @@ class ModelArguments:
 
     # Before the ranks are started
     check: bool = Field(False, description=(
-        "check everything that can be checked beforehand, every question too (pictures of a file by their headers), "
-        "and exit"))
+        "check everything that can be checked beforehand, and exit; media that a file of questions names by existence, "
+        "format and header, not by their pixels"))
 
     @property
     def precision(self) -> str:

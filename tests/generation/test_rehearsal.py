@@ -55,6 +55,25 @@ def test_questions_are_checked_without_weights(root: Path, capsys: pytest.Captur
     assert "blue.png" in said.err and said.out == "" and not (root / "scores").exists()
 
 
+def test_media_are_checked_up_to_their_headers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the help states: pixels behind a whole header are read where they are asked about, and for --image."""
+    Image.effect_noise((112, 112), 50).save(root / "whole.png")
+    content = (root / "whole.png").read_bytes()
+    for name, kept in (("half.png", content[: len(content) // 2]), ("head.png", content[:20]), ("none.png", b""),
+                       ("text.mp4", b"hello")):
+        (root / name).write_bytes(kept)
+    names = ("half.png", "head.png", "none.png", "text.mp4", "gone.png")
+    records = [{"prompt": "What?", "video" if name.endswith("mp4") else "image": name} for name in names]
+    (root / "media.json").write_text(json.dumps(records))
+    load = ("--load", str(root / "hf"), *TWO_RANKS)
+    output = ("--output", str(root / "media.jsonl"))
+    assert generate([*load, "--prompts", str(root / "media.json"), *output]) == 2
+    told = capsys.readouterr().err
+    assert [name for name in names if name in told] == list(names[1:]) and told.count("error: ") == 4
+    assert generate([*load, "--prompt", "What?", "--image", str(root / "half.png")]) == 2
+    assert "half.png" in capsys.readouterr().err
+
+
 def test_a_rehearsal_imports_no_megatron(root: Path) -> None:
     argv = ["--load", str(root / "hf"), "--prompt", "What?", "--check"]
     code = (f"import sys; from mm.generate import main; assert main({argv!r}) == 0; "
