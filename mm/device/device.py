@@ -30,8 +30,9 @@ from mm.errors import UserError
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _EAGER_NOTE = (
-    "SwiGLU and rope run eagerly, in several kernels each, because torch.compile does not work here: {}. It needs a C "
-    "compiler, Python's headers (Python.h) and Triton: install gcc and python3-dev, then start again"
+    "SwiGLU, rope, norms and the loss's logits run eagerly, in several kernels each, because torch.compile does not "
+    "work here: {}. It needs a C compiler, Python's headers (Python.h) and Triton: install gcc and python3-dev, then "
+    "start again"
 )
 
 
