@@ -9,6 +9,8 @@ import numpy as np
 
 from mm.data.order.stream import permutation
 
+_CHUNK = 1 << 20
+
 
 def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
     """Numbers of the samples of the dataset ``name`` that are taken.
@@ -31,9 +33,22 @@ def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.n
 
     A sample that is taken several times is wholly on one side.
     """
-    different = np.unique(samples)
-    kept = np.sort(_random(seed, "validation").permutation(different)[: round(len(different) * rate)])
-    return samples[~np.isin(samples, kept)], kept
+    is_trained = np.zeros(int(samples.max(initial=0)) + 1, dtype=bool)
+    for some in _chunks(samples):
+        is_trained[some] = True
+    different = np.concatenate([np.flatnonzero(some).astype(samples.dtype) + samples.dtype.type(number * _CHUNK)
+                                for number, some in enumerate(_chunks(is_trained))])
+    num_kept = round(len(different) * rate)
+    _random(seed, "validation").shuffle(different)  # draws what ``permutation`` draws, without a copy
+    kept = np.sort(different[:num_kept])
+    del different
+    is_trained[kept] = False
+    return np.concatenate([some[is_trained[some]] for some in _chunks(samples)]), kept
+
+
+def _chunks(values: np.ndarray) -> list[np.ndarray]:
+    """Views, so that indices are widened to 64 bits for some values at a time."""
+    return [values[first : first + _CHUNK] for first in range(0, max(len(values), 1), _CHUNK)]
 
 
 def _random(seed: int, name: str) -> np.random.Generator:

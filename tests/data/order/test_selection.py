@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mm.data.order import selection
 from mm.data.order.selection import chosen, split
 
 counts, seeds = st.integers(0, 200), st.integers(0, 2**31)
@@ -36,3 +38,16 @@ def test_no_sample_is_on_both_sides(samples, rate, seed):
     assert sorted([*training, *samples[np.isin(samples, validation)]]) == sorted(samples)
     again = split(samples, rate, seed)
     assert (again[0] == training).all() and (again[1] == validation).all()
+
+
+@given(st.integers(0, 2000), st.integers(1, 4), st.floats(0, 1), st.integers(0, 9))
+def test_the_samples_for_validation_are_those_of_a_permutation(count: int, step: int, rate: float, seed: int) -> None:
+    """With several chunks and repeats too: runs that go on must find the samples that they were begun with."""
+    samples = np.concatenate([np.arange(0, count, step, dtype=np.uint32), np.arange(count, dtype=np.uint32)])
+    different = np.unique(samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_CHUNK", 256)
+        training, validation = split(samples, rate, seed)
+    expected = np.sort(selection._random(seed, "validation").permutation(different)[: round(len(different) * rate)])
+    assert np.array_equal(validation, expected) and validation.dtype == np.uint32
+    assert np.array_equal(training, samples[~np.isin(samples, expected)]) and training.dtype == np.uint32
