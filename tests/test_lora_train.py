@@ -13,11 +13,14 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
+from mm.config.flags import Arguments
+from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
 from mm.formats.training import LATEST_FILE
 from mm.formats.training_reader import TrainingDirectory
+from mm.training.sources import with_start
 from tests.files import ROOT
 from tests.generation.commands import run_commands
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
@@ -135,6 +138,21 @@ def test_adapters_that_name_another_base_are_told(
         "--device", "cpu", "--max-new-tokens", "2", "--prompt", "What?", "--load", str(adapter),
         "--model-name-or-path", str(base)]}])
     assert answer["status"] == 0 and answer["err"].count(note) == 1
+
+
+def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(inputs: Path, trained: Path) -> None:
+    """``--pretrained-checkpoint`` may be a whole model or adapters; the whole model stays the base at a resume."""
+    def started(save: Path, pretrained: Path) -> Arguments:
+        flags = flags_of(inputs, "begun", 1, "--load", str(save), "--save", str(save), *LORA)
+        return with_start(load_run([*flags, "--pretrained-checkpoint", str(pretrained)], 1, {})).args
+
+    new, old, hf, adapter = inputs / "begun" / "save", trained / "save", inputs / "hf", trained / "adapter"
+    for begun in (started(new, hf), started(new, adapter)):
+        assert begun.load in (str(hf), str(adapter)) and begun.load_base_model is None
+        assert begun.no_load_optim and begun.no_load_rng
+    resumed = started(old, hf)
+    assert (resumed.load, resumed.load_base_model, resumed.no_load_optim) == (str(old), str(hf), False)
+    assert started(old, adapter).load_base_model is None
 
 
 @pytest.mark.parametrize("adapters", ["adapter", "save"])
