@@ -90,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
         if gradient is not None:
             found, weight_sum, bias_sum = ctx.fused.gradient(
                 total_gradient, gradient, *ctx.saved_tensors, ctx.weight[None], trains, sums_total)
-        elif sums_total:
+        elif total_gradient is not None and sums_total:
             bias_sum = total_gradient.float().sum(0)
         if ctx.order is not None and found is not None:
             found = found.index_select(0, ctx.order.inverse)

@@ -188,6 +188,7 @@ class Projector(nn.Module):
         _, normed = self.layernorm(Residual(x))
         x, cut, keys = normed.view(-1, self.merged_size), inputs.token_cut, inputs.token_keys
         x = F.gelu(biased(*self.encoder["linear_fc1"](x, None if cut is None else cut.unordered, keys.piece)))
-        x, bias = self.encoder["linear_fc2"](x, cut, keys.whole)
-        x = biased(x if bias is None else x + bias, self.encoder["linear_fc2"].bias)
+        last: Any = self.encoder["linear_fc2"]  # torch calls a layer's attributes tensors or modules
+        x, bias = last(x, cut, keys.whole)
+        x = biased(x if bias is None else x + bias, last.bias)
         return inputs.plan.token_restore(x) if cut is None else x
