@@ -77,8 +77,8 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
 
 @pytest.mark.parametrize(("flags", "what"), [
     (("--global-batch-size", "4"), "(6 steps x --global-batch-size 8) and ends after 24 now (6 x 4)"),
-    (("--train-iters", "9"), "--train-iters) ended after 48 samples (6 steps x --global-batch-size 8) and ends after "
-                             "72 now (9 x 8)"),
+    (("--train-iters", "9"), "--num-train-epochs) ended after 48 samples (6 steps x --global-batch-size 8) and ends "
+                             "after 72 now (9 x 8)"),
     (("--lr", "1e-3"), "--lr was 0.002 and is 0.001 now"),
     (("--min-lr", "0"), "--min-lr was 0.0001 and is 0 now"),
     (("--lr-decay-style", "linear"), "--lr-decay-style was cosine and is linear now"),
