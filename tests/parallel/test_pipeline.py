@@ -62,7 +62,7 @@ Seen = tuple[str, int, int]
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """By rank: what the worker wrote."""
     directory = tmp_path_factory.mktemp("pipeline")
-    run_ranks(4, "tests.parallel.pipeline_worker", str(directory), timeout_seconds=240)
+    run_ranks(4, "tests.parallel.pipeline_worker", str(directory), timeout_seconds=600)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
 
 
