@@ -34,7 +34,7 @@ from mm.weights.views import Stored
 
 HIDDEN, FFN = 2048, 8192
 SHAPES = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (HIDDEN,), (HIDDEN,))
-"""Of a layer."""
+"""The weights of one layer."""
 
 
 def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ def rooms(text: str = TEXT) -> list[str]:
 
 
 def num_lines(room: str) -> int:
-    """Of Python below a room's path."""
+    """Lines of Python below a room's path."""
     files = (ROOT / room).rglob("*.py") if (ROOT / room).is_dir() else [ROOT / room]
     return sum(file.read_bytes().count(b"\n") for file in files)
 

@@ -19,7 +19,7 @@ from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 
 def environment_of(inputs: Path, name: str, **variables: str) -> dict[str, str]:
-    """Of the tiny script on two stages."""
+    """The environment of the tiny script on two stages."""
     return os.environ | {
         "MM_MODEL": str(inputs / "model_2.json"), "MM_DATA": str(inputs / "data.json"), "LOAD_PATH": str(inputs / "hf"),
         "SAVE_PATH": str(inputs / name / "save"), "LOG_DIR": str(inputs / name / "logs"), "MBS": "2",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _ID_CHARACTERS = 80
-"""Of an id in a message."""
+"""The most characters of an id that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class BadSample:
     dataset: str
     """The file that it is in."""
     line: int | None
-    """Of the file, from 1; None where it has no lines."""
+    """Its line in the file, counted from 1; None if the file has no lines."""
     index: int
     """In the file, from 0."""
     id: str | int | None

@@ -66,8 +66,8 @@ def rope_gradient(
 
 
 def logit_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its largest logit and the sum of e^(logit - largest), both [rows, 1] in fp32, and those numbers in
-    fp32.  Logits in fp32 are overwritten."""
+    """The largest logit of each row and the row's sum of e^(logit - largest), both [rows, 1] in fp32, and the
+    exponentials themselves in fp32.  Logits in fp32 are overwritten."""
     row_max = logits.amax(1, keepdim=True).float()
     found = exponentials(logits, row_max)
     return row_max, found.sum(1, keepdim=True), found

@@ -18,7 +18,7 @@ from torch import Tensor
 from mm.weights.memory import MemoryLayout
 
 BLOCK_BYTES = 16 << 20
-"""Of tensors in a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB a rank."""
+"""The size of a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB a rank."""
 NUM_BLOCKS = 3
 """In memory at a time: one comes to the host, one is summed, one is written."""
 _ALIGN_BYTES = 64

@@ -79,7 +79,7 @@ class Source:
     notes: tuple[str, ...] = ()
     """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
     base_crc32: int | None = None
-    """Of adapters, where it is stated: which model they were trained beside (``model_crc32`` in mm.conversion)."""
+    """The checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if it is stated."""
     base_name: str | None = None
     """Of PEFT's adapters: the directory, or the name on the hub, of that model."""
 

@@ -19,8 +19,8 @@ from tests.device.test_pointwise import fused_projection, tables, with_bias_grad
 LOSS_TOLERANCE = 1e-6  # measured 0
 GRADIENT_TOLERANCE = 1e-5  # measured 1.5e-6, relative, by norm of each gradient
 NUM_LEAVES, NUM_TOWERS = 10, 2
-"""Of SwiGLU and rope two each; of the norm four: with a summand and without, with a gradient of the sum and without; of
-the rows in another order and of the loss one each for a tower."""
+"""SwiGLU and rope have two each.  The norm has four: with and without a summand, and with and without a gradient of the
+sum.  Rows in another order, and the loss, have one each for a tower."""
 LANGUAGE = (2, 2, 12)
 """Groups, heads per group and size of a head in the small model's language model; 144 is the width of its SwiGLU."""
 

@@ -31,10 +31,10 @@ ROW = np.dtype([
     ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
     ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
 ])  # fmt: skip
-"""Of one record: its place (``mm.data.read.spans.Span``), its ``Lengths``, frames of videos, ``media_stamps`` of its
-files, and of ``EncodedText`` what it lost.  ``num_tokens`` is 0 where nothing was measured, ``BAD`` where the record
-cannot be used, and ``TOO_LONG`` where nothing of it would be left: then the tokens that it lost are those of
-``TooLongError``."""
+"""What the index keeps for one record: its place (``mm.data.read.spans.Span``), its ``Lengths``, its number of video
+frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if nothing was
+measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would be left; the dropped tokens are
+then those of ``TooLongError``."""
 COUNTED_FROM = {"end": "start"}
 """A record's end is near its beginning, which takes fewer bytes (``mm.data.index.rows``)."""
 BAD, TOO_LONG = -1, -2

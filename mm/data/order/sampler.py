@@ -36,7 +36,7 @@ class Shares:
     dp_size: int
     """Data-parallel ranks."""
     budget: Budget
-    """Of one pack."""
+    """The most that one pack may hold."""
     micro_batch_size: int = 1
     """Samples in a microbatch without packing."""
     unit: int = 1
@@ -89,7 +89,7 @@ def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int)
 
 
 def budget_of(run: Run) -> Budget:
-    """Of one pack."""
+    """The most that one pack of ``run`` may hold."""
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
