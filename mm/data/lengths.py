@@ -15,7 +15,7 @@ class HasLengths(Protocol):
     def __len__(self) -> int: ...
 
     def of(self, numbers: np.ndarray) -> "Lengths":
-        """Of some samples, in the given order; in memory."""
+        """The lengths of some samples, in the given order; in memory."""
         ...
 
 

@@ -20,7 +20,7 @@ class Inline:
 
     @property
     def digest(self) -> str:
-        """Of its bytes, wherever they stand: the name of the picture in caches and keys."""
+        """A digest of its bytes, wherever they stand: the name of the picture in caches and keys."""
         return hashlib.sha256(self.content).hexdigest()
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Video(_Shown):
     """Of a frame, like ``max_pixels``."""
     max_pixels: int | None = None
     total_pixels: int | None = None
-    """Of all frames together."""
+    """Pixels of all frames together."""
     video_start: float | None = None
     """Seconds from the beginning, like ``video_end``: what lies outside is not looked at."""
     video_end: float | None = None

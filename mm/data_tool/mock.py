@@ -22,11 +22,11 @@ class Mock:
 
     num_samples: int = 100
     num_images: int = 1
-    """Of a sample."""
+    """Pictures of each sample."""
     width: int = 640
     height: int = 480
     text_length: int = 256
-    """Of the answer: tokens where a tokenizer is given, words otherwise."""
+    """The answer's length: in tokens if a tokenizer is given, else in words."""
     num_pictures: int = 16
     """Different picture files; the samples share them."""
     seed: int = 1234

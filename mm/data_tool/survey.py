@@ -29,7 +29,7 @@ from mm.report import Histogram, Problem, Report, Table
 
 DP_SIZES = (8, 64)
 SAMPLES_OF_RANK = 32
-"""Of a global batch, if the dataset has so many."""
+"""Samples of a global batch, if the dataset has so many."""
 _NUM_STEPS = 4
 """Whose mean imbalance is told."""
 _NUM_AT_A_TIME = 64

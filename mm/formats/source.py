@@ -81,7 +81,7 @@ class Source:
     base_crc32: int | None = None
     """The checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if it is stated."""
     base_name: str | None = None
-    """Of PEFT's adapters: the directory, or the name on the hub, of that model."""
+    """The directory of that model, or its name on the hub, if PEFT's adapters state it."""
 
     @property
     def is_vit_only(self) -> bool:

@@ -109,7 +109,7 @@ class Manifest:
     run_id: str | None = None
     """The same in all checkpoints that one run saved into one directory; None where an older version saved it."""
     schedule: Mapping[str, Any] | None = None
-    """Of learning rates and weight decay; None where an older version saved it."""
+    """The schedule of learning rates and weight decay; None if an older version saved it."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

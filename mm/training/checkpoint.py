@@ -51,11 +51,11 @@ class Progress:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What ``load`` reports to the user."""
     best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
-    """Of the validations until then."""
+    """The best validation so far."""
     run_id: str | None = None
-    """Of the run that saves; None where an older version began it."""
+    """The id of the run that saves; None if an older version began it."""
     schedule: Schedule | None = None
-    """Of the learning rate; ``load`` leaves it to ``mm.training.schedule``, which asks the settings too."""
+    """The learning-rate schedule; ``load`` leaves it to ``mm.training.schedule``, which asks the settings too."""
 
 
 # Saving

@@ -56,7 +56,7 @@ class StepMetrics:
     epoch: float | None = None
     """How often the run has seen its training samples; None where their number is not known."""
     num_cached_images: int | None = None
-    """Of the images, those of which what the ViT makes came from --vision-feature-cache; None without it."""
+    """Images whose ViT features came from --vision-feature-cache; None without it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ScoreMetrics:
     num_questions: int
     """That count in it."""
     num_cut_answers: int
-    """Of all questions: they became too long."""
+    """Answers to any question that were cut for length."""
     answer_seconds: float
 
 

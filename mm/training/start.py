@@ -33,7 +33,7 @@ class Start:
     checkpoint: Path | None = None
     """The training checkpoint that holds them."""
     base: Mapping[str, Any] | None = None
-    """Of adapters: path and checksum of the model that they stand beside; None where that is random."""
+    """Path and checksum of the model that adapters stand beside; None if it is random or there are no adapters."""
 
 
 def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sources, Schedule]:

@@ -164,7 +164,7 @@ def numeral(activity: Activity, num_chunks: int) -> str:
 
 
 def count_chunks(records: Iterable[RankRecord]) -> int:
-    """Of each stage; 1 without virtual chunks."""
+    """Chunks of each stage; 1 without virtual chunks."""
     return max((span.activity.chunk or 0 for record in records for span in record.spans), default=0) + 1
 
 

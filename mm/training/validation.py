@@ -96,7 +96,7 @@ class Validator:
 def validate(
     parts: Parts, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
 ) -> ValidationLoss:
-    """Of the weights as they are, over the next ``num_plans`` plans of ``data``.
+    """The loss of the weights as they are, over the next ``num_plans`` plans of ``data``.
 
     Sums of microbatches are added exactly, so that it does not matter which replica computes which.
     """

@@ -59,7 +59,7 @@ class FeatureCache:
     vision: str
     """Fingerprint of the ViT: its weights, settings and dtype."""
     row_bytes: int
-    """Of a patch."""
+    """Bytes of one patch's features."""
 
     def look_up(self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor) -> Found:
         """What is there of ``media``.  A file that is damaged is told, deleted, and counts as absent.

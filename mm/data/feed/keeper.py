@@ -17,7 +17,7 @@ more in the next epoch."""
 
 
 class FeatureKeeper:
-    """Of one rank.  A picture or video that is there is not written again.
+    """One rank's writer of features.  A picture or video that is there is not written again.
 
     When the folder takes no more (it is full, or ``max_bytes`` are reached), that is said once, and training goes on.
     """

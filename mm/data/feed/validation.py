@@ -81,7 +81,7 @@ class ValidationPlan:
     num_of_all: int
     """Samples for validation; ``--eval-iters`` may allow fewer."""
     fingerprint: str
-    """Of the samples that are taken."""
+    """A fingerprint of the samples that are taken."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ValidationReader:
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
 
     def loader(self) -> StepLoader:
-        """Of one validation."""
+        """The loader of one validation."""
         steps = [step[self.dp_rank] for step in self.order.steps]
         args, data = self.run.args, self.run.data
         num_workers = min(args.num_workers, sum(map(len, steps)))

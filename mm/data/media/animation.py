@@ -67,7 +67,7 @@ def animation_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
 
 
 def _durations(path: str, image: Image.Image) -> Iterator[float]:
-    """Of each frame, in milliseconds."""
+    """The duration of each frame in milliseconds."""
     first, num_frames = _num_hidden(image), getattr(image, "n_frames", 1)
     if num_frames - first > MAX_FRAMES:
         raise UserError(f"{path}: has {num_frames} frames, more than {MAX_FRAMES}; cut it into parts.")
@@ -86,7 +86,7 @@ def _durations(path: str, image: Image.Image) -> Iterator[float]:
 
 
 def _webp_durations(path: str) -> list[int]:
-    """Of each frame, in milliseconds; Pillow would decode all frames to know them."""
+    """The duration of each frame in milliseconds; Pillow would decode all frames to know them."""
     found: list[int] = []
     with open(path, "rb") as file:
         file.seek(12)  # behind "RIFF", its size and "WEBP"

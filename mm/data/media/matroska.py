@@ -76,5 +76,5 @@ def _head(file: IO[bytes], place: int) -> tuple[int | None, int | None, int]:
 
 
 def _num_bytes(first: bytes) -> int:
-    """Of a number that begins with the byte ``first``: one more than the zero bits in front of it."""
+    """The length of a number that begins with the byte ``first``: one more than the zero bits in front of it."""
     return 9 - first[0].bit_length() if first else 0

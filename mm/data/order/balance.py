@@ -39,7 +39,7 @@ class HasSizes(Protocol):
         ...
 
     def of(self, numbers: np.ndarray) -> "Sizes":
-        """Of some of them, in the given order."""
+        """The sizes of some of them, in the given order."""
         ...
 
 
@@ -58,7 +58,7 @@ class Sizes:
         return self.costs
 
     def of(self, numbers: np.ndarray) -> "Sizes":
-        """Of some of them, in the given order."""
+        """The sizes of some of them, in the given order."""
         return Sizes(self.costs[numbers], self.num_tokens[numbers], self.num_patches[numbers])
 
 

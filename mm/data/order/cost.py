@@ -52,7 +52,7 @@ class SampleSizes:
         return max(0, largest.bit_length() - _MAX_BITS)
 
     def of(self, numbers: np.ndarray) -> Sizes:
-        """Of some samples, in the given order."""
+        """The sizes of some samples, in the given order."""
         lengths = self._lengths.of(numbers)
         costs = self._flops(lengths) >> self._num_dropped_bits
         return Sizes(costs, lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64))
