@@ -10,8 +10,9 @@ QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/p
 	tests/test_placement.py tests/test_batch.py tests/test_layering.py tests/test_architecture.py
 
 # Two files of tests at a time; most start processes of their own, so more would only wait for each other.  In the order
-# of their names: by the number of their tests, the long ones would come last, and one alone at the end.
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# of their names: by the number of their tests, the long ones would come last, and one alone at the end.  A test process
+# that dies ends the run and names its test: with loadfile, xdist waits for ever after it has replaced one.
+TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test quick lint clean
 

@@ -28,12 +28,18 @@ settings.register_profile("many", deadline=None, max_examples=300)
 settings.load_profile("no deadline")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say how a test process died: xdist itself does not say whether it was killed or exited."""
+    if error:
+        sys.stderr.write(f"\n{node.gateway.id}: {error}; exit status {node.gateway._io.popen.wait(10)}\n")
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Any]:
     """The mesh of the small model on the CPU in a process group of one.
 
-    One for all tests of this process: every group has threads and open files of its own, and takes them along when it
-    is forgotten.
+    One for all tests of this process: its groups have sixty threads.
     """
     from mm.device.device import Device
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _world
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
@@ -267,11 +267,19 @@ def _my_group(
 
 
 def stop_mesh() -> None:
-    """Forget the groups of ``build_mesh``, keeping the process group itself."""
+    """Destroy the groups of ``build_mesh``, keeping the process group itself.  Every rank must.
+
+    A gloo group is a thread that wakes a hundred times a second, and sockets: torch keeps both until the group is
+    destroyed, even if nobody refers to it any more.
+    """
     parallel_state.destroy_model_parallel()
+    dist.barrier()  # no rank closes a connection that another one still reads
+    made = [group for group in _world.pg_names if group is not dist.group.WORLD]
+    for group in sorted(made, key=_world.pg_names.__getitem__):
+        dist.destroy_process_group(group)
 
 
 def stop() -> None:
-    """Leave the process group."""
-    stop_mesh()
+    """Leave the process group, and destroy all groups."""
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

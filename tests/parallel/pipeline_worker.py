@@ -202,12 +202,16 @@ def count_known_reads() -> int:
 def main(directory: str) -> None:
     from datetime import timedelta
 
+    import psutil
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    dist.barrier()
+    before = psutil.Process().num_threads()
     found = {case.name: run_case(case) for case in CASES}
+    found["num_more_threads"] = psutil.Process().num_threads() - before
     found["num_known_reads"] = count_known_reads()
     found["runs_ahead"] = runs_ahead(next(case for case in CASES if case.name == "vision-and-projector-frozen"))
     found["runs_to_its_limit"] = runs_to_its_limit(next(case for case in CASES if case.name == "frozen-twice"))

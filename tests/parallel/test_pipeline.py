@@ -230,6 +230,11 @@ def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
     assert [rank[case.name]["num_read_back"] for rank in found] == [0] * 4
 
 
+def test_stopped_groups_leave_no_threads(found: list[dict]):
+    """Each mesh has about sixty of gloo's: of all cases together there were thousands, which left no time for work."""
+    assert [rank["num_more_threads"] < 10 for rank in found] == [True] * 4, [rank["num_more_threads"] for rank in found]
+
+
 @pytest.fixture(scope="module")
 def whole_model(one_rank: Any):
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
