@@ -71,7 +71,7 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (130, ""), err
     assert re.fullmatch("Interrupted: finished indexes and pages are kept; [^\n]*\n", err)
     assert not list(inputs.rglob("*.npy"))
 

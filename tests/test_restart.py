@@ -91,9 +91,9 @@ def test_ranks_and_data_workers_end_with_a_killed_launcher(tmp_path: Path) -> No
         while launcher.poll() is None and not (rows.is_file() and rows.read_text().count("\n") > 1):
             time.sleep(0.1)
         others = launcher.children(recursive=True)
+        names = [" ".join(one.cmdline()) for one in others]
         launcher.kill()
         launcher.wait()
-    names = [" ".join(one.cmdline()) for one in others if one.is_running()]
     _, left = psutil.wait_procs(others, timeout=60)
     for one in left:
         one.kill()
