@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.bench import OURS, Bench, relative_difference, with_backward
-from benchmarks.workload import mixed_samples, num_tokens
 from mm.device.attention import Segments
 from mm.model.positions import plan_vision
+from tests.workload import mixed_samples, num_tokens
 
 LOOP, MASK = "SDPA, segment by segment", "SDPA, one masked call"
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Clock, Records
-from benchmarks.workload import SAMPLE, TINY_SAMPLE, Sample
 from mm.config.model import ModelConfig, read_model
 from mm.device.device import Device
+from tests.workload import SAMPLE, TINY_SAMPLE, Sample
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 OURS = "ours"

@@ -24,9 +24,9 @@ from benchmarks.attention_kernels import attention
 from benchmarks.bench import OURS, Bench, Form, with_backward
 from benchmarks.measure import Records
 from benchmarks.pointwise_kernels import pointwise
-from benchmarks.workload import num_patches, num_tokens
 from mm.device.device import Device
 from mm.weights.table import model_weights
+from tests.workload import num_patches, num_tokens
 
 CEILING_SIDE, CEILING_COPY_BYTES = 8192, 4 << 30
 TINY_CEILING_SIDE, TINY_CEILING_COPY_BYTES = 256, 4 << 20

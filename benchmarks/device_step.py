@@ -23,11 +23,11 @@ from typing import Any
 from benchmarks.floors import ExpectedMemory, Params, hardware_flops
 from benchmarks.measure import Clock, Memory, Phases, Records, append, profiled, reset_peak_memory, versions
 from benchmarks.results import OURS, PEER, Results, together
-from benchmarks.workload import equal_samples, mixed_samples
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.flops import training_flops
+from tests.workload import equal_samples, mixed_samples
 
 NUM_WARMUP, NUM_TIMED = 3, 7
 DEFAULT_TOKENS = {"7b": 4096}

@@ -18,13 +18,11 @@ from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.cpu_step import peer_batches
 from benchmarks.ranks import free_port
-from benchmarks.workload import Sample
-from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, StepPlan
+from mm.batch import BatchTotals, Microbatch, StepPlan
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.device.device import Device
 from mm.model.load import set_weight
-from mm.model.positions import mrope_positions
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
@@ -34,8 +32,6 @@ from mm.weights.names import published_name
 from mm.weights.table import fuse, model_weights
 
 LR = 1e-5
-NUM_TEXT_IDS = 200
-"""Text is drawn from ids below this: no special token of any size is among them."""
 EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 
 
@@ -97,35 +93,6 @@ def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
         vision_end_token_id=model.vision_start_token_id + 1,
         tie_word_embeddings=language.tied,
     )
-
-
-def random_microbatch(model: ModelConfig, samples: list[Sample], seed: int) -> Microbatch:
-    """Packed samples of random text and random pixels; the second half of each text is the answer."""
-    generator = torch.Generator().manual_seed(seed)
-    merge = model.vision.spatial_merge_size**2
-    ids, labels, positions = [], [], []
-    for grids, num_text in samples:
-        spans = [
-            torch.tensor([model.vision_start_token_id, *[model.image_token_id] * (t * h * w // merge),
-                          model.vision_start_token_id + 1])
-            for t, h, w in grids
-        ]  # fmt: skip
-        ids.append(torch.cat([*spans, torch.randint(0, NUM_TEXT_IDS, (num_text,), generator=generator)]))
-        shifted = torch.full_like(ids[-1], IGNORE_INDEX)
-        shifted[-num_text // 2 : -1] = ids[-1][-num_text // 2 + 1 :]
-        labels.append(shifted)
-        positions.append(mrope_positions(ids[-1], grids, model.image_token_id, model.vision_start_token_id,
-                                         model.vision.spatial_merge_size))  # fmt: skip
-    all_grids = tuple(grid for grids, _ in samples for grid in grids)
-    num_patches = sum(t * h * w for t, h, w in all_grids)
-    pixels = torch.randint(0, 256, (num_patches, model.vision.patch_elements), generator=generator, dtype=torch.uint8)
-    return Microbatch(
-        torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), tuple(map(len, ids)), all_grids,
-        pixels if all_grids else None, normalisations=(NORMALISATION,) * len(all_grids),
-    )
-
-
-NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 
 
 def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import Any
 from benchmarks.ranks import run_ranks
 from mm.parallel.activity import Work
 from mm.parallel.simulation import SlotCost, step_cost
-from mm.placement import Message
 from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
@@ -91,49 +89,15 @@ def model_of(case: Case, sizes: dict[str, int]) -> Any:
 
 
 def plan_of(case: Case, model: Any) -> Any:
-    from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.data.order.sequence import in_pipeline_order
+    from tests.microbatches import random_microbatch
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
     factors = [spread[(5 * number) % 8] for number in range(NUM_MICROBATCHES)]
     grids = (IMAGE,) if case.has_images else ()
     batch = [random_microbatch(model, [(grids, int(TOKENS * factor))], seed) for seed, factor in enumerate(factors)]
     return StepPlan(tuple(in_pipeline_order(model, batch)), BatchTotals.of(batch, model.vision))
-
-
-def stand_in(chunk: Any, work: Callable[[bool], object]) -> None:
-    """Let ``chunk`` call ``work`` in place of each of its forward (True) and backward passes, and send zeros."""
-    import torch
-
-    class Pass(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            work(True)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            work(False)
-            return gradient
-
-    vision, language = chunk.model.vision, chunk.model.language
-    trains = any(parameter.requires_grad for parameter in chunk.parameters())
-
-    def forward(inputs: Any, received: torch.Tensor | None) -> torch.Tensor:
-        x = torch.zeros((), requires_grad=trains)
-        x = Pass.apply(x if received is None else x + received.sum() * 0.0)
-        rows = None
-        match chunk.spec.sends:
-            case Message.PATCHES if inputs.vision is not None:
-                rows = len(inputs.vision.plan.positions), vision.hidden_size
-            case Message.VISUAL_TOKENS if inputs.vision is not None:
-                rows = len(inputs.vision.plan.positions) // vision.spatial_merge_size**2, language.hidden_size
-            case Message.HIDDEN_STATES:
-                rows = len(inputs.language.cos), language.hidden_size
-        return x if rows is None else x + torch.zeros(rows)  # x alone: in place of the loss, or where nothing crosses
-
-    chunk.forward = forward
 
 
 def sleep(is_forward: bool, num_chunks: int) -> None:
@@ -156,6 +120,7 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
     from mm.training.recorder import Recorder
     from mm.training.step import Parts, forward_backward
     from mm.training.timeline import seconds_of
+    from tests.parallel.messages import stand_in
 
     torch.set_num_threads(1)
     model = model_of(case, sizes)

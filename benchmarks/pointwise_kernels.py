@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bench import OURS, Bench, with_backward
-from benchmarks.workload import num_patches, num_tokens
 from mm.config.model import LanguageConfig, VisionConfig
+from tests.workload import num_patches, num_tokens
 
 PLAIN, COMPILED = "plain torch", "plain torch, compiled"
 

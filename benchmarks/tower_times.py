@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.bench import OURS, Bench, relative_difference
 from benchmarks.measure import Timing
 from benchmarks.one_device import Ours, Peer, model_config, random_microbatch, random_tensors
-from benchmarks.workload import num_tokens
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.flops import forward_flops
 from mm.parallel.megatron import DTYPES
+from tests.workload import num_tokens
 
 PEER = "transformers"
 NUM_WARMUP, NUM_TIMED = 3, 9

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import workload
 from benchmarks.convert import reads
 from benchmarks.device_hour import STEPS, Step, chosen, run
 from benchmarks.floors import ExpectedMemory, Params
@@ -21,6 +20,7 @@ from benchmarks.render import BEGIN, END, block, put
 from benchmarks.results import OURS, PEER, Results
 from mm.batch import BatchTotals
 from mm.config.model import read_model
+from tests import workload
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 

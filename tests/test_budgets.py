@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.meta_device import PHASES
-from benchmarks.meta_step import Case, Trace, main, report, trace
 from mm.plan.memory import Rows, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
+from tests.meta.device import PHASES
+from tests.meta.step import Case, Trace, main, report, trace
 
 
 class Budget(NamedTuple):

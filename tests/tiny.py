@@ -4,19 +4,18 @@ The transformers side is the oracle of the parity tests: it sees each sample alo
 positions.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
+from mm.batch import Grid, Microbatch
 from mm.config.flags import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from mm.model.positions import VideoTimes, mrope_positions
+from mm.model.positions import VideoTimes
 from mm.placement import PipelineLayout
 from mm.weights.names import published_name
 from mm.weights.table import Fusion, Weight, fuse, local_shape
+from tests.microbatches import NUM_TEXT_IDS, RawSample, packed, random_pixels
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 TOKENS_PER_SECOND = 4  # transformers' default
@@ -33,16 +32,19 @@ def our_config(
     freeze_modules: tuple[str, ...] = (),
     trainable_modules: tuple[str, ...] = (),
 ) -> ModelConfig:
-    """The small model on the given layout; ``freeze`` names frozen parts, ``freeze_layers`` has layers of ViT, LLM."""
+    """The small model with the layers of the given layout.
+
+    ``freeze`` names frozen parts, ``freeze_layers`` has layers of the ViT and of the LLM.
+    """
     return ModelConfig(
         vision=VisionConfig(
-            num_layers=NUM_VISION_LAYERS,
+            num_layers=sum(map(sum, vision_layout)),
             pipeline_num_layers=vision_layout,
             hidden_size=32,
             ffn_hidden_size=42,
             num_attention_heads=4,
             window_attn_size=56,
-            fullatt_block_indexes=(1, 3),
+            fullatt_block_indexes=tuple(layer for layer in (1, 3) if layer < sum(map(sum, vision_layout))),
             freeze="vision" in freeze,
             freeze_layers=freeze_layers[0],
         ),
@@ -50,7 +52,7 @@ def our_config(
             input_size=32, ffn_hidden_size=128, hidden_size=48, freeze="projector" in freeze
         ),
         language=LanguageConfig(
-            num_layers=NUM_LANGUAGE_LAYERS,
+            num_layers=sum(map(sum, language_layout)),
             pipeline_num_layers=language_layout,
             hidden_size=48,
             ffn_hidden_size=72,
@@ -143,38 +145,12 @@ def without_padding(weight: Weight, held: Tensor, tp_size: int) -> Tensor:
     return torch.cat([block.narrow(weight.tp_dim, 0, size) for block in blocks], dim=weight.tp_dim)
 
 
-@dataclass(frozen=True)
-class RawSample:
-    """One unpacked sample."""
-
-    token_ids: Tensor
-    is_target: Tensor
-    """bool: positions whose token is to be predicted."""
-    grids: tuple[Grid, ...]
-    pixels: Tensor | None
-    """uint8"""
-
-    @property
-    def pixel_values(self) -> Tensor | None:
-        """As transformers takes them."""
-        return None if self.pixels is None else normalised(self.pixels, NORMALISATION.constants())
-
-    @property
-    def videos(self) -> VideoTimes:
-        """More than one slice in time makes a video of a grid; each has seconds of its own, odd ones."""
-        return VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(0.37 * t + 0.01 * h if t > 1 else None
-                                                          for t, h, _ in self.grids))
-
-
-NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
-
-
 def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
     """Text with the images and videos somewhere before its end; the last two thirds after them are to be learnt.
 
     A single token without anything before it has nothing to learn.
     """
-    text = torch.randint(0, 200, (num_text_tokens,), generator=generator)
+    text = torch.randint(0, NUM_TEXT_IDS, (num_text_tokens,), generator=generator)
     parts, targets = [text[:3]], [torch.zeros(len(text[:3]), dtype=torch.bool)]
     for t, h, w in grids:
         span = torch.tensor([VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END])
@@ -183,29 +159,15 @@ def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_
     rest = text[3:]
     parts.append(rest)
     targets.append(torch.arange(len(rest)) >= len(rest) // 3)
-    num_patches = sum(t * h * w for t, h, w in grids)
-    pixels = torch.randint(0, 256, (num_patches, 1176), generator=generator, dtype=torch.uint8) if grids else None
-    return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels)
+    # more than one slice in time makes a video of a grid; each has seconds of its own, odd ones
+    videos = VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(0.37 * t + 0.01 * h if t > 1 else None for t, h, _ in grids))
+    pixels = random_pixels(grids, 1176, generator)
+    return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels, videos)
 
 
 def microbatch(samples: list[RawSample]) -> Microbatch:
     """Pack ``samples`` in the order given."""
-    labels, positions = [], []
-    for sample in samples:
-        shifted = torch.full_like(sample.token_ids, IGNORE_INDEX)
-        shifted[:-1][sample.is_target[1:]] = sample.token_ids[1:][sample.is_target[1:]]
-        labels.append(shifted)
-        positions.append(mrope_positions(sample.token_ids, sample.grids, IMAGE, VISION_START, 2, sample.videos))
-    pixels = [sample.pixels for sample in samples if sample.pixels is not None]
-    return Microbatch(
-        token_ids=torch.cat([sample.token_ids for sample in samples]),
-        labels=torch.cat(labels),
-        positions=torch.cat(positions, dim=1),
-        segment_lengths=tuple(len(sample.token_ids) for sample in samples),
-        image_grids=tuple(grid for sample in samples for grid in sample.grids),
-        pixel_values=torch.cat(pixels) if pixels else None,
-        normalisations=(NORMALISATION,) * sum(len(sample.grids) for sample in samples),
-    )
+    return packed(samples, our_config(((NUM_VISION_LAYERS,),), ((NUM_LANGUAGE_LAYERS,),)))
 
 
 def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> Tensor:
@@ -218,7 +180,7 @@ def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> T
         if numbers:
             values = torch.cat([pixels[number] for number in numbers])
             extra |= dict(zip(names, (values, torch.tensor([sample.grids[number] for number in numbers])), strict=True))
-    seconds = [one for one in sample.videos.seconds if one is not None]
+    seconds = [one for one in sample.videos.seconds if one is not None] if sample.videos else []
     if seconds:
         extra["second_per_grid_ts"] = torch.tensor(seconds)
     return model(

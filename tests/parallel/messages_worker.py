@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.messages import VISION, Layout, Mode, programs_of
 from mm.device.device import Device
+from tests.parallel.messages import VISION, Layout, Mode, programs_of
 
 MODES = tuple(Mode(starts_ahead, forward_only) for forward_only in (False, True) for starts_ahead in (True, False))
 LAYOUTS = {

@@ -24,7 +24,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.context_axis import own_pixels  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
@@ -43,6 +42,7 @@ from mm.weights.names import published_name  # noqa: E402
 from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.files import write_whole  # noqa: E402
+from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402
     CASES,
     GROUP_FLAGS,

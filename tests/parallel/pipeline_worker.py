@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.messages import recording
 from mm.device.device import Device
 from tests.parallel.cases import Case
+from tests.parallel.messages import recording
 from tests.parallel.trace import Trace, counting
 
 FEW: dict[str, Any] = {"grids": (((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4)), ()), "micro_batch_size": 1}

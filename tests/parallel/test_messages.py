@@ -1,6 +1,6 @@
 """The messages of all stages pass under NCCL's rules, whenever a stage asks for them.
 
-gloo would not show an order that hangs on a device; ``benchmarks.message_replay`` says what the rules are.
+gloo would not show an order that hangs on a device; ``tests.parallel.replay`` says what the rules are.
 """
 
 import pickle
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.message_replay import Compute, Message, Program, Replay, Start, Wait, replay
-from benchmarks.messages import Mode
 from mm.device.device import Device
 from mm.device.kernels import kernels_of
 from tests.launch import run_ranks
+from tests.parallel.messages import Mode
 from tests.parallel.messages_worker import LAYOUTS, MAX_CTAS, MODES
+from tests.parallel.replay import Compute, Message, Program, Replay, Start, Wait, replay
 
 AHEAD, WHEN_WANTED = Mode(starts_ahead=True), Mode(starts_ahead=False)
 

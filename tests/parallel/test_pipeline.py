@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.message_replay import Event, Message, Program, Start, Wait, replay
 from mm.batch import BatchTotals
 from mm.data.feed.owner import deal_images
 from mm.device.device import Device
@@ -21,6 +20,7 @@ from mm.parallel.pieces import piece_of
 from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
+from tests.parallel.replay import Event, Message, Program, Start, Wait, replay
 from tests.tiny import RawSample, microbatch, our_config, random_sample
 
 NOTHING, PATCHES, VISUAL, HIDDEN = "nothing", "patches", "visual tokens", "hidden states"

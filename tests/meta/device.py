@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
 from mm.device.device import Device
 from mm.device.kernels import Kernels, kernels_of
 from mm.device.pointwise import SUMMED_ROWS
 from mm.device.shims import CPU_SHIMS, Shim, apply_shims
 from mm.device.side import SideQueue
+from tests.meta.kernels import fused_rms_norm, sdpa, varlen_attn
 
 META = torch.device("meta")
 PHASES = ("zero", "prepare", "forward", "backward", "update")

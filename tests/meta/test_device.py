@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.meta_device import META, MetaDevice, Recorder, Tally
-from benchmarks.meta_kernels import fused_rms_norm, sdpa, varlen_attn
+from tests.meta.device import META, MetaDevice, Recorder, Tally
+from tests.meta.kernels import fused_rms_norm, sdpa, varlen_attn
 
 ROWS, WIDTH = 8, 16
 X_BYTES = ROWS * WIDTH * 4

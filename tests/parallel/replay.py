@@ -11,7 +11,7 @@ The rules, which are HCCL's too:
 - The host starts batches ahead of the device.  Only the first message from one rank to another in a group holds it up:
   until the other host has come to its half, because the two connect.
 
-Pure arithmetic on programs; what a real step does: ``benchmarks.message_programs``.
+Pure arithmetic on programs; what a real step does: ``tests.parallel.messages``.
 """
 
 from collections import defaultdict

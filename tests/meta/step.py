@@ -1,6 +1,6 @@
 """What one training step of a real size would do on a CUDA device, counted on the meta device in seconds.
 
-    python -m benchmarks.meta_step --size 3b --tokens 8268 [--freeze vision projector] [--recompute full] [--output F]
+    python -m tests.meta.step --size 3b --tokens 8268 [--freeze vision projector] [--recompute full] [--output F]
 
 The real stage, megatron's DDP, the schedule and the optimizer's step run on tensors without values.  Counted are
 kernels, bytes read and written, FLOPs and host reads by phase and operator, and the memory that lives.  Nothing is
@@ -18,12 +18,12 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from benchmarks.meta_device import PHASES, MetaDevice, Recorder, Tally, prepare
-from benchmarks.workload import SAMPLE, SAMPLE_TOKENS
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from tests.files import EXAMPLES
+from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
+from tests.workload import SAMPLE, SAMPLE_TOKENS
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 RECOMPUTE = {
     "none": RecomputeConfig(),
     "selective": RecomputeConfig("selective"),
@@ -134,8 +134,6 @@ def trace(case: Case) -> Trace:
 
 
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
-    from benchmarks.context_axis import own_pixels
-    from benchmarks.one_device import random_microbatch
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
     from mm.data.feed.owner import deal_images
@@ -143,6 +141,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.model.stage import Chunk, Stage
     from mm.parallel.schedule import run_forward
     from mm.training.step import Parts, step
+    from tests.microbatches import own_pixels, random_microbatch
 
     def tell(chunk: Chunk, phase: str) -> None:
         """``chunk`` tells the recorder when it is in ``phase``."""
