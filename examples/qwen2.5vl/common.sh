@@ -1,7 +1,8 @@
 # What all scripts share: environment, nodes, launch, and of training scripts the figures at the end.
 #
 # A script that trains sets NPUS_PER_NODE, NNODES, TP, PP, CP, MBS and GRAD_ACC_STEP (each overridable from the
-# environment), calls `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS, and ends with `launch "$@"`.
+# environment), calls `derive_sizes`, fills the arrays GPT_ARGS, MM_ARGS and OUTPUT_ARGS by `training_args` (and
+# `published_args`), adds what only its model needs, and ends with `launch "$@"`.
 # One that asks the model sets NPUS_PER_NODE, NNODES, TP, PP, MM_MODEL and LOAD_PATH, and ends with `ask PROGRAM "$@"`.
 #
 # The global batch is MBS x GRAD_ACC_STEP x DP samples; GBS given alone decides GRAD_ACC_STEP.  How the batch is cut
@@ -137,6 +138,66 @@ derive_sizes() {
         0) OVERLAP_ARGS=() ;;
         *) fail "OVERLAP is '$OVERLAP'; expected 1 or 0" ;;
     esac
+}
+
+# training_args: GPT_ARGS, MM_ARGS and OUTPUT_ARGS with what every training has, from the variables of the script.
+training_args() {
+    GPT_ARGS=(
+        --tensor-model-parallel-size "$TP"
+        --pipeline-model-parallel-size "$PP"
+        --context-parallel-size "$CP"
+        --micro-batch-size "$MBS"
+        --global-batch-size "$GBS"
+        --seq-length "$SEQ_LENGTH"
+        --lr "$LR"
+        --lr-decay-style cosine
+        --weight-decay 0
+        "${LENGTH_ARGS[@]}"
+        --lr-warmup-fraction 0.1
+        --adam-beta1 0.9
+        --adam-beta2 0.999
+        --seed 42
+        --use-distributed-optimizer
+    )
+    MM_ARGS=(
+        --mm-data "$MM_DATA"
+        --mm-model "$MM_MODEL"
+    )
+    OUTPUT_ARGS=(
+        --log-interval 1
+        --save-interval "$SAVE_INTERVAL"
+        --keep-last-checkpoints "$KEEP_CHECKPOINTS"
+        --save "$SAVE_PATH"
+        --log-tps
+    )
+}
+
+# published_args: what MindSpeed-MM's scripts of the published sizes have besides, on devices in bf16.
+published_args() {
+    GPT_ARGS+=(
+        --use-mcore-models
+        --context-parallel-algo ulysses_cp_algo
+        --tokenizer-type NullTokenizer
+        --make-vocab-size-divisible-by 1
+        --normalization RMSNorm
+        --use-fused-rmsnorm
+        --swiglu
+        --use-fused-swiglu
+        --no-masked-softmax-fusion
+        --clip-grad 0.0
+        --bf16
+        --use-flash-attn
+        "${OVERLAP_ARGS[@]}"
+        --num-workers 8
+        --distributed-timeout-minutes 20
+        --distributed-backend nccl
+    )
+    MM_ARGS+=(--mm-tool "$MM_TOOL")
+    OUTPUT_ARGS+=(
+        --eval-interval 10000
+        --eval-iters 5000
+        --ckpt-format torch
+    )
 }
 
 # launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.

@@ -27,55 +27,11 @@ KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-1.0e-5}
 derive_sizes
 
-# The sizes of the model stand in model_7b.json; how to train it stands here.
-GPT_ARGS=(
-    --use-mcore-models
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
-    --context-parallel-size "$CP"
-    --context-parallel-algo ulysses_cp_algo
-    --micro-batch-size "$MBS"
-    --global-batch-size "$GBS"
-    --tokenizer-type NullTokenizer
+# The sizes of the model stand in model_7b.json; how to train it stands in common.sh, and here what differs.
+training_args
+published_args
+GPT_ARGS+=(
     --vocab-size 152064
-    --seq-length "$SEQ_LENGTH"
-    --make-vocab-size-divisible-by 1
-    --normalization RMSNorm
-    --use-fused-rmsnorm
-    --swiglu
-    --use-fused-swiglu
-    --no-masked-softmax-fusion
-    --lr "$LR"
-    --lr-decay-style cosine
-    --weight-decay 0
-    "${LENGTH_ARGS[@]}"
-    --lr-warmup-fraction 0.1
-    --clip-grad 0.0
-    --adam-beta1 0.9
-    --adam-beta2 0.999
-    --seed 42
-    --bf16
-    --use-flash-attn
     --variable-seq-lengths
-    --use-distributed-optimizer
-    "${OVERLAP_ARGS[@]}"
-    --num-workers 8
-    --distributed-timeout-minutes 20
-    --distributed-backend nccl
-)
-MM_ARGS=(
-    --mm-data "$MM_DATA"
-    --mm-model "$MM_MODEL"
-    --mm-tool "$MM_TOOL"
-)
-OUTPUT_ARGS=(
-    --log-interval 1
-    --save-interval "$SAVE_INTERVAL"
-    --keep-last-checkpoints "$KEEP_CHECKPOINTS"
-    --eval-interval 10000
-    --eval-iters 5000
-    --save "$SAVE_PATH"
-    --ckpt-format torch
-    --log-tps
 )
 launch "$@"

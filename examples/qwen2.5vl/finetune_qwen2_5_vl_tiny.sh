@@ -24,38 +24,13 @@ KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-2.0e-3}
 derive_sizes
 
-# The sizes of the model stand in model_tiny.json; how to train it stands here.
-GPT_ARGS=(
+# The sizes of the model stand in model_tiny.json; how to train it stands in common.sh, and here what differs.
+training_args
+GPT_ARGS+=(
     --device "${DEVICE:-cpu}"
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
-    --context-parallel-size "$CP"
-    --micro-batch-size "$MBS"
-    --global-batch-size "$GBS"
-    --seq-length "$SEQ_LENGTH"
-    --lr "$LR"
-    --lr-decay-style cosine
-    --weight-decay 0
-    "${LENGTH_ARGS[@]}"
-    --lr-warmup-fraction 0.1
     --clip-grad 1.0
     --calculate-per-token-loss
-    --adam-beta1 0.9
-    --adam-beta2 0.999
-    --seed 42
-    --use-distributed-optimizer
     --num-workers 0
 )
-MM_ARGS=(
-    --mm-data "$MM_DATA"
-    --mm-model "$MM_MODEL"
-)
-OUTPUT_ARGS=(
-    --log-interval 1
-    --save-interval "$SAVE_INTERVAL"
-    --keep-last-checkpoints "$KEEP_CHECKPOINTS"
-    --save "$SAVE_PATH"
-    --log-dir "$LOG_DIR"
-    --log-tps
-)
+OUTPUT_ARGS+=(--log-dir "$LOG_DIR")
 launch "$@"
