@@ -29,12 +29,13 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.measure import command, median_ratio, num_cores, shipped_model, table, tell
+
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}
 MAX_MEMORY_BYTES = 512 << 20
 SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 16 << 20
 SAMPLE_SECONDS = 0.02
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 BF16_BYTES = 2
 
 SIZES = {
@@ -208,37 +209,35 @@ def measure(size: str, rounds: int, folder: Path, caches: list[str]) -> dict:
         for _ in range(rounds):
             for name, found in taken.items():
                 found.append(timed(name, size, source, made, target, kind == "cold"))
-        copies = [one["seconds"] for one in taken["copy"]]
-        results[kind] = {"copy": {"seconds": round(statistics.median(copies), 2)}}
-        for name in names:
-            ratios = [one["seconds"] / copy for one, copy in zip(taken[name], copies, strict=True)]
-            results[kind][name] = {
-                "seconds": round(statistics.median(one["seconds"] for one in taken[name]), 2),
-                "ratio": round(statistics.median(ratios), 2),
-                "ratio_least_largest": [round(min(ratios), 2), round(max(ratios), 2)],
-                "memory_mib": max(one["memory_bytes"] for one in taken[name]) >> 20,
+        seconds = {name: [one["seconds"] for one in runs] for name, runs in taken.items()}
+        results[kind] = {
+            name: {
+                "seconds": statistics.median(seconds[name]),
+                "ratio": median_ratio(seconds[name], seconds["copy"]),
+                "memory_mib": max(one["memory_bytes"] for one in runs) >> 20,
             }
+            for name, runs in taken.items()
+        }
     return results
 
 
 def reads(size: str, tp_size: int = 2, replicas: Sequence[int] = (1, 8, 64)) -> str:
     """A table of what ranks of the example's stages read, where each replica reads its own weights and where all read
     them once."""
-    from mm.config.model import read_model
     from mm.weights.memory import memory_shape
     from mm.weights.readers import readers
     from mm.weights.table import local_shape, stage_weights
 
-    model = read_model(EXAMPLES / f"model_{size}.json").value
+    model = shipped_model(size)
     placement = model.placement()
     stages = [[weight for spec in placement.slots if spec.stage == stage for weight in stage_weights(model, spec)]
               for stage in range(placement.num_stages)]
     read_bytes = [[BF16_BYTES * math.prod(local_shape(weight, tp_size)) for weight in stage] for stage in stages]
     memory_bytes = [[BF16_BYTES * math.prod(memory_shape(weight, tp_size)) for weight in stage] for stage in stages]
     one_replica = [sum(stage) for stage in read_bytes]
-    lines = [f"| TP {tp_size} PP {len(stages)} at DP | not shared: most per rank | total | shared: most per rank "
-             "| total |",
-             "| --- | --- | --- | --- | --- |"]
+    head = (f"TP {tp_size} PP {len(stages)} at DP", "not shared: most per rank", "total", "shared: most per rank",
+            "total")  # fmt: skip
+    rows = []
     for num_replicas in replicas:
         shares = []
         for read, memory in zip(read_bytes, memory_bytes, strict=True):
@@ -246,12 +245,12 @@ def reads(size: str, tp_size: int = 2, replicas: Sequence[int] = (1, 8, 64)) -> 
             shares += [sum(one for one, reader in zip(read, chosen, strict=True) if reader == rank)
                        for rank in range(num_replicas)]
         figures = (max(one_replica), num_replicas * tp_size * sum(one_replica), max(shares), tp_size * sum(shares))
-        lines.append(f"| {num_replicas} | " + " | ".join(f"{figure / 1e9:,.2f} GB" for figure in figures) + " |")
-    return "\n".join(lines)
+        rows.append((num_replicas, *(f"{figure / 1e9:,.2f} GB" for figure in figures)))
+    return "\n".join(table(head, rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--size", choices=SIZES, default="3b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--caches", nargs="+", choices=MAX_RATIO, default=list(MAX_RATIO),
@@ -260,20 +259,20 @@ def main() -> int:
     parser.add_argument("--folder", help="where to make the files (default: the temporary directory)")
     for name in ("child", "source", "made", "target"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments)
+    flags = parser.parse_args()
+    if flags.child:
+        child(flags)
         return 0
-    if arguments.reads:
-        print(reads(arguments.reads))
+    if flags.reads:
+        print(reads(flags.reads))
         return 0
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        results = measure(arguments.size, arguments.rounds, Path(folder), arguments.caches)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))}
-    print(json.dumps({"size": arguments.size, "rounds": arguments.rounds, **machine, **results}, indent=1))
+    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
+        results = measure(flags.size, flags.rounds, Path(folder), flags.caches)
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": num_cores()}
+    tell({"size": flags.size, "rounds": flags.rounds, **machine, **results}, flags.output)
     missed = [
         name for kind in results for name, one in results[kind].items()
-        if name != "copy" and (one["ratio"] > MAX_RATIO[kind] or one["memory_mib"] << 20 > MAX_MEMORY_BYTES)
+        if name != "copy" and (one["ratio"]["median"] > MAX_RATIO[kind] or one["memory_mib"] << 20 > MAX_MEMORY_BYTES)
     ]
     return int(bool(missed))
 

@@ -1,29 +1,70 @@
-"""How the benchmarks of one device measure and keep what they found: a clock, and a file of JSON lines."""
+"""How all benchmarks measure and tell: clocks, medians and ratios, memory, ranks, tables, and the JSON at the end."""
 
+import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mm.device.device import Device
+from mm.config.model import ModelConfig, read_model
+from tests.files import EXAMPLES
+from tests.launch import free_port
 
+if TYPE_CHECKING:
+    from mm.device.device import Device
+
+SIZES = ("tiny", "3b", "7b", "32b", "72b")
+DEVICES = ("auto", "npu", "cuda", "cpu")
 MIN_REPEATS, MAX_REPEATS = 3, 50
 CACHE_BYTES = 256 << 20
 """Written between two repeats on an accelerator: more than any device's last cache, so that inputs come from memory."""
 
 
+# The command and its answer
+
+
+def command(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the module."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    return parser
+
+
+def tell(found: Any, output: Path | None, *, prints: bool = True) -> None:
+    """Print ``found`` as JSON, and write it to ``output`` where that is given."""
+    text = json.dumps(found, indent=1)
+    if prints:
+        print(text, flush=True)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown; none without rows."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    head = list(head)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)] if lines else []
+
+
+def shipped_model(size: str) -> ModelConfig:
+    """The model JSON of the example of that size."""
+    return read_model(EXAMPLES / f"model_{size}.json").value
+
+
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a figure depends on."""
-    names = ("torch", "megatron-core", "transformers", "torch_npu", "flash_attn")
+    """Versions of Python and of the packages that a figure depends on."""
+    names = ("torch", "megatron-core", "transformers", "numpy", "torch_npu", "flash_attn")
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -33,33 +74,41 @@ def versions() -> dict[str, str]:
     return found
 
 
-class Records:
-    """Results, each printed and appended to a file as one JSON line at once: a time-out loses none."""
-
-    def __init__(self, path: Path | None, label: str, device: str, size: str) -> None:
-        """The first line says where all others come from."""
-        self._path, self._label = path, label
-        date = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.write("machine", device=device, size=size, date=date, versions=versions())
-
-    def write(self, kind: str, **values: Any) -> None:
-        record = {"kind": kind, "label": self._label, **values}
-        print(json.dumps(record), flush=True)
-        if self._path is not None:
-            append(self._path, record)
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
-def append(path: Path, record: dict) -> None:
-    """Add one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+def run_ranks(num_ranks: int, module: str, arguments: Sequence[str], num_threads: int = 1) -> None:
+    """Run ``-m module arguments`` on ``num_ranks`` ranks of ``num_threads`` threads each, under torchrun.
+
+    Ends this process with their output where one of them fails.
+    """
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
+        "--master_port", str(free_port()), "-m", module, *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
 
 
-def read_records(path: Path) -> list[dict]:
-    """The lines of a file of results, in order; a last line that was cut off by a time-out is left out."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
+# Times on the host
+
+
+def seconds_of(work: Callable[[], object], count: int = 1) -> float:
+    """Seconds that one call of ``work`` takes, over ``count`` calls."""
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - began) / count
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """The median of the ratios of each round, the least and the largest."""
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    return {"median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)}
 
 
 @dataclass(frozen=True)
@@ -77,10 +126,13 @@ class Timing:
         return cls(statistics.median(times), min(times), max(times), len(times))
 
 
+# Times and memory on a device
+
+
 class Clock:
     """Times work by events on the device's own queue, or by the host's clock on a CPU."""
 
-    def __init__(self, device: Device, num_warmup: int = 3, seconds: float = 0.3) -> None:
+    def __init__(self, device: "Device", num_warmup: int = 3, seconds: float = 0.3) -> None:
         """``seconds``: about how long one piece of work is repeated."""
         self.device, self._num_warmup, self._seconds = device, num_warmup, seconds
         self._module = None if device.kind == "cpu" else getattr(torch, device.kind)
@@ -148,12 +200,12 @@ class Memory:
     """What the allocator took from the device, gaps included; None on a CPU."""
 
     @classmethod
-    def peak(cls, device: Device) -> "Memory":
+    def peak(cls, device: "Device") -> "Memory":
         reserved = None if device.kind == "cpu" else getattr(torch, device.kind).max_memory_reserved()
         return cls(device.max_memory_bytes(), reserved)
 
 
-def reset_peak_memory(device: Device) -> None:
+def reset_peak_memory(device: "Device") -> None:
     """So that the peak reported is that of what follows (on a CPU it is the process's)."""
     if device.kind != "cpu":
         getattr(torch, device.kind).reset_peak_memory_stats()

@@ -8,8 +8,6 @@ write through to the disk.  Then reads both ways: a pass for the checksum and on
 files are compared byte for byte.  Prints JSON: medians of seconds, and of the ratios of each round.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import versions
+from benchmarks.measure import DEVICES, command, median_ratio, num_cores, tell, versions
 from mm.device.device import Device
 from mm.formats.atomic import MEGATRON_MODES, new_file
 from mm.formats.blocks import BLOCK_BYTES, Values, write_tensors
@@ -91,10 +89,9 @@ def in_turn(works: Sequence[Callable[[], Any]], device: Device, is_second_first:
     return seconds, results
 
 
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    found = [one / other for one, other in zip(slow, fast, strict=True)]
+def summary(slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
     return {"seconds_before": statistics.median(slow), "seconds": statistics.median(fast),
-            "times_as_fast": statistics.median(found), "least": min(found), "largest": max(found)}
+            "times_as_fast": median_ratio(slow, fast)}
 
 
 def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[int], folder: Path) -> dict:
@@ -119,27 +116,23 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
                 reads, _ = in_turn(readers, device, number % 2 == 1)
                 taken.setdefault("read", []).append(reads)
             new.unlink()
-    return {name: ratios(*zip(*pairs, strict=True)) for name, pairs in taken.items()}
+    return {name: summary(*zip(*pairs, strict=True)) for name, pairs in taken.items()}
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
+    parser = command(__doc__)
+    parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--mib", type=float, default=2048, help="size of the file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-mib", type=float, nargs="+", default=[BLOCK_BYTES / 2**20])
     parser.add_argument("--folder", help="where to make the files (default: the temporary directory)")
-    parser.add_argument("--output", type=Path, help="keeps the JSON too")
     flags = parser.parse_args(argv)
     device = Device.pick(flags.device)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         sizes = [int(size * 2**20) for size in flags.block_mib]
         found = measure(device, int(flags.mib * 2**20), flags.rounds, sizes, Path(folder))
-    text = json.dumps({"device": device.name, "cores": len(os.sched_getaffinity(0)), "mib": flags.mib,
-                       "rounds": flags.rounds, "versions": versions(), **found}, indent=1)
-    print(text)
-    if flags.output:
-        flags.output.write_text(text, encoding="utf-8")
+    tell({"device": device.name, "cores": num_cores(), "mib": flags.mib, "rounds": flags.rounds,
+          "versions": versions(), **found}, flags.output)
 
 
 if __name__ == "__main__":

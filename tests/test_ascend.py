@@ -30,7 +30,7 @@ def commands(start: str) -> list[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_below():
-    kinds = ("python3.11 -m venv", "-m pip install", "-m benchmarks.device_step", "bash examples/", *OF_THE_MACHINE)
+    kinds = ("python3.11 -m venv", "-m pip install", "-m benchmarks.step", "bash examples/", *OF_THE_MACHINE)
     assert COMMANDS and [command for command in COMMANDS if not any(kind in command for kind in kinds)] == []
 
 
@@ -45,7 +45,7 @@ def test_what_is_installed_is_in_the_range_of_setup_py():
     assert f'"{extra}": [' in SETUP
 
 
-@pytest.mark.parametrize("command", commands("benchmarks.device_step"))
+@pytest.mark.parametrize("command", commands("benchmarks.step"))
 def test_the_benchmark_has_the_flags(command: str):
     words = shlex.split(command)
     done = subprocess.run([sys.executable, *words[1:], "--help"], cwd=ROOT, capture_output=True, text=True, check=False)

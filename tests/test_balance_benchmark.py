@@ -5,33 +5,35 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import balance
-from benchmarks.lengths import SEQ_LENGTH, SETS
+from tests.launch import run_ranks
+from tests.lengths import SEQ_LENGTH, SETS
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def output(tmp_path_factory) -> tuple[dict, str]:
+    """The figures, and what was printed."""
     path = tmp_path_factory.mktemp("balance") / "found.json"
-    balance.main(["--quick", "--output", str(path)])
-    return json.loads(path.read_text())
+    text = run_ranks(0, "benchmarks.balance", "--quick", "--output", str(path))
+    return json.loads(path.read_text()), text
 
 
-def test_balance_is_even_and_shortens_the_step(found: dict) -> None:
+def test_balance_is_even_and_shortens_the_step(output: tuple[dict, str]) -> None:
+    found, _ = output
     by = {(row["set"], row["sampler"]): row for row in found["rows"]}
     for name in SETS:
         plain = by[name, "BaseRandomBatchSampler"]
-        for sampler in ("BalancedBatchSampler", balance.BALANCED_PACKS):
+        for sampler in ("BalancedBatchSampler", "BalancedBatchSampler with packing"):
             row = by[name, sampler]
             assert row["worst_step"] <= 1.01 and row["cost_of_plain"] == pytest.approx(1 / plain["step"], rel=0.01)
-        assert by[name, balance.FULLEST_PACKS]["full"] >= 0.95 and plain["of_rank"] == balance.SAMPLES_OF_RANK
+        assert by[name, "BaseRandomBatchSampler with packing"]["full"] >= 0.95 and plain["of_rank"] == 32
         assert by[name, "BucketBatchSampler, data_reordering_img"]["turn"] < plain["turn"]
     assert found["planning"]["full"] >= 0.97
 
 
-def test_every_goal_is_told(found: dict) -> None:
-    text = balance.shown(found)
-    assert all(what in text for what, *_ in balance.goals(found))
-    assert text.count("reached") + text.count("**missed**") == len(balance.goals(found))
+def test_every_goal_is_told(output: tuple[dict, str]) -> None:
+    found, text = output
+    assert found["goals"] and all(what in text for what, *_ in found["goals"])
+    assert text.count("reached") + text.count("**missed**") == len(found["goals"])
 
 
 @pytest.mark.parametrize(("name", "mean_tokens"), [("LLaVA-like", 689), ("documents", 2700), ("videos", 2700)])

@@ -1,6 +1,8 @@
 """The benchmarks run, and both of their sides train the same model.  How fast is not judged here."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,32 +13,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.convert import reads
-from benchmarks.device_hour import STEPS, Step, chosen, run
-from benchmarks.floors import ExpectedMemory, Params
-from benchmarks.goals import goals
-from benchmarks.measure import read_records
-from benchmarks.render import BEGIN, END, block, put
-from benchmarks.results import OURS, PEER, Results
-from mm.batch import BatchTotals
 from mm.config.model import read_model
+from mm.weights.table import model_weights
 from tests import workload
 from tests.files import EXAMPLES, ROOT
-from tests.launch import warm_python
+from tests.launch import run_ranks, warm_python
 
+OURS, PEER = "ours", "transformers"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
+END = "<!-- end of what was measured on a device -->"
 HOUR = ("parity", "ceilings", "kernels", "mixed", "towers", "loader")
 COMMANDS = {
     # parity is a command of its own below: here its limit ends it, as a command that fails
     "hour": ("benchmarks.device_hour", "--rehearse", "--steps", *HOUR, "--limit", "parity=1"),
-    "parity": ("benchmarks.device_step", "parity", "--device", "cpu"),
-    "speed": ("benchmarks.device_step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "700",
+    "parity": ("benchmarks.step", "parity", "--device", "cpu"),
+    "speed": ("benchmarks.step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "700",
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
-    "cpu": ("benchmarks.cpu_step", "--quick", "--rounds", "1", "--num-microbatches", "2"),
+    "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
     "data": ("benchmarks.data", "--quick"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "1", "--rounds", "1"),
-    "index": ("benchmarks.index", "--records", "800", "--pictures", "5", "--processes", "1"),
+    "index": ("benchmarks.data.index", "--records", "800", "--pictures", "5", "--processes", "1"),
 }
 
 
@@ -80,6 +79,38 @@ def test_a_save_in_blocks_is_compared_with_one_thing_after_another(started: dict
     assert names == {"save, blocks of 16 MiB", "read"}
 
 
+def num_vision_params() -> int:
+    """Weights of the tiny ViT."""
+    weights = model_weights(read_model(EXAMPLES / "model_tiny.json").value)
+    return sum(math.prod(one.shape) for one in weights if one.name.startswith("image_encoder.encoder"))
+
+
+def records_of(path: Path) -> list[dict]:
+    """Whole lines of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_kind(records: list[dict], kind: str, **values: object) -> list[dict]:
+    wanted = {"kind": kind, **values}
+    return [one for one in records if all(one.get(key) == value for key, value in wanted.items())]
+
+
+def rendered(folder: Path, records: list[dict] | Path | None, page: str) -> tuple[str, list[dict]]:
+    """``page`` with what ``records`` render to (None: those that are kept), and the goals that are judged by them."""
+    if isinstance(records, list):
+        (folder / "made.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+        records = folder / "made.jsonl"
+    (folder / "page.md").write_text(page)
+    words = ["--document", str(folder / "page.md"), "--goals", str(folder / "goals.json")]
+    run_ranks(0, "benchmarks.device_hour.render", *words, *(["--records", str(records)] if records else []))
+    return (folder / "page.md").read_text(), json.loads((folder / "goals.json").read_text())
+
+
+def block(page: str) -> str:
+    """What stands between the marks."""
+    return page.partition(f"{BEGIN}\n\n")[2].partition(f"\n{END}")[0]
+
+
 def test_device_step_parity(started: dict[str, Future]) -> None:
     result = started["parity"].result()
     assert {name.rpartition(", ")[2] for name in result["cases"]} == {"fp32", "bf16"} and len(result["cases"]) == 4
@@ -98,6 +129,10 @@ def test_device_step_speed(started: dict[str, Future]) -> None:
         assert side["tokens_per_second"] * side["step_seconds"]["median"] == pytest.approx(side["tokens"])
         assert side["last_loss"] < side["first_loss"]
         assert side["hardware_flops"] > side["model_flops"]  # the LLM is recomputed
+        memory = side["expected_memory_gib"]
+        num_frozen = num_vision_params()
+        assert memory["states"] * 2**30 == pytest.approx(18 * side["params_trained"] + 2 * num_frozen, rel=1e-12)
+        assert memory["activations"] > 0 and memory["at_work"] > 0
     for name in ("profile.txt", "profile_transformers.txt"):
         assert "aten::addmm" in (result["folder"] / name).read_text()
 
@@ -105,7 +140,7 @@ def test_device_step_speed(started: dict[str, Future]) -> None:
 def test_cpu_step(started: dict[str, Future]) -> None:
     results = started["cpu"].result()
     assert [result["processes"] for result in results] == [1, 2]
-    assert all(result["our_speed_over_peer"] > 0 and result["tokens_per_step"] > 0 for result in results)
+    assert all(result["our_speed_over_peer"]["median"] > 0 and result["tokens_per_step"] > 0 for result in results)
 
 
 def test_pipeline(started: dict[str, Future]) -> None:
@@ -120,21 +155,27 @@ def test_convert(started: dict[str, Future]) -> None:
     result = started["convert"].result()
     commands = {name: one for name, one in result["cold"].items() if name != "copy"}
     assert {name.split()[0] for name in commands} == {"hf_to_mm", "mm_to_hf", "resplit"} and len(commands) == 6
-    assert all(one["ratio"] > 0 and 10 < one["memory_mib"] < 512 for one in commands.values())
+    assert all(one["ratio"]["median"] > 0 and 10 < one["memory_mib"] < 512 for one in commands.values())
 
 
-def test_hour_goes_on_after_a_command_that_fails(started: dict[str, Future]) -> None:
+def names_left(folder: Path) -> list[str]:
+    """Commands that the hour would run."""
+    listed = run_ranks(0, "benchmarks.device_hour", "--list", "--output", str(folder))
+    return [line.partition(" (at most ")[0] for line in listed.splitlines() if " (at most " in line]
+
+
+def test_hour_goes_on_after_a_command_that_fails(started: dict[str, Future], tmp_path: Path) -> None:
     folder = started["hour"].result()
-    ended = {one["label"]: one["status"] for one in read_records(folder / "records.jsonl") if one["kind"] == "command"}
+    ended = {one["label"]: one["status"] for one in of_kind(records_of(folder / "records.jsonl"), "command")}
     assert ended == dict.fromkeys(HOUR, 0) | {"parity": "ended at its limit of 1 s"}
-    assert [step.name for step in chosen(None, folder)] == [
-        step.name for step in STEPS if step.name == "parity" or step.name not in HOUR
-    ]
+    every = names_left(tmp_path)
+    assert set(HOUR) < set(every)
+    assert names_left(folder) == [name for name in every if name == "parity" or name not in HOUR]
 
 
 def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> None:
-    results = Results.read(started["hour"].result() / "records.jsonl")
-    kernels = results.of("kernel")
+    records = records_of(started["hour"].result() / "records.jsonl")
+    kernels = of_kind(records, "kernel")
     assert {one["group"] for one in kernels} == {
         "ceilings", "gemm", "weight gradient", "patch embedding", "attention", "pointwise", "optimizer",
     }  # fmt: skip
@@ -145,35 +186,36 @@ def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> N
     assert max(one["difference"] for one in timed) < 1e-5  # measured: 7e-7, the convolution of patches
     assert max(one["difference"] for one in timed if one["name"] != "product, then add_") > 0
     for tower in ("ViT", "LLM"):
-        assert [one["name"] for one in results.of("tower", tower=tower)] == [OURS, PEER]
-    assert all(one["difference"] < 1e-5 for one in results.of("tower"))  # measured: 0 and 8e-8
+        assert [one["name"] for one in of_kind(records, "tower", tower=tower)] == [OURS, PEER]
+    assert all(one["difference"] < 1e-5 for one in of_kind(records, "tower"))  # measured: 0 and 8e-8
 
 
 def test_mixed_samples_reach_attention_of_different_lengths(started: dict[str, Future]) -> None:
-    results = Results.read(started["hour"].result() / "records.jsonl")
-    (mixed,) = [one for one in results.of("kernel", case="LLM, mixed lengths", name=OURS) if one["part"] == "forward"]
+    records = records_of(started["hour"].result() / "records.jsonl")
+    (mixed,) = of_kind(records, "kernel", case="LLM, mixed lengths", name=OURS, part="forward")
     assert mixed["num_stretches"] == mixed["num_segments"] > 2
-    for side in (OURS, PEER):
-        step = results.step("mixed", side)
+    (ours,), (theirs,) = (of_kind(records, "side", label="mixed", side=side) for side in (OURS, PEER))
+    for step in (ours, theirs):
         assert step["phases_ms"].keys() == {"start", "forward", "backward", "optimizer"}
         assert all(value > 0 for value in step["phases_ms"].values())
-        assert sum(step["phases_ms"].values()) == pytest.approx(1000 * step["step_seconds"]["median"])
-    losses = [results.step("mixed", side)["first_loss"] for side in (OURS, PEER)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        (seconds,) = step["steps_seconds"]
+        assert sum(step["phases_ms"].values()) == pytest.approx(1000 * seconds)
+    assert ours["first_loss"] == pytest.approx(theirs["first_loss"], rel=1e-5)
 
 
-def test_goals_follow_from_the_records(started: dict[str, Future]) -> None:
+def test_goals_follow_from_the_records(started: dict[str, Future], tmp_path: Path) -> None:
     """Real lines, then the same with our times a hundredth or a hundredfold."""
-    records = read_records(started["hour"].result() / "records.jsonl")
-    (ours,) = [one for one in records if one["kind"] == "side" and one["side"] == OURS]
+    records = records_of(started["hour"].result() / "records.jsonl")
+    (ours,) = of_kind(records, "side", side=OURS)
+    (theirs,) = of_kind(records, "side", side=PEER)
     records += [ours | {"label": "step"}, ours | {"label": "frozen"}]  # other flags of the same command
-    measured = {goal.what: goal for goal in goals(Results.latest(records))}
-    unmeasured = {what for what, goal in measured.items() if goal.value is None}
-    assert {measured[what].name for what in unmeasured} == {"G9", "G10", "G12", "G13"}  # equal, 7B, 8 workers
-    assert [goal.value for goal in measured.values() if goal.name == "G15"] == [0, 0]  # nothing was frozen
-    results = Results.latest(records)
-    speed = results.step("mixed", OURS)["tokens_per_second"] / results.step("mixed", PEER)["tokens_per_second"]
-    assert measured["tokens/s over transformers', mixed samples, where transformers pads"].value == speed
+    measured = {goal["what"]: goal for goal in rendered(tmp_path, records, PAGE.read_text())[1]}
+    unmeasured = {what for what, goal in measured.items() if goal["value"] is None}
+    assert {measured[what]["name"] for what in unmeasured} == {"G9", "G10", "G12", "G13"}  # equal, 7B, 8 workers
+    assert [goal["value"] for goal in measured.values() if goal["name"] == "G15"] == [0, 0]  # nothing was frozen
+    rates = [side["tokens"] / side["steps_seconds"][0] for side in (ours, theirs)]
+    speed = measured["tokens/s over transformers', mixed samples, where transformers pads"]["value"]
+    assert speed == pytest.approx(rates[0] / rates[1], rel=1e-12)
 
     def scaled(factor: float) -> dict[str, bool | None]:
         changed = json.loads(json.dumps(records))
@@ -183,58 +225,63 @@ def test_goals_follow_from_the_records(started: dict[str, Future]) -> None:
                 one["phases_ms"]["optimizer"] *= factor**2
             elif one.get("name") == OURS and "ms" in one:
                 one["ms"] *= factor
-        return {f"{goal.name} {goal.what}": goal.is_reached for goal in goals(Results.latest(changed))}
+        judged = rendered(tmp_path, changed, PAGE.read_text())[1]
+        return {f"{goal['name']} {goal['what']}": goal["is_reached"] for goal in judged}
 
     fast, slow = scaled(1e-2), scaled(1e2)
     changed = {goal for goal in fast if fast[goal] is True and slow[goal] is False}
     assert changed == {
-        f"{goal.name} {what}" for what, goal in measured.items()
-        if goal.value is not None and goal.name in ("G9", "G10", "G11", "G14") and "error" not in what
+        f"{goal['name']} {what}" for what, goal in measured.items()
+        if goal["value"] is not None and goal["name"] in ("G9", "G10", "G11", "G14") and "error" not in what
     }  # fmt: skip
     assert len(changed) == 7
 
 
-def test_a_rehearsal_judges_no_goal(started: dict[str, Future]) -> None:
+def test_a_rehearsal_judges_no_goal(started: dict[str, Future], tmp_path: Path) -> None:
     folder = started["hour"].result()
     text = (folder / "tables.md").read_text()
-    assert text == block(read_records(folder / "records.jsonl"))
+    once, _ = rendered(tmp_path, folder / "records.jsonl", PAGE.read_text())
+    assert block(once) == text
     assert "A rehearsal" in text and "**reached**" not in text and "| not reached |" not in text
     for line in ("| mixed | ours | 800 |", "| ViT | transformers |", "| parity | **ended at its limit of 1 s** |"):
         assert line in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    page = (ROOT / "docs/performance.md").read_text()
-    again = put(put(page, text), text)
-    assert again.count(text) == 1 and put(again, block([])) == put(page, block([])) and len(lines) > 60
+    again, _ = rendered(tmp_path, folder / "records.jsonl", once)
+    assert again == once and again.count(text) == 1 and len(lines) > 60
+    assert rendered(tmp_path, [], again)[0] == rendered(tmp_path, [], PAGE.read_text())[0]
 
 
-def test_the_document_shows_the_records_that_are_kept() -> None:
+def test_the_document_shows_the_records_that_are_kept(tmp_path: Path) -> None:
     """No figure without its record: the block is what the kept records render to, or says that there are none."""
-    kept = ROOT / "benchmarks" / "device_records.jsonl"
-    page = (ROOT / "docs/performance.md").read_text()
-    text = block(read_records(kept) if kept.exists() else [])
-    assert f"{BEGIN}\n\n{text}\n{END}" in page
-    if not kept.exists():
-        assert "Nothing was measured yet" in text and text.count("| not measured |") == len(list(goals(Results(()))))
+    page = PAGE.read_text()
+    found, goals = rendered(tmp_path, None, page)
+    assert found == page and block(page)
+    if not (ROOT / "benchmarks" / "device_hour" / "records.jsonl").exists():
+        assert "Nothing was measured yet" in block(page) and block(page).count("| not measured |") == len(goals)
 
 
 def test_the_document_shows_what_ranks_read() -> None:
-    page = (ROOT / "docs/performance.md").read_text()
-    assert reads("72b") in page
+    assert run_ranks(0, "benchmarks.convert", "--reads", "72b") in PAGE.read_text()
 
 
-def test_records_of_two_devices_are_refused() -> None:
+def test_records_of_two_devices_are_refused(tmp_path: Path) -> None:
     machine = {"kind": "machine", "label": "kernels", "size": "3b", "date": "2026-01-01", "versions": {}}
     records = [machine | {"device": "one"}, machine | {"device": "another"}, {"kind": "tower", "label": "kernels"}]
-    with pytest.raises(SystemExit, match="another and one; expected one device"):
-        block(records)
+    with pytest.raises(AssertionError, match="another and one; expected one device"):
+        rendered(tmp_path, records, PAGE.read_text())
 
 
 def test_a_command_that_ends_in_an_error_is_recorded(tmp_path: Path) -> None:
-    assert not run(Step("fails", 60, "", ("json.tool", "no such file")), tmp_path)
+    """And a last line that was cut off is left out."""
+    words = ["benchmarks.device_hour", "--rehearse", "--steps", "tests", "--output", str(tmp_path)]
+    done = subprocess.run([str(warm_python()), "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTEST_ADDOPTS": "--no-such-flag"})  # fmt: skip
+    assert done.returncode == 1 and done.stdout.endswith("failed: tests\n"), f"{done.stdout}\n{done.stderr}"
+    *_, ended = records_of(tmp_path / "records.jsonl")
+    assert ended["status"] != 0 and "usage" in ended["tail"] and ended["tail"] in (tmp_path / "log.txt").read_text()
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write('{"kind": "cut off')
-    *_, ended = read_records(tmp_path / "records.jsonl")
-    assert ended["status"] != 0 and "usage" in ended["tail"] and ended["tail"] in (tmp_path / "log.txt").read_text()
+    rendered(tmp_path, tmp_path / "records.jsonl", PAGE.read_text())
 
 
 @given(tokens=st.integers(16, 20_000), seed=st.integers(0, 99))
@@ -245,18 +292,6 @@ def test_mixed_samples_hold_the_tokens_asked_for(tokens: int, seed: int) -> None
     assert all(num_text >= workload.MIN_TEXT_TOKENS for _, num_text in samples)
     grids = [grid for grids, _ in samples for grid in grids]
     assert all(h % 2 == w % 2 == 0 and h * w // 4 <= workload.MAX_PICTURE_TOKENS for _, h, w in grids)
-
-
-def test_expected_memory_of_3b() -> None:
-    """The review of this code on paper: 3,754,622,976 weights.  What the formulas say: tests/test_budgets.py."""
-    model = read_model(EXAMPLES / "model_3b.json").value
-    params = Params.of(model)
-    assert params.trained + params.frozen == 3_754_622_976 and model.vision.freeze
-    counts = dict.fromkeys(BatchTotals.__dataclass_fields__, 0)
-    few, many = (ExpectedMemory.of(model, BatchTotals(**(counts | {"num_tokens": 100, "num_patches": 0,
-                                                                  "num_target_tokens": number}))) for number in (1, 99))
-    assert few.states == 18 * params.trained + 2 * params.frozen
-    assert 0 < few.activations < many.activations and 0 < few.at_work < many.at_work
 
 
 def test_index(started: dict[str, Future]) -> None:

@@ -306,6 +306,16 @@ def _base_name(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def test_nothing_but_a_command_leads_from_tests_to_benchmarks():
+    """Tests run benchmarks as commands, and what both need lives with the tests; what is shipped needs neither."""
+    folders = (*PACKAGES, "tests")
+    wrong = [f"{path.relative_to(ROOT)} imports {name}"
+             for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
+             for name, _ in Source(path.stem, path, ast.parse(path.read_text(encoding="utf-8"))).imports()
+             if _is_under(name, "benchmarks") or (_is_under(name, "tests") and folder != "tests")]
+    assert not wrong
+
+
 def test_files_and_functions_stay_short():
     folders = (*PACKAGES, "tests", "benchmarks")
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):

@@ -51,10 +51,15 @@ def write_inputs(directory: Path) -> Path:
     return directory
 
 
-def write_data(directory: Path, dataset: Path, **basic: Any) -> None:
-    """``data.json``: the tiny one for this file of samples, with the tokenizer of ``directory / "hf"``."""
+def write_data(directory: Path, dataset: Path, preprocess: dict[str, Any] | None = None, **basic: Any) -> None:
+    """``data.json``: the tiny one for this file of samples, with the tokenizer of ``directory / "hf"``.
+
+    ``preprocess`` and ``basic`` give other settings of these two sections.
+    """
     data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory / "hf")
+    data["dataset_param"]["preprocess_parameters"] |= {
+        "model_name_or_path": str(directory / "hf"), **(preprocess or {}),
+    }  # fmt: skip
     data["dataset_param"]["basic_parameters"] |= {
         "dataset": str(dataset), "dataset_dir": str(dataset.parent), **basic,
     }  # fmt: skip

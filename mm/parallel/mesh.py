@@ -30,8 +30,8 @@ CONTROL_TIMEOUT = timedelta(days=1)
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
 # collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers
-# (benchmarks/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set before
-# the first group is made; a value that the user has set stays.
+# (tests/parallel/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set
+# before the first group is made; a value that the user has set stays.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 

@@ -1,4 +1,4 @@
-"""The whole ViT and the whole LLM, forward and backward, ours and transformers' in turn; see benchmarks.device_kernels.
+"""The whole ViT and the whole LLM, forward and backward, ours and transformers' in turn; see benchmarks.kernels.
 
 The LLM's samples are text only, so its times hold the embedding, the head and the loss too.  Times are of the host's
 clock round the work and a wait for the device, as a training step has them: transformers' ViT waits for the device in
@@ -12,22 +12,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.bench import OURS, Bench, relative_difference
+from benchmarks.kernels.bench import Bench, relative_difference
 from benchmarks.measure import Timing
-from benchmarks.one_device import Ours, Peer, model_config, random_microbatch, random_tensors
+from benchmarks.records import OURS, PEER
+from benchmarks.sides import Ours, Peer, model_config, random_tensors
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.flops import forward_flops
 from mm.parallel.megatron import DTYPES
+from tests.microbatches import random_microbatch
 from tests.workload import num_tokens
 
-PEER = "transformers"
 NUM_WARMUP, NUM_TIMED = 3, 9
 TINY_WARMUP, TINY_TIMED = 1, 2
 
 
-def towers(bench: Bench) -> None:
+def time_towers(bench: Bench) -> None:
     """One at a time; of the other tower a single layer is there, which takes no part."""
     precision = "fp32" if bench.device.kind == "cpu" else "bf16"
     whole = model_config(bench.size)

@@ -1,14 +1,6 @@
-"""One training step on one device: is it transformers' step, and how fast is it.
+"""How fast whole steps are on one device, and what memory they take: ours, and transformers' in turn.
 
-    python -m benchmarks.device_step parity [--device cuda]
-    python -m benchmarks.device_step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
-
-``parity`` trains two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU;
-beside our bf16 errors stand those of transformers' own bf16.  ``speed`` times whole steps (schedule, gradient clipping,
-Adam) of the real sizes with random weights, and the same through transformers, each in a process of its own, in turn
-for ``--rounds`` rounds.  Samples are equal, of 689 tokens, 315 of them visual; with ``--mix`` their lengths and
-pictures differ, so that transformers pads, and attention over segments of different lengths is used.  Both print JSON
-and append what they find to ``--records`` as they find it; the exit status is 1 when a tolerance is missed.
+Started by ``python -m benchmarks.step speed``.
 """
 
 import argparse
@@ -20,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floors import ExpectedMemory, Params, hardware_flops
-from benchmarks.measure import Clock, Memory, Phases, Records, append, profiled, reset_peak_memory, versions
-from benchmarks.results import OURS, PEER, Results, together
+from benchmarks.measure import Clock, Memory, Phases, profiled, reset_peak_memory, versions
+from benchmarks.records import OURS, PEER, Results, together
+from benchmarks.step.floors import ExpectedMemory, Params, hardware_flops
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
@@ -39,8 +31,9 @@ GIB = 2**30
 
 def time_side(flags: argparse.Namespace, device: Device) -> dict:
     """Build one side, warm up, and time its steps."""
-    from benchmarks.one_device import Ours, Peer, model_config, peer_attention, random_microbatch, random_tensors
+    from benchmarks.sides import Ours, Peer, model_config, peer_attention, random_tensors
     from mm.parallel.megatron import DTYPES
+    from tests.microbatches import random_microbatch
 
     model = model_config(flags.size, flags.freeze, flags.recompute)
     precision = flags.precision or ("fp32" if device.kind == "cpu" else "bf16")
@@ -153,7 +146,7 @@ def run_side(side: str, number: int, own_arguments: list[str]) -> dict:
     """One round of one side in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / f"{side}.json"
-        command = [sys.executable, "-m", "benchmarks.device_step", *own_arguments, "--side", side,
+        command = [sys.executable, "-m", "benchmarks.step", "speed", *own_arguments, "--side", side,
                    "--round", str(number), "--output", str(output)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
@@ -161,70 +154,3 @@ def run_side(side: str, number: int, own_arguments: list[str]) -> dict:
     sys.stderr.write(done.stderr)
     lines = [line for line in done.stderr.splitlines() if "Error" in line]
     return {"error": lines[-1] if lines else f"status {done.returncode}"}
-
-
-def leave_process_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("mode", choices=("parity", "speed"))
-    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
-    parser.add_argument("--output", type=Path, help="JSON file to write beside standard output")
-    parser.add_argument("--records", type=Path, help="file of JSON lines to append to as results come")
-    parser.add_argument("--label", default="step", help="names this command in the records")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: parity both; speed bf16, on a CPU fp32")
-    parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b", "32b", "72b"))
-    parser.add_argument("--tokens", type=int,
-                        help="tokens of a microbatch (equal samples: rounded to whole ones); default 8192, of 7b 4096")
-    parser.add_argument("--num-microbatches", type=int, default=1)
-    parser.add_argument("--mix", action="store_true", help="samples of different lengths and pictures")
-    parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
-    parser.add_argument("--recompute", action="store_true", help="keep only layer inputs, on both sides")
-    parser.add_argument("--peer-attention", choices=("sdpa", "flash_attention_2"))
-    parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each side is run, in turn")
-    parser.add_argument("--warmup", type=int, default=NUM_WARMUP)
-    parser.add_argument("--steps", type=int, default=NUM_TIMED)
-    parser.add_argument("--phases", action="store_true", help="time the parts of a step")
-    parser.add_argument("--profile", type=Path, help="write torch.profiler's table of one more step here")
-    parser.add_argument("--ceilings", type=Path, help="records of device_kernels, for the share of what was measured")
-    parser.add_argument("--side", choices=(OURS, PEER), help="internal: time this side in this process")
-    parser.add_argument("--round", type=int, default=0, help="internal: which round this is")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str]) -> int:
-    flags = parse(argv)
-    if flags.mode == "speed" and flags.side is None:
-        if flags.records:
-            append(flags.records, {"kind": "begin", "label": flags.label})
-        kind, (result, passed) = "comparison", speed(flags, argv)
-        device_name = result[OURS].get("device")
-    else:
-        device = Device.pick(flags.device)
-        device_name = device.name
-        if flags.mode == "parity":
-            from benchmarks.device_parity import parity
-
-            precisions = [flags.precision] if flags.precision else ["fp32", "bf16"]
-            kind, (result, passed) = "parity", parity(device, precisions)
-        else:
-            kind, result, passed = "side", time_side(flags, device), True
-        leave_process_group()
-    if flags.records:
-        records = Records(flags.records, flags.label, device_name, flags.size)
-        records.write(kind, side=flags.side, passed=passed, **result)
-    text = json.dumps(result, indent=2)
-    print(text, flush=True)
-    if flags.output:
-        flags.output.write_text(text + "\n")
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""SwiGLU, rope and RMSNorm: plain torch, the same compiled, and ours; see benchmarks.device_kernels."""
+"""SwiGLU, rope and RMSNorm: plain torch, the same compiled, and ours; see benchmarks.kernels."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.bench import OURS, Bench, with_backward
+from benchmarks.kernels.bench import Bench, with_backward
+from benchmarks.records import OURS
 from mm.config.model import LanguageConfig, VisionConfig
 from tests.workload import num_patches, num_tokens
 

@@ -1,12 +1,15 @@
 """How much of the devices the shipped pipeline lists use, and which lists would use most, by simulation.
 
-    python -m benchmarks.lists [--steps N] [SIZE ...]
+    python -m benchmarks.balance.lists [--steps N] [SIZE ...]
+    python -m benchmarks.balance.lists 7b --vision-layers 32 0 --language-layers 12 16
 
-Nothing is trained: microbatches of the shipped scripts are drawn from LLaVA-like samples (``benchmarks.lengths``), take
-their FLOPs (``mm.model.flops``, the ViT frozen as shipped) in every slot, and pass the pipeline in the order in which a
-run sends them.  Messages take no time, and the ViT's FLOPs as long as the LLM's.  Utilisation is the mean work of a
-stage over the length of the step, over ``--steps`` drawn steps; (m / (m + p - 1)) bounds it for equal microbatches.
-The best lists are found by moving one layer at a time between two stages for as long as that helps.
+Nothing is trained: microbatches of the shipped scripts are drawn from LLaVA-like samples
+(``tests.lengths``), take their FLOPs (``mm.model.flops``, the ViT frozen as shipped) in every slot, and
+pass the pipeline in the order in which a run sends them.  Messages take no time, and the ViT's FLOPs as long as the
+LLM's.  Utilisation is the mean work of a stage over the length of the step, over ``--steps`` drawn steps;
+(m / (m + p - 1)) bounds it for equal microbatches.
+The best lists are found by moving one layer at a time between two stages for as long as that helps, from the shipped
+lists or from those that are given.
 """
 
 import argparse
@@ -14,19 +17,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths import llava, totals_of
+from benchmarks.measure import command, shipped_model, table, tell
 from mm.batch import BatchTotals
-from mm.config.model import ModelConfig, read_model
+from mm.config.model import ModelConfig
 from mm.data.order.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import SlotCost, step_cost
+from tests.lengths import llava, totals_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
 """Size -> samples of a microbatch and microbatches of a replica's step, as the script has them; 3B has one stage."""
 SEQ_LENGTH = 1024
@@ -52,11 +55,11 @@ class Workload:
         lengths = llava(num_steps * num_microbatches * num_samples)
         numbers = np.arange(len(lengths)).reshape(num_steps, num_microbatches, num_samples)
         totals = [[totals_of(lengths, one, SEQ_LENGTH) for one in step] for step in numbers]
-        return cls(read_model(EXAMPLES / f"model_{size}.json").value, totals)
+        return cls(shipped_model(size), totals)
 
     @property
     def shipped(self) -> Lists:
-        """The lists of the model JSON."""
+        """The lists of the model."""
         return self.model.vision.pipeline_num_layers[0], self.model.language.pipeline_num_layers[0]
 
     @cached_property
@@ -130,25 +133,42 @@ def _utilisation(costs: list[list[SlotCost]]) -> float:
     return work / num_stages / step_cost(ordered, num_stages)
 
 
+HEAD = ("script", "lists", "utilisation", "best lists found", "utilisation", "bound")
+
+
+def measure(size: str, num_steps: int, lists: Lists | None, searches: bool) -> dict[str, Any]:
+    """Utilisation with ``lists`` (None: the shipped ones), and with those that the search finds from there."""
+    workload = Workload.of(size, num_steps)
+    if lists is not None:
+        workload = Workload(with_lists(workload.model, lists), workload.steps)
+    num_stages, num_microbatches = len(workload.shipped[0]), BATCHES[size][1]
+    found, nearby = best(workload) if searches else (None, None)
+    return {"size": size, "lists": workload.shipped, "utilisation": workload.utilisation(workload.shipped),
+            "best_lists": nearby, "best_utilisation": found,
+            "bound": num_microbatches / (num_microbatches + num_stages - 1)}  # fmt: skip
+
+
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--vision-layers", nargs="+", type=int, help="of one size: ViT layers of each stage")
+    parser.add_argument("--language-layers", nargs="+", type=int, help="of one size: LLM layers of each stage")
+    parser.add_argument("--search", action=argparse.BooleanOptionalAction, default=True, help="for better lists")
     parser.add_argument("sizes", nargs="*", default=list(BATCHES))
-    args = parser.parse_args(argv)
-    print("| script | lists | utilisation | best lists found | utilisation | bound |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for size in args.sizes:
-        workload = Workload.of(size, args.steps)
-        num_stages, num_microbatches = len(workload.shipped[0]), BATCHES[size][1]
-        found, lists = best(workload)
-        shipped = workload.utilisation(workload.shipped)
-        bound = num_microbatches / (num_microbatches + num_stages - 1)
-        print(f"| {size} | {_shown(workload.shipped)} | {shipped:.3f} | {_shown(lists)} | {found:.3f} | {bound:.3f} |",
-              flush=True)
+    flags = parser.parse_args(argv)
+    given = flags.vision_layers, flags.language_layers
+    if any(given) and (not all(given) or len(flags.sizes) != 1):
+        parser.error("--vision-layers and --language-layers go together, with one size")
+    lists = (tuple(flags.vision_layers), tuple(flags.language_layers)) if any(given) else None
+    rows = [measure(size, flags.steps, lists, flags.search) for size in flags.sizes]
+    print("\n".join(table(HEAD, map(_shown, rows))))
+    tell(rows, flags.output, prints=False)
 
 
-def _shown(lists: Lists) -> str:
-    return " + ".join(str(list(numbers)) for numbers in lists)
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    lists, nearby = (" + ".join(str(list(numbers)) for numbers in row[name] or ()) for name in ("lists", "best_lists"))
+    best_utilisation = "" if row["best_utilisation"] is None else f"{row['best_utilisation']:.3f}"
+    return row["size"], lists, f"{row['utilisation']:.3f}", nearby, best_utilisation, f"{row['bound']:.3f}"
 
 
 if __name__ == "__main__":

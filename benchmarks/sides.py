@@ -1,4 +1,4 @@
-"""One step on one device, by this trainer and by plain transformers: what benchmarks.device_step compares.
+"""The two sides of a comparison: a training step by this trainer, and by plain transformers with the same weights.
 
 To be imported after ``Device.pick``.
 """
@@ -8,7 +8,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
-from benchmarks.cpu_step import peer_batches
-from benchmarks.ranks import free_port
-from mm.batch import BatchTotals, Microbatch, StepPlan
+from benchmarks.measure import shipped_model
+from mm.batch import BatchTotals, Microbatch, StepPlan, normalised
 from mm.config import flags as arguments
-from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.model import ModelConfig, RecomputeConfig
 from mm.device.device import Device
 from mm.model.load import set_weight
 from mm.model.stage import Stage
@@ -30,14 +28,14 @@ from mm.training.step import Parts, forward_backward, step
 from mm.weights.memory import MemoryLayout
 from mm.weights.names import published_name
 from mm.weights.table import fuse, model_weights
+from tests.launch import free_port
 
 LR = 1e-5
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 
 
 def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False) -> ModelConfig:
     """The shipped model JSON of ``size`` on one stage; ``frozen`` names parts, the file's own choice is ignored."""
-    model = read_model(EXAMPLES / f"model_{size}.json").value
+    model = shipped_model(size)
     recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
     towers = {
         part: dataclasses.replace(
@@ -48,6 +46,16 @@ def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False)
     return dataclasses.replace(
         model, **towers, projector=dataclasses.replace(model.projector, freeze="projector" in frozen)
     )
+
+
+def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]) -> ModelConfig:
+    """``model`` with other sizes of its towers, by the names of their configs; the projector follows."""
+    towers = {"vision": dataclasses.replace(model.vision, **vision),
+              "language": dataclasses.replace(model.language, **language)}  # fmt: skip
+    hidden = towers["vision"].hidden_size
+    projector = dataclasses.replace(model.projector, input_size=hidden, ffn_hidden_size=4 * hidden,
+                                    hidden_size=towers["language"].hidden_size)  # fmt: skip
+    return dataclasses.replace(model, projector=projector, **towers)
 
 
 def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
@@ -245,6 +253,30 @@ class Peer:
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }
+
+
+def peer_batches(microbatches: tuple, image_token_id: int) -> list[dict]:
+    """Our packed microbatches as transformers takes them: one row a sample, padded on the right to the longest."""
+    batches = []
+    for microbatch in microbatches:
+        ids = microbatch.token_ids.split(microbatch.segment_lengths)
+        labels = microbatch.labels.split(microbatch.segment_lengths)
+        rows, longest = len(ids), max(microbatch.segment_lengths)
+        batch = {
+            "input_ids": torch.zeros(rows, longest, dtype=torch.int64),
+            "attention_mask": torch.zeros(rows, longest, dtype=torch.int64),
+            "labels": torch.full((rows, longest), -100),
+        }
+        for row, (tokens, targets) in enumerate(zip(ids, labels, strict=True)):
+            batch["input_ids"][row, : len(tokens)] = tokens
+            batch["attention_mask"][row, : len(tokens)] = 1
+            batch["labels"][row, 1 : len(tokens)] = targets[:-1]  # transformers shifts labels itself
+        batch["mm_token_type_ids"] = (batch["input_ids"] == image_token_id).int()
+        if microbatch.image_grids:
+            batch["pixel_values"] = normalised(microbatch.pixel_values, microbatch.normalisations[0].constants())
+            batch["image_grid_thw"] = torch.tensor(microbatch.image_grids)
+        batches.append(batch)
+    return batches
 
 
 def hf_name(name: str) -> str:

@@ -1,23 +1,24 @@
 """Puts what was measured on an accelerator into docs/performance.md, between two marks.
 
-    python -m benchmarks.render [--records runs/device/records.jsonl] [--document docs/performance.md]
+    python -m benchmarks.device_hour.render [--records runs/device/records.jsonl] [--document docs/performance.md]
 
-Without ``--records`` the records are those kept in benchmarks/device_records.jsonl, if there are any: a figure stands
-in the document only together with the record it comes from.
+Without ``--records`` the records are those kept in benchmarks/device_hour/records.jsonl, if there are any: a figure
+stands in the document only together with the record it comes from.
 """
 
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.goals import goals
-from benchmarks.measure import read_records
-from benchmarks.results import OURS, PEER, Results
+from benchmarks.device_hour.goals import goals
+from benchmarks.measure import table, tell
+from benchmarks.records import OURS, PEER, Results, read_records
+from tests.files import ROOT
 
-ROOT = Path(__file__).parents[1]
-KEPT = Path(__file__).with_name("device_records.jsonl")
-BEGIN = "<!-- measured on a device: written by python -m benchmarks.render -->"
+KEPT = Path(__file__).with_name("records.jsonl")
+BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
 END = "<!-- end of what was measured on a device -->"
 NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within the hour:
 
@@ -33,7 +34,7 @@ def block(records: list[dict]) -> str:
     results = Results.latest(records)
     machines = results.of("machine")
     if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity") for one in results.records):
-        return "\n".join([NOTHING, *_table(("what", "target", "measured", ""), _goal_rows(results, False)), ""])
+        return "\n".join([NOTHING, *table(("what", "target", "measured", ""), _goal_rows(results, False)), ""])
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
         raise SystemExit(f"the records are of {' and '.join(devices)}; expected one device: keep a file for each")
@@ -44,7 +45,7 @@ def block(records: list[dict]) -> str:
         parts.append(["A rehearsal: a tiny size or the CPU. It shows that the commands run; its figures say nothing of "
                       "a device, and no goal is judged by them."])  # fmt: skip
     parts += [
-        _table(("what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
+        table(("what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
@@ -65,15 +66,9 @@ def _origin(machines: list[dict], devices: list[str]) -> str:
     return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {', '.join(devices) or 'no device'}, {named}."
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    lines = [[str(cell) for cell in row] for row in rows]
-    head = list(head)
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)] if lines else []
-
-
 def _titled(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    table = _table(head, rows)
-    return [f"{title}:", "", *table] if table else []
+    lines = table(head, rows)
+    return [f"{title}:", "", *lines] if lines else []
 
 
 def _number(value: float | None) -> str:
@@ -193,13 +188,18 @@ def put(document: str, text: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path)
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--goals", type=Path, help="JSON file to write the goals to, with what was measured of each")
     flags = parser.parse_args(argv)
     path = flags.records or (KEPT if KEPT.exists() else None)
-    text = put(flags.document.read_text(encoding="utf-8"), block(read_records(path) if path else []))
+    records = read_records(path) if path else []
+    text = put(flags.document.read_text(encoding="utf-8"), block(records))
     flags.document.write_text(text, encoding="utf-8")
+    if flags.goals:
+        judged = [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals(Results.latest(records))]
+        tell(judged, flags.goals, prints=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The kernels of a training step on one device, each in the forms that could compute it.
 
-    python -m benchmarks.device_kernels ceilings gemm attention pointwise optimizer towers [--size 3b] [--records FILE]
+    python -m benchmarks.kernels ceilings gemm attention pointwise optimizer towers [--size 3b] [--records FILE]
 
 ``ceilings`` measures what the device can do at best: a large matrix product and a large copy.  The other groups time
 the shapes of one 3B step of 12 samples of 689 tokens (or of one) in every form that is at hand, so that choices between
@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention_kernels import attention
-from benchmarks.bench import OURS, Bench, Form, with_backward
-from benchmarks.measure import Records
-from benchmarks.pointwise_kernels import pointwise
+from benchmarks.kernels.attention import attention
+from benchmarks.kernels.bench import Bench, Form, with_backward
+from benchmarks.kernels.pointwise import pointwise
+from benchmarks.measure import DEVICES, SIZES
+from benchmarks.records import OURS, Records
 from mm.device.device import Device
 from mm.weights.table import model_weights
 from tests.workload import num_patches, num_tokens
@@ -160,9 +161,9 @@ def optimizer(bench: Bench) -> None:
 
 def towers(bench: Bench) -> None:
     """Both towers as a whole; needs megatron-core and transformers, so it is loaded when asked for."""
-    from benchmarks import tower_times
+    from benchmarks.kernels.towers import time_towers
 
-    tower_times.towers(bench)
+    time_towers(bench)
 
 
 GROUPS: dict[str, Callable[[Bench], None]] = {
@@ -172,10 +173,10 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", choices=GROUPS)
-    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
-    parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b", "32b", "72b"))
+    parser.add_argument("--device", default="auto", choices=DEVICES)
+    parser.add_argument("--size", default="3b", choices=SIZES)
     parser.add_argument("--records", type=Path, help="file of JSON lines to append to")
     parser.add_argument("--label", default="kernels", help="names this command in the records")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,

@@ -1,6 +1,6 @@
 """What gloo's groups cost by number of ranks: calls of the store and open files, to make one and for what it then does.
 
-    python -m benchmarks.control 8 32 128
+    python -m tests.parallel.control 8 32 128
 
 Each rank is a thread of this process, on one store that counts.  ``TORCH_GLOO_LAZY_INIT=0`` in the environment shows
 groups in which every rank is connected with every other from the start; without it ranks connect when they first talk,

@@ -11,7 +11,6 @@ which two devices do not: so the one process has another like it beside it, on t
 run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import run_ranks
+from benchmarks.measure import command, run_ranks, tell
+from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.parallel.activity import Work
 from mm.parallel.simulation import SlotCost, step_cost
 from mm.weights.trained import GradientPath
@@ -31,8 +31,6 @@ from mm.weights.trained import GradientPath
 NUM_MICROBATCHES = 16
 SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
 """Seconds of one stage."""
-MODEL = {"vision_layers": 4, "language_layers": 8, "vision_width": 256, "language_width": 384}
-QUICK_MODEL = MODEL | {"vision_width": 64, "language_width": 64}
 IMAGE = (1, 32, 32)
 TOKENS = 256
 """Of a microbatch."""
@@ -49,6 +47,8 @@ class Case:
     """"equal", or "changing": the same number of tokens in all, of another length in each microbatch."""
     has_images: bool = False
     sleeps: bool = False
+    is_small: bool = False
+    """Whether the model is a far smaller one, whose times say nothing."""
 
     @property
     def num_stages(self) -> int:
@@ -73,22 +73,19 @@ COMPUTE_CASES = {
 }
 
 
-def model_of(case: Case, sizes: dict[str, int]) -> Any:
-    from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-
-    vision, language = sizes["vision_width"], sizes["language_width"]
+def model_of(case: Case) -> ModelConfig:
+    vision, language = (64, 64) if case.is_small or case.sleeps else (256, 384)
+    num_vision, num_language = (sum(map(sum, lists)) for lists in (case.vision, case.language))
     return ModelConfig(
-        VisionConfig(
-            sizes["vision_layers"], case.vision, vision, 2 * vision, 4, 112, (1, 3), freeze="vision" in case.freeze),
+        VisionConfig(num_vision, case.vision, vision, 2 * vision, 4, 112, (1, 3), freeze="vision" in case.freeze),
         ProjectorConfig(vision, 4 * vision, language, freeze="projector" in case.freeze),
-        LanguageConfig(
-            sizes["language_layers"], case.language, language, 3 * language, 4, 2, 512, 4096,
-            (language // 32, language // 32, language // 16)),
+        LanguageConfig(num_language, case.language, language, 3 * language, 4, 2, 512, 4096,
+                       (language // 32, language // 32, language // 16)),
         image_token_id=500, video_token_id=501, vision_start_token_id=502,
     )  # fmt: skip
 
 
-def plan_of(case: Case, model: Any) -> Any:
+def plan_of(case: Case, model: ModelConfig) -> Any:
     from mm.batch import BatchTotals, StepPlan
     from mm.data.order.sequence import in_pipeline_order
     from tests.microbatches import random_microbatch
@@ -104,7 +101,7 @@ def sleep(is_forward: bool, num_chunks: int) -> None:
     time.sleep((SLEEP_FORWARD if is_forward else SLEEP_BACKWARD) / num_chunks)
 
 
-def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
+def worker(case: Case, num_steps: int) -> dict[str, Any]:
     """Seconds of each step's forward and backward passes, as the slowest rank saw them, and of this rank's work in
     them, by its kind."""
     from mm.device.device import Device
@@ -123,7 +120,7 @@ def worker(case: Case, sizes: dict[str, int], num_steps: int) -> dict[str, Any]:
     from tests.parallel.messages import stand_in
 
     torch.set_num_threads(1)
-    model = model_of(case, sizes)
+    model = model_of(case)
     mesh = parallel.start(device, model, tp_size=1)
     stage = Stage(model, mesh, "fp32", device)
     initialize(stage, stage.weights, mesh, seed=0, std=0.02)
@@ -155,30 +152,30 @@ class Measured:
     """Of the first rank's work in it."""
 
 
-def measure(case: Case, sizes: dict[str, int], num_steps: int) -> Measured:
+def measure(case: Case, num_steps: int) -> Measured:
     """In processes of their own."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "seconds.json"
-        request = json.dumps({"case": dataclasses.asdict(case), "sizes": sizes, "num_steps": num_steps})
+        request = json.dumps({"case": dataclasses.asdict(case), "num_steps": num_steps})
         run_ranks(case.num_stages, "benchmarks.pipeline", ["--worker", request, "--output", str(output)])
         found = json.loads(output.read_text())
     works = {work: statistics.median(one[work] for one in found["works"]) for work in found["works"][0]}
     return Measured(statistics.median(found["seconds"]), works)
 
 
-def measure_beside_another(case: Case, sizes: dict[str, int], num_steps: int) -> Measured:
+def measure_beside_another(case: Case, num_steps: int) -> Measured:
     """The same on both cores: a case of one process runs twice at once, each on its own."""
     if case.num_stages == 2:
-        return measure(case, sizes, num_steps)
+        return measure(case, num_steps)
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: measure(case, sizes, num_steps), range(2))
+        one, other = pool.map(lambda _: measure(case, num_steps), range(2))
     works = {work: (one.works[work] + other.works[work]) / 2 for work in one.works}
     return Measured((one.seconds + other.seconds) / 2, works)
 
 
 def sleep_ideal(case: Case) -> float:
     """A slot without gradient going on to it sleeps forward only."""
-    model, num_chunks = model_of(case, QUICK_MODEL), len(case.vision)
+    model, num_chunks = model_of(case), len(case.vision)
     path = GradientPath.of(model)
     flows = [path.comes_back(slot, case.has_images) or slot.has_head for slot in model.placement().slots]
     slots = [SlotCost(SLEEP_FORWARD / num_chunks, flow * SLEEP_BACKWARD / num_chunks) for flow in flows]
@@ -189,19 +186,18 @@ def sleep_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
     found = {}
     for name in (name for name in SLEEP_CASES if name in names):
         case = SLEEP_CASES[name]
-        seconds, ideal = [measure(case, QUICK_MODEL, num_steps).seconds for _ in range(rounds)], sleep_ideal(case)
+        seconds, ideal = [measure(case, num_steps).seconds for _ in range(rounds)], sleep_ideal(case)
         found[name] = {"ideal_seconds": ideal, "seconds": seconds,
                        "share_of_ideal": ideal / statistics.median(seconds)}  # fmt: skip
         print(name, json.dumps(found[name]), flush=True)
     return found
 
 
-def compute_part(names: list[str], rounds: int, num_steps: int, sizes: dict[str, int]) -> dict[str, Any]:
+def compute_part(names: list[str], rounds: int, num_steps: int, is_quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in (name for name in COMPUTE_CASES if name in names):
-        case, base = COMPUTE_CASES[name]
-        pairs = [(measure(case, sizes, num_steps), measure_beside_another(base, sizes, num_steps))
-                 for _ in range(rounds)]
+        case, base = (dataclasses.replace(one, is_small=is_quick) for one in COMPUTE_CASES[name])
+        pairs = [(measure(case, num_steps), measure_beside_another(base, num_steps)) for _ in range(rounds)]
         ratios = [theirs.seconds / ours.seconds for ours, theirs in pairs]
         seconds = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
         found[name] = {"seconds": seconds, "speed_ratios": ratios, "speed_ratio": statistics.median(ratios)}
@@ -224,27 +220,25 @@ def ideal_ratio(case: Case, one: Measured) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     names = [*SLEEP_CASES, *COMPUTE_CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a round")
     parser.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", help="internal: what to measure in these processes")
     flags = parser.parse_args()
     if flags.worker:
         request = json.loads(flags.worker)
         fields = {name: _tuples(value) for name, value in request["case"].items()}
-        measured = worker(Case(**fields), request["sizes"], request["num_steps"])
+        measured = worker(Case(**fields), request["num_steps"])
         if os.environ["RANK"] == "0":
-            flags.output.write_text(json.dumps(measured))
+            tell(measured, flags.output)
         return
     found: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "rounds": flags.rounds, "steps": flags.steps}
     found["sleep"] = sleep_part(flags.only, flags.rounds, flags.steps)
-    found["compute"] = compute_part(flags.only, flags.rounds, flags.steps, QUICK_MODEL if flags.quick else MODEL)
-    if flags.output:
-        flags.output.write_text(json.dumps(found, indent=1) + "\n")
+    found["compute"] = compute_part(flags.only, flags.rounds, flags.steps, flags.quick)
+    tell(found, flags.output, prints=False)
 
 
 def _tuples(value: Any) -> Any:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.control import COLLECTIVES, computed
 from tests.files import ROOT
+from tests.parallel.control import COLLECTIVES, computed
 
 NUM_RANKS = 16
 
@@ -16,7 +16,7 @@ NUM_RANKS = 16
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict]:
     """In a process of its own: the open files that are counted are the process's."""
-    command = [sys.executable, "-m", "benchmarks.control", str(NUM_RANKS)]
+    command = [sys.executable, "-m", "tests.parallel.control", str(NUM_RANKS)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {row["collective"]: row for row in map(json.loads, said.splitlines())}
 

@@ -6,10 +6,10 @@
 Runs a list of commands, correctness first, each in a process of its own with a limit of its own, and goes on after one
 that fails.  Under ``--output``: ``records.jsonl`` (each result, written as it is found, and how each command ended),
 ``log.txt`` (all that was printed), ``profile.txt`` (the operators of one step) and ``tables.md`` (the results as
-docs/performance.md shows them; ``python -m benchmarks.render`` puts them there).  Commands that are recorded as done
-are not run again unless ``--steps`` names them, so the same line goes on after an interruption.  On a machine that is
-lent by the minute ``--within SECONDS`` ends by then: a command for which less than half of its limit is left is not
-begun, and others end at what is left.
+docs/performance.md shows them; ``python -m benchmarks.device_hour.render`` puts them there).  Commands that are
+recorded as done are not run again unless ``--steps`` names them, so the same line goes on after an interruption.  On a
+machine that is lent by the minute ``--within SECONDS`` ends by then: a command for which less than half of its limit is
+left is not begun, and others end at what is left.
 
 What a machine needs: this repository, torch for its device, transformers, megatron-core and the few packages that
 setup.py lists.  Where nothing can be installed, put wheels of what is missing beside the repository and unpack them
@@ -28,10 +28,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.measure import append, read_records
-from benchmarks.render import block
+from benchmarks.device_hour.render import block
+from benchmarks.records import append, read_records
+from tests.files import ROOT
 
-ROOT = Path(__file__).parents[1]
 TAIL_CHARACTERS = 1500
 FROZEN = ("--freeze", "vision", "projector")
 HALVES = ("--tokens", "4096", "--num-microbatches", "2")
@@ -58,17 +58,17 @@ class Step:
 
 
 def _kernels(*groups: str) -> tuple[str, ...]:
-    return ("benchmarks.device_kernels", *groups)
+    return ("benchmarks.kernels", *groups)
 
 
 def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]:
     alone = () if peer else ("--no-peer",)
-    return ("benchmarks.device_step", "speed", "--size", size, "--phases", "--ceilings", "{records}", *words, *alone)
+    return ("benchmarks.step", "speed", "--size", size, "--phases", "--ceilings", "{records}", *words, *alone)
 
 
 STEPS = (
     Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "tests/model", "-k", "cuda")),
-    Step("parity", 180, "correctness", ("benchmarks.device_step", "parity")),
+    Step("parity", 180, "correctness", ("benchmarks.step", "parity")),
     Step("ceilings", 200, "G10, G11: what is divided by; products, weight gradients, ffn widths, forms of Adam",
          _kernels("ceilings", "gemm", "optimizer")),
     Step("kernels", 240, "G14; which form of attention, SwiGLU, rope, RMSNorm", _kernels("attention", "pointwise")),
@@ -82,7 +82,7 @@ STEPS = (
     Step("recompute", 120, "G12 with recomputation", _speed("--mix", "--recompute")),
     Step("large", 240, "G10 and G12 of 7B", _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
     Step("towers", 180, "G9: the ViT and the LLM alone", _kernels("towers")),
-    Step("loader", 150, "G13", ("benchmarks.device_loader",)),
+    Step("loader", 150, "G13", ("benchmarks.data.loader",)),
 )  # fmt: skip
 
 REHEARSAL = {
@@ -150,7 +150,7 @@ def chosen(names: list[str] | None, output: Path) -> list[Step]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [step.name for step in STEPS]
     parser.add_argument("--output", type=Path, default=Path("runs/device"), help="folder of everything that is written")
     parser.add_argument("--list", action="store_true", help="print what would be run, and run nothing")

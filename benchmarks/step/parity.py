@@ -1,19 +1,19 @@
-"""Is a step on this device transformers' step?  What benchmarks.device_step's "parity" computes.
+"""Is a step on this device transformers' step?  What ``python -m benchmarks.step parity`` computes.
 
 Two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU with the same
 weights (rounded to bf16 beforehand, so that only the arithmetic differs).  To be imported after ``Device.pick``.
 """
 
-import dataclasses
 import statistics
 
 import torch
 
 from benchmarks.measure import versions
-from benchmarks.one_device import Ours, Peer, model_config, random_microbatch, random_tensors
+from benchmarks.sides import Ours, Peer, model_config, random_tensors, resized
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.weights.table import fuse, model_weights
+from tests.microbatches import random_microbatch
 
 LOSS, NORM, GRADIENT = "loss_error", "grad_norm_error", "gradient_error"
 TOLERANCES = {
@@ -30,27 +30,20 @@ def parity_models() -> dict[str, ModelConfig]:
     """Two small models; between them the head dimensions of all published sizes (ViT 80, LLM 128), and 64."""
     tiny = model_config("tiny")
 
-    def model(vision_head: int, language_head: int, groups: int, tied: bool) -> ModelConfig:
-        vision_hidden, language_hidden = 2 * vision_head, 4 * language_head
-        vision = dataclasses.replace(
-            tiny.vision, num_layers=4, pipeline_num_layers=((4,),), fullatt_block_indexes=(1, 3), num_attention_heads=2,
-            hidden_size=vision_hidden, ffn_hidden_size=232,
-        )  # fmt: skip
-        section = language_head // 8
-        language = dataclasses.replace(
-            tiny.language, hidden_size=language_hidden, num_attention_heads=4, num_query_groups=groups,
-            kv_channels=language_head, mrope_section=(section, section, 2 * section),
-            untie_embeddings_and_output_weights=not tied,
-        )  # fmt: skip
-        projector = dataclasses.replace(
-            tiny.projector, input_size=vision_hidden, ffn_hidden_size=4 * vision_hidden, hidden_size=language_hidden
-        )
-        return dataclasses.replace(tiny, vision=vision, projector=projector, language=language)
+    def model(head_dims: tuple[int, int], groups: int, tied: bool) -> ModelConfig:
+        vision_dim, language_dim = head_dims
+        section = language_dim // 8
+        vision = {"num_layers": 4, "pipeline_num_layers": ((4,),), "fullatt_block_indexes": (1, 3),
+                  "num_attention_heads": 2, "hidden_size": 2 * vision_dim, "ffn_hidden_size": 232}  # fmt: skip
+        language = {"hidden_size": 4 * language_dim, "num_attention_heads": 4, "num_query_groups": groups,
+                    "kv_channels": language_dim, "mrope_section": (section, section, 2 * section),
+                    "untie_embeddings_and_output_weights": not tied}  # fmt: skip
+        return resized(tiny, vision, language)
 
-    return {"heads 80 and 128": model(80, 128, 2, tied=False), "heads 64, tied": model(64, 64, 1, tied=True)}
+    return {"heads 80 and 128": model((80, 128), 2, tied=False), "heads 64, tied": model((64, 64), 1, tied=True)}
 
 
-def parity(device: Device, precisions: list[str]) -> tuple[dict, bool]:
+def errors_of(device: Device, precisions: list[str]) -> tuple[dict, bool]:
     """Errors of every model and precision, and whether all are within their tolerances."""
     cases, passed = {}, True
     for name, model in parity_models().items():

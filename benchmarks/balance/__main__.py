@@ -2,27 +2,23 @@
 
     python -m benchmarks.balance [--quick] [--output F]
 
-Nothing is trained: samples are arrays (``benchmarks.lengths``), a microbatch costs its FLOPs (``mm.model.flops``, the
-7B model as shipped: the ViT frozen), and a step takes as long as its costliest rank.  A pipeline of four stages is
-simulated in the order in which a run would send its microbatches.  Without packing a microbatch is one sample; packs
-hold at most 8,192 tokens.  Goals are judged at the end.
+Nothing is trained: samples are arrays (``tests.lengths``), a microbatch costs its FLOPs
+(``mm.model.flops``, the 7B model as shipped: the ViT frozen), and a step takes as long as its costliest rank.  A
+pipeline of four stages is simulated in the order in which a run would send its microbatches.  Without packing a
+microbatch is one sample; packs hold at most 8,192 tokens.  Goals are judged at the end.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lengths import SEQ_LENGTH, SETS, llava, totals_of
-from benchmarks.lists import with_lists
-from benchmarks.measure import versions
-from mm.config.model import ModelConfig, read_model
+from benchmarks.balance.lists import with_lists
+from benchmarks.measure import command, shipped_model, table, tell, versions
+from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
@@ -31,8 +27,8 @@ from mm.data.order.sequence import pipeline_order
 from mm.data.order.stream import Step, Stream, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
+from tests.lengths import SEQ_LENGTH, SETS, llava, totals_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 SAMPLES_OF_RANK = 32
 """Of a global batch."""
 BATCHES = (32, 35, 64, 128, 256)
@@ -139,7 +135,7 @@ def step_seconds(samples: Samples, num_steps: int) -> list[float]:
 
 
 def measure(is_quick: bool) -> dict[str, Any]:
-    model = read_model(EXAMPLES / "model_7b.json").value
+    model = shipped_model("7b")
     ranks = (8,) if is_quick else (8, 64, 512)
     rows, limits, sets = [], [], {}
     for name, draw in SETS.items():
@@ -169,21 +165,30 @@ def measure(is_quick: bool) -> dict[str, Any]:
         full += [{"of_rank_samples": of_rank, "dp_size": ranks[:2][-1], "sampler": name,
                   **samples.measure(by_name[name], 2 if is_quick else 4)}
                  for name in (FULLEST_PACKS, BALANCED_PACKS)]  # fmt: skip
-    return {"versions": {**versions(), "numpy": np.__version__}, "sets": sets, "rows": rows, "full": full,
+    return {"versions": versions(), "sets": sets, "rows": rows, "full": full,
             "limits": limits, "planning": planning(model, 20_480 if is_quick else 1_000_000)}  # fmt: skip
 
 
-def goals(found: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
-    """What was aimed at, the bound, the figure, and whether it was reached."""
+class Goal(NamedTuple):
+    """What was aimed at."""
+
+    what: str
+    bound: str
+    value: float
+    is_reached: bool
+
+
+def goals(found: dict[str, Any]) -> list[Goal]:
+    """Every goal, with the figure and whether it was reached."""
     by = {(row["set"], row["dp_size"], row["sampler"]): row for row in found["rows"]}
     mine, plan = BALANCED_PACKS, found["planning"]
     judged = []
 
     def at_most(what: str, bound: float, value: float) -> None:
-        judged.append((what, f"at most {bound:g}", value, value <= bound))
+        judged.append(Goal(what, f"at most {bound:g}", value, value <= bound))
 
     def at_least(what: str, bound: float, value: float) -> None:
-        judged.append((what, f"at least {bound:g}", value, value >= bound))
+        judged.append(Goal(what, f"at least {bound:g}", value, value >= bound))
 
     for dp_size, bound in ((8, 1.01), (64, 1.02)):
         for name in SETS:
@@ -204,38 +209,39 @@ def goals(found: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
     return judged
 
 
+SAMPLER_HEAD = ("set", "ranks", "sampler", "rank, mean", "rank, worst", "same turn", "all microbatches", "full",
+                "microbatches of a rank", "time", "time, 4 stages")  # fmt: skip
+FULL_HEAD = ("samples of a rank", "ranks", "sampler", "full", "microbatches of a rank", "rank, worst",
+             "all microbatches")  # fmt: skip
+
+
 def shown(found: dict[str, Any]) -> str:
-    """As tables of Markdown."""
-    lines = ["| set | ranks | sampler | rank, mean | rank, worst | same turn | all microbatches | full | microbatches "
-             "of a rank | time | time, 4 stages |", "| --- " * 11 + "|"]  # fmt: skip
-    for row in found["rows"]:
-        full = f"{row['full']:.1%}" if "packing" in row["sampler"] else ""
-        four = f"{row['pipelined_of_plain']:.3f}" if "pipelined_of_plain" in row else ""
-        lines.append(f"| {row['set']} | {row['dp_size']} | {row['sampler']} | {row['step']:.4f} | "
-                     f"{row['worst_step']:.4f} | {row['turn']:.3f} | {row['microbatches']:.3f} | {full} | "
-                     f"{row['of_rank']:.1f} | {row['cost_of_plain']:.3f} | {four} |")  # fmt: skip
-    lines += ["", "| samples of a rank | ranks | sampler | full | microbatches of a rank | rank, worst | all "
-              "microbatches |", "| --- " * 7 + "|"]  # fmt: skip
-    lines += [f"| {row['of_rank_samples']} | {row['dp_size']} | {row['sampler']} | {row['full']:.1%} | "
-              f"{row['of_rank']:.2f} | {row['worst_step']:.4f} | {row['microbatches']:.3f} |" for row in found["full"]]
-    lines += ["", "| set | ranks | full, at most | all microbatches, at least |", "| --- " * 4 + "|"]
-    lines += [f"| {one['set']} | {one['dp_size']} | {one['full']:.1%} | {one['microbatches']:.3f} |"
-              for one in found["limits"]]
-    lines += ["", "| goal | bound | measured | |", "| --- " * 4 + "|"]
-    lines += [f"| {what} | {bound} | {value:.5g} | {'reached' if is_reached else '**missed**'} |"
-              for what, bound, value, is_reached in goals(found)]  # fmt: skip
-    return "\n".join(lines)
+    """The figures as tables of Markdown."""
+    rows = [(row["set"], row["dp_size"], row["sampler"], f"{row['step']:.4f}", f"{row['worst_step']:.4f}",
+             f"{row['turn']:.3f}", f"{row['microbatches']:.3f}",
+             f"{row['full']:.1%}" if "packing" in row["sampler"] else "", f"{row['of_rank']:.1f}",
+             f"{row['cost_of_plain']:.3f}", f"{row['pipelined_of_plain']:.3f}" if "pipelined_of_plain" in row else "")
+            for row in found["rows"]]  # fmt: skip
+    full = [(row["of_rank_samples"], row["dp_size"], row["sampler"], f"{row['full']:.1%}", f"{row['of_rank']:.2f}",
+             f"{row['worst_step']:.4f}", f"{row['microbatches']:.3f}") for row in found["full"]]
+    limits = [(one["set"], one["dp_size"], f"{one['full']:.1%}", f"{one['microbatches']:.3f}")
+              for one in found["limits"]]  # fmt: skip
+    judged = [(what, bound, f"{value:.5g}", "reached" if is_reached else "**missed**")
+              for what, bound, value, is_reached in found["goals"]]  # fmt: skip
+    tables = (table(SAMPLER_HEAD, rows), table(FULL_HEAD, full),
+              table(("set", "ranks", "full, at most", "all microbatches, at least"), limits),
+              table(("goal", "bound", "measured", ""), judged))
+    return "\n\n".join("\n".join(lines) for lines in tables)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("--quick", action="store_true", help="8 ranks and few samples, to see that it runs")
-    parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
     flags = parser.parse_args(argv)
     found = measure(flags.quick)
+    found["goals"] = goals(found)
     print(shown(found))
-    if flags.output:
-        flags.output.write_text(json.dumps(found, indent=1))
+    tell(found, flags.output, prints=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """For how long NCCL's kernels occupy a device while a stage computes, and what posting messages early gains.
 
-    python -m benchmarks.messages
+    python -m benchmarks.pipeline.messages
 
 What every stage starts and waits for is that of a run (``tests.parallel.messages``), replayed under NCCL's rules
 (``tests.parallel.replay``).

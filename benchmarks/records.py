@@ -1,14 +1,48 @@
-"""What the records of the benchmarks say, by command: of each only its latest run counts."""
+"""The records of benchmarks on a device: a file of JSON lines, and what it says of each command.
 
+Of each command only its latest run counts.
+"""
+
+import json
 import statistics
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import read_records
+from benchmarks.measure import versions
 from mm.device.known import peak_flops
 
 OURS, PEER = "ours", "transformers"
+
+
+class Records:
+    """Results, each printed and appended to a file as one JSON line at once: a time-out loses none."""
+
+    def __init__(self, path: Path | None, label: str, device: str, size: str) -> None:
+        """The first line says where all others come from."""
+        self._path, self._label = path, label
+        date = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.write("machine", device=device, size=size, date=date, versions=versions())
+
+    def write(self, kind: str, **values: Any) -> None:
+        record = {"kind": kind, "label": self._label, **values}
+        print(json.dumps(record), flush=True)
+        if self._path is not None:
+            append(self._path, record)
+
+
+def append(path: Path, record: dict) -> None:
+    """Add one line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: Path) -> list[dict]:
+    """The lines of a file of results, in order; a last line that was cut off by a time-out is left out."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.attention_kernels import LOOP, MASK
-from benchmarks.floors import OPTIMIZER_BYTES_PER_PARAM
-from benchmarks.results import OURS, PEER, Results
+from benchmarks.kernels.attention import LOOP, MASK
+from benchmarks.records import OURS, PEER, Results
+from benchmarks.step.floors import OPTIMIZER_BYTES_PER_PARAM
 
 GIB, GB = 2**30, 1e9
 MAX_WINDOW_ERROR = 1e-6

@@ -1,7 +1,7 @@
 """The check and the index of a large data file: the first start, the second one, and what an owner of data holds.
 
-    python -m benchmarks.index [--records 1000000] [--pictures 1000] [--processes N] [--folder DIR] [--output F]
-    python -m benchmarks.index --rows 100000000
+    python -m benchmarks.data.index [--records 1000000] [--pictures 1000] [--processes N] [--folder DIR] [--output F]
+    python -m benchmarks.data.index --rows 100000000
 
 Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
 training does, then opens them again in a fresh process.  Also times its parts in one process: headers of pictures,
@@ -12,10 +12,8 @@ With ``--rows`` no file is read: an index of so many made-up rows is packed, and
 it, as a node would; the output has memory and the processor time of an owner's thread.
 """
 
-import argparse
 import json
 import multiprocessing
-import os
 import random
 import resource
 import sys
@@ -31,10 +29,11 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from benchmarks.measure import append, versions
+from benchmarks.measure import command, num_cores, seconds_of, shipped_model, versions
+from benchmarks.records import append
 from demo.tiny_checkpoint import Sizes, build
-from mm.config.data import DataConfig, read_data
-from mm.config.model import ModelConfig, read_model
+from mm.config.data import Attributes, DataConfig, read_data
+from mm.config.model import ModelConfig
 from mm.data.feed.planner import PlannedSteps, Seat, start_planner
 from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
@@ -48,8 +47,8 @@ from mm.data.order.sampler import SAMPLERS, Shares
 from mm.data.order.stream import Order
 from mm.data.read.records import RecordFile
 from mm.data.read.roots import MediaRoots
+from tests.tiny_inputs import write_data
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
 SEQ_LENGTH = 4096
 SIZES = Sizes(num_merges=1500, vocab_size=1800)
 NUM_WORDS = (12, 60, 10, 40)
@@ -81,23 +80,17 @@ def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
                        f'{{"from": "gpt", "value": {last}}}]}}')
         file.write("\n]\n")
     build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=SIZES)
-    data = json.loads((EXAMPLES / "data_tiny.json").read_text())
-    data["dataset_param"]["preprocess_parameters"] |= {"model_name_or_path": str(folder / "hf"),
-                                                       "image_max_pixels": 262144}
-    data["dataset_param"]["basic_parameters"] |= {
-        "dataset": str(folder / "records.json"), "dataset_dir": str(folder / "pictures"),
-        "cache_dir": str(folder / "cache")}
-    data["dataset_param"]["attr"] = {}
-    (folder / "data.json").write_text(json.dumps(data))
+    write_data(folder, folder / "records.json", {"image_max_pixels": 262144},
+               dataset_dir=str(folder / "pictures"), cache_dir=str(folder / "cache"))  # fmt: skip
 
 
 def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]:
-    data, model = read_data(folder / "data.json").value, read_model(EXAMPLES / "model_tiny.json").value
+    data, model = read_data(folder / "data.json").value, shipped_model("tiny")
     model = replace(
         model, language=replace(model.language, vocab_size=SIZES.vocab_size),
         image_token_id=SIZES.token_id("<|image_pad|>"), video_token_id=SIZES.token_id("<|video_pad|>"),
         vision_start_token_id=SIZES.token_id("<|vision_start|>"))
-    return replace(data, preprocessing_num_workers=num_processes), model
+    return replace(data, attr=Attributes(), preprocessing_num_workers=num_processes), model
 
 
 def start(folder: Path, num_processes: int) -> dict[str, float]:
@@ -187,7 +180,7 @@ def large_order(folder: str) -> Order:
     kept = Store((Path(folder),)).load(KEY)
     assert kept is not None, "it has just been made"
     rows = kept.index.rows
-    sizes = SampleSizes(read_model(EXAMPLES / "model_7b.json").value, Columns((rows,), None))
+    sizes = SampleSizes(shipped_model("7b"), Columns((rows,), None))
     stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
         sizes, Shares(DP_SIZE, Budget(8192), num_stages=2), seed=1)
     return Order(stream, deal, GLOBAL_BATCH_SIZE, 0)
@@ -223,13 +216,6 @@ def at_scale(num_rows: int) -> dict[str, Any]:
                 "index": packs, "planned_by_the_owner": owner, "planned_beside": planning(Path(folder), True)}
 
 
-def seconds_of(work: Callable[[], object], count: int) -> float:
-    began = time.perf_counter()
-    for _ in range(count):
-        work()
-    return (time.perf_counter() - began) / count
-
-
 def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
     pool = multiprocessing.get_context("spawn").Pool(1)
     try:
@@ -239,35 +225,33 @@ def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> 
         pool.join()
 
 
+def measure(num_records: int, num_pictures: int, num_processes: int, folder: Path) -> dict[str, Any]:
+    """Both starts, and the parts of the first."""
+    write_inputs(folder, num_records, num_pictures)
+    alone = in_fresh_process(parts, folder)
+    # not in a pool's process, which may have no processes of its own
+    first = start(folder, num_processes)
+    second = in_fresh_process(start, folder, num_processes)
+    return {
+        "records": num_records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
+        "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
+        "processes": num_processes, "versions": versions(), "parts": alone,
+        "first_start": first | {"samples_per_second": num_records / first["dataset_seconds"]},
+        "second_start": second,
+    }  # fmt: skip
+
+
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--pictures", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, default=num_cores())
     parser.add_argument("--folder", type=Path, help="must not exist; kept (default: a temporary one)")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--rows", type=int, help="made-up rows of an index, in place of a data file")
     flags = parser.parse_args(argv)
-    if flags.rows:
-        result = at_scale(flags.rows)
-        print(json.dumps(result, indent=1))
-        if flags.output:
-            append(flags.output, result)
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = flags.folder or Path(temporary) / "inputs"
-        write_inputs(folder, flags.records, flags.pictures)
-        alone = in_fresh_process(parts, folder)
-        # not in a pool's process, which may have no processes of its own
-        first = start(folder, flags.processes)
-        second = in_fresh_process(start, folder, flags.processes)
-        result = {
-            "records": flags.records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
-            "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
-            "processes": flags.processes, "versions": versions(), "parts": alone,
-            "first_start": first | {"samples_per_second": flags.records / first["dataset_seconds"]},
-            "second_start": second,
-        }  # fmt: skip
+        result = at_scale(flags.rows) if flags.rows else measure(flags.records, flags.pictures, flags.processes, folder)
     print(json.dumps(result, indent=1))
     if flags.output:
         append(flags.output, result)

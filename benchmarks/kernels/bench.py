@@ -1,20 +1,17 @@
-"""What every group of benchmarks.device_kernels needs: the device, a clock, the shapes, and where results go."""
+"""What every group of benchmarks.kernels needs: the device, a clock, the shapes, and where results go."""
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Clock, Records
-from mm.config.model import ModelConfig, read_model
+from benchmarks.measure import Clock, shipped_model
+from benchmarks.records import OURS, Records
 from mm.device.device import Device
 from tests.workload import SAMPLE, TINY_SAMPLE, Sample
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "qwen2.5vl"
-OURS = "ours"
 NUM_SAMPLES = 12
 """Of the large case; the small one is a single sample."""
 
@@ -28,7 +25,7 @@ class Bench:
     def __init__(self, device: Device, size: str, records: Records, compiles: bool) -> None:
         self.device, self.size, self.records, self.compiles = device, size, records, compiles
         self.is_tiny = size == "tiny"
-        self.model: ModelConfig = read_model(EXAMPLES / f"model_{size}.json").value
+        self.model = shipped_model(size)
         self.sample: Sample = TINY_SAMPLE if self.is_tiny else SAMPLE
         self.num_samples = (2,) if self.is_tiny else (1, NUM_SAMPLES)
         self.clock = Clock(device, num_warmup=1, seconds=0.0) if self.is_tiny else Clock(device)

@@ -8,12 +8,10 @@ the rounds of the ratios of each round.  ``headers``: files a second whose patch
 ``memory``: of this process and of the one that decodes videos, while 5,000 samples are made, every second one a video.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
+from benchmarks.measure import command, median_ratio, seconds_of, tell
 from mm.batch import normalised
 from mm.config.data import DataConfig
 from mm.data.media.decoder import Decoder
@@ -49,12 +48,6 @@ def write_photo(path: Path, size: tuple[int, int]) -> None:
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def pictures(directory: Path, rounds: int) -> dict[str, Any]:
     theirs = Qwen2VLImageProcessorPil(**SETTINGS)
     exact, fast = (ImageProcessor(**SETTINGS, backend=backend) for backend in ("pillow", "torch"))
@@ -64,13 +57,14 @@ def pictures(directory: Path, rounds: int) -> dict[str, Any]:
         write_photo(Path(path), size)
         expected = theirs([Image.open(path)], return_tensors="pt")["pixel_values"]
         assert torch.equal(normalised(exact.patches(path)[0], exact.normalisation.constants()), expected)
-        taken = [(seconds(lambda path=path: theirs([Image.open(path)], return_tensors="pt")),
-                  seconds(lambda path=path: exact.patches(path)), seconds(lambda path=path: fast.patches(path)))
-                 for _ in range(rounds)]
+        works = (partial(lambda path: theirs([Image.open(path)], return_tensors="pt"), path),
+                 partial(exact.patches, path), partial(fast.patches, path))  # fmt: skip
+        taken = [[seconds_of(work) for work in works] for _ in range(rounds)]
+        peer_seconds, exact_seconds, fast_seconds = zip(*taken, strict=True)
         found[name] = {
-            "their_milliseconds": 1000 * statistics.median(one for one, _, _ in taken),
-            "exact_speed_ratio": statistics.median(one / other for one, other, _ in taken),
-            "fast_speed_ratio": statistics.median(one / other for one, _, other in taken),
+            "their_milliseconds": 1000 * statistics.median(peer_seconds),
+            "exact_speed_ratio": median_ratio(peer_seconds, exact_seconds)["median"],
+            "fast_speed_ratio": median_ratio(peer_seconds, fast_seconds)["median"],
         }
         print(name, json.dumps(found[name]), flush=True)
     return found
@@ -81,7 +75,7 @@ def headers(directory: Path, num_files: int) -> dict[str, float]:
     paths = [directory / f"{number}.jpg" for number in range(10_000, 10_000 + num_files)]
     for path in paths:
         path.write_bytes(raw)
-    taken = seconds(lambda: [processor.image_grid(str(path)) for path in paths])
+    taken = seconds_of(lambda: [processor.image_grid(str(path)) for path in paths])
     found = {"files_per_second": num_files / taken}
     print("headers", json.dumps(found), flush=True)
     return found
@@ -120,18 +114,17 @@ def memory(directory: Path, num_samples: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="one round and few files: shows that it runs")
-    parser.add_argument("--output", type=Path)
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        found = {"pictures": pictures(Path(directory), 1 if flags.quick else flags.rounds),
-                 "headers": headers(Path(directory), 50 if flags.quick else 5000),
-                 "memory": memory(Path(directory), 20 if flags.quick else 5000)}  # fmt: skip
-    if flags.output:
-        flags.output.write_text(json.dumps(found, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        found = {"pictures": pictures(directory, 1 if flags.quick else flags.rounds),
+                 "headers": headers(directory, 50 if flags.quick else 5000),
+                 "memory": memory(directory, 20 if flags.quick else 5000)}  # fmt: skip
+    tell(found, flags.output, prints=False)
 
 
 if __name__ == "__main__":

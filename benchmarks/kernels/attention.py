@@ -1,4 +1,4 @@
-"""Attention of both towers in every form that could compute it; see benchmarks.device_kernels."""
+"""Attention of both towers in every form that could compute it; see benchmarks.kernels."""
 
 import functools
 import inspect
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.bench import OURS, Bench, relative_difference, with_backward
+from benchmarks.kernels.bench import Bench, relative_difference, with_backward
+from benchmarks.records import OURS
 from mm.device.attention import Segments
 from mm.model.positions import plan_vision
 from tests.workload import mixed_samples, num_tokens

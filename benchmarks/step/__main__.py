@@ -1,0 +1,146 @@
+"""One training step: is it transformers' step, and how fast is it.
+
+    python -m benchmarks.step parity [--device cuda]
+    python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
+    python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
+
+``parity`` trains two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU;
+beside our bf16 errors stand those of transformers' own bf16.
+
+``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device, and
+the same through transformers, each in a process of its own, in turn for ``--rounds`` rounds.  Samples are equal, of 689
+tokens, 315 of them visual; with ``--mix`` their lengths and pictures differ, so that transformers pads, and attention
+over segments of different lengths is used.  Both print JSON and append what they find to ``--records`` as they find it;
+the exit status is 1 when a tolerance is missed.
+
+``cpu`` has two parts: one process with one thread for each side (TP1 PP1); then our two-stage pipeline on two processes
+with one thread each, against transformers in one process with two threads.  transformers is tuned in all three: fused
+AdamW, SDPA, and its own linear patch embedding instead of the 3-D convolution.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.measure import DEVICES, SIZES, run_ranks, tell
+from benchmarks.records import OURS, PEER, Records, append
+from benchmarks.step.speed import NUM_TIMED, NUM_WARMUP, speed, time_side
+from mm.device.device import Device
+
+
+def parity(flags: argparse.Namespace, _: list[str]) -> bool:
+    device = Device.pick(flags.device)
+    from benchmarks.step.parity import errors_of
+
+    result, passed = errors_of(device, [flags.precision] if flags.precision else ["fp32", "bf16"])
+    leave_process_group()
+    keep(flags, "parity", device.name, "small", {"passed": passed, **result})
+    tell(result, flags.output)
+    return passed
+
+
+def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
+    """One side in this process, or both in processes of their own."""
+    if flags.side is not None:
+        device = Device.pick(flags.device)
+        result, passed, kind, name = time_side(flags, device), True, "side", device.name
+        leave_process_group()
+    else:
+        if flags.records:
+            append(flags.records, {"kind": "begin", "label": flags.label})
+        (result, passed), kind = speed(flags, own_arguments), "comparison"
+        name = result[OURS].get("device")
+    keep(flags, kind, name, flags.size, {"side": flags.side, "passed": passed, **result})
+    tell(result, flags.output)
+    return passed
+
+
+def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
+    """One stage, then two, in processes of their own."""
+    if flags.is_rank:
+        device = Device.pick("cpu")
+        from benchmarks.step.cpu import measure
+
+        found = measure(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
+        leave_process_group()
+        if found is not None:
+            tell(found, flags.output)
+        return True
+    results = []
+    for num_stages in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "result.json"
+            words = ["cpu", *own_arguments, "--is-rank", "--output", str(output)]
+            run_ranks(num_stages, "benchmarks.step", words, num_threads=num_stages)
+            results.append(json.loads(output.read_text()))
+        tell(results[-1], None)
+    tell(results, flags.output, prints=False)
+    return True
+
+
+def keep(flags: argparse.Namespace, kind: str, device: str, size: str, result: dict[str, object]) -> None:
+    """Record ``result`` where the command is to keep records."""
+    if flags.records:
+        Records(flags.records, flags.label, device, size).write(kind, **result)
+
+
+def leave_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(required=True, metavar="parity, speed or cpu")
+    parsers = {name: modes.add_parser(name) for name in ("parity", "speed", "cpu")}
+    for name, work in (("parity", parity), ("speed", timed), ("cpu", cpu)):
+        parsers[name].set_defaults(work=work)
+        parsers[name].add_argument("--output", type=Path, help="JSON file to write")
+    for one in (parsers["parity"], parsers["speed"]):
+        one.add_argument("--device", default="auto", choices=DEVICES)
+        one.add_argument("--records", type=Path, help="file of JSON lines to append to as results come")
+        one.add_argument("--label", default="step", help="names this command in the records")
+        one.add_argument("--precision", choices=("fp32", "bf16"),
+                         help="default: parity both; speed bf16, on a CPU fp32")  # fmt: skip
+    _add_flags_of_speed(parsers["speed"])
+    one = parsers["cpu"]
+    one.add_argument("--rounds", type=int, default=9)
+    one.add_argument("--micro-batch-size", type=int, default=1)
+    one.add_argument("--num-microbatches", type=int, default=8, help="microbatches of one optimizer step")
+    one.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
+    one.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _add_flags_of_speed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", default="3b", choices=SIZES)
+    parser.add_argument("--tokens", type=int,
+                        help="tokens of a microbatch (equal samples: rounded to whole ones); default 8192, of 7b 4096")
+    parser.add_argument("--num-microbatches", type=int, default=1)
+    parser.add_argument("--mix", action="store_true", help="samples of different lengths and pictures")
+    parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
+    parser.add_argument("--recompute", action="store_true", help="keep only layer inputs, on both sides")
+    parser.add_argument("--peer-attention", choices=("sdpa", "flash_attention_2"))
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each side is run, in turn")
+    parser.add_argument("--warmup", type=int, default=NUM_WARMUP)
+    parser.add_argument("--steps", type=int, default=NUM_TIMED)
+    parser.add_argument("--phases", action="store_true", help="time the parts of a step")
+    parser.add_argument("--profile", type=Path, help="write torch.profiler's table of one more step here")
+    parser.add_argument("--ceilings", type=Path,
+                        help="records of benchmarks.kernels, for the share of what was measured")  # fmt: skip
+    parser.add_argument("--side", choices=(OURS, PEER), help="internal: time this side in this process")
+    parser.add_argument("--round", type=int, default=0, help="internal: which round this is")
+
+
+def main(argv: list[str]) -> int:
+    flags = parse(argv)
+    return 0 if flags.work(flags, argv[1:]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
