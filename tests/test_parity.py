@@ -63,11 +63,12 @@ def test_every_world_size_is_run() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-# Drawn layouts: a few in every run; with --hypothesis-profile=many 300 others each time, on up to 8 ranks
+# Any layout, freezing and batch is drawn; ``CASES`` has the edges, and what is not drawn.  A few in every run; with
+# --hypothesis-profile=many 300 others each time, on up to 8 ranks
 
 IS_MANY = settings.get_current_profile_name() == "many"
 MAX_RANKS = 8 if IS_MANY else 4
-FEW = settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(suppress_health_check=list(HealthCheck))
 
 
