@@ -99,11 +99,12 @@ def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
         if model is None or _is_stated(path, flag):
             raise
         problems = tuple(Misfit("left over", text) for text in error.problems)
-    storage = MindSpeedDirectory.open(path).storage
+    directory = MindSpeedDirectory.open(path)
     try:
         return open_source(path, flag, lenient=True)
     except UserError:  # it is none of the published sizes
-        return Source(path, Kind.MINDSPEED, model, 1, (), (), storage, problems, is_stated=False)
+        return Source(path, Kind.MINDSPEED, model, 1, (), (), directory, directory.storage, problems,
+                      is_stated=False)
 
 
 def _description(side: Source) -> str:

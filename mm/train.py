@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from mm.config.flags import step_problems
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
 from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
 from mm.errors import UserError, collected, printable, refuse
 from mm.training.claim import Claim, claim_problems
+
+if TYPE_CHECKING:
+    from mm.training.opened import Opened
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +51,7 @@ def _run(words: Sequence[str]) -> int:
 
             run = with_start(run)
         if run.args.dry_run or run.args.check:
-            run, _ = check_files(run)
+            run, _, _ = check_files(run)
     except UserError as error:
         return refused(error)
     if run.args.dry_run:
@@ -62,32 +65,27 @@ def _run(words: Sequence[str]) -> int:
     return status_of(lambda: train(run))
 
 
-def check_files(run: Run) -> tuple[Run, Claim]:
+def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
     """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
-    It builds the index of the samples, which the reading ranks open later; a node that cannot see it builds its own.
-    It claims the directories that the run writes, unless this is a rehearsal.
+    Returns the run with the number of its steps, and what the check has opened, for the start.  It builds the index of
+    the samples, which the reading ranks open later; a node that cannot see it builds its own.  It claims the
+    directories that the run writes, unless this is a rehearsal.
     """
-    from mm.training import preflight  # imports transformers, which the ranks that do not check may not need
-    from mm.training.epochs import with_steps
+    from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
     from mm.weights.trained import freeze_notes
 
-    of_files: list[str] = []
-    of_samples: list[str] = []
     is_rehearsal = run.args.dry_run or run.args.check
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
-    problems = preflight.sample_problems(run, of_samples)
-    run = with_steps(run, of_samples)
-    too_long = step_problems(run.args) if run.args.num_train_epochs and run.args.train_iters else ()
-    refuse([*preflight.file_problems(run, of_files), *problems, *too_long,
-            *preflight.question_problems(run, of_samples), *claim_problems(written)])
-    found = [*of_files, *of_samples]
+    checked = check(run)
+    refuse([*checked.problems, *claim_problems(written)])
+    run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
-        return replace(run, notes=(*run.notes, *found)), Claim()
-    notes = (*run.notes, *freeze_notes(run.model), *found)
+        return replace(run, notes=(*run.notes, *checked.notes)), Claim(), opened
+    notes = (*run.notes, *freeze_notes(run.model), *checked.notes)
     say_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
-    return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True))
+    return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True)), opened
 
 
 def check_node(run: Run) -> None:
@@ -102,8 +100,9 @@ def check_node(run: Run) -> None:
 def train(run: Run) -> int:
     """Train as ``run`` says, on this process's device, as one rank of the launcher's world; returns the status, 0.
 
-    One rank of each node checks the node.  Only rank 0 checks the files; the others wait, and end with it if it finds a
-    problem.  However the run ends, rank 0 releases the directories that it has claimed.
+    One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
+    wait, and end with it if it finds a problem.  However the run ends, rank 0 releases the directories that it has
+    claimed.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         check_node(run)
@@ -112,7 +111,7 @@ def train(run: Run) -> int:
 
     minutes = run.args.distributed_timeout_minutes
     with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout) as watchdog:
-        run, claim = check_files(run) if is_first_rank() else (run, Claim())
+        run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
         watchdog.at_end = claim.release
         with claim:
             from mm.device.device import Device
@@ -129,7 +128,8 @@ def train(run: Run) -> int:
                                   run.args.vision_feature_cache is not None, watchdog.meet())
             watchdog.place(mesh)
             run = with_agreed_steps(run, mesh)
-            trainer = Trainer(run, device, mesh, watchdog, claim)
+            trainer = Trainer(run, device, mesh, watchdog, claim, opened)
+            del opened  # the trainer has what it needs of it
             trainer.run_steps()
             trainer.export()
             trainer.close()

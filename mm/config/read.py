@@ -51,7 +51,16 @@ def read_json(path: str | Path) -> Document:
 
     Raises UserError with ``file:line:column`` and the offending line for wrong syntax, and with every duplicate key.
     """
-    text = _decoded(Path(path))
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+    return parse_json(path, data)
+
+
+def parse_json(path: str | Path, data: bytes) -> Document:
+    """``read_json`` of ``data``, the bytes of the file at ``path``."""
+    text = _decoded(path, data)
     try:
         root = json.loads(text, parse_int=_integer)
         json.dumps(root, ensure_ascii=False).encode()
@@ -74,11 +83,7 @@ def _integer(word: str) -> float:
     return int(word) if math.isfinite(float(word)) else math.inf
 
 
-def _decoded(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+def _decoded(path: str | Path, data: bytes) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{path}: the encoding is UTF-16; save the file as UTF-8")
     try:

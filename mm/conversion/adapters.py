@@ -90,8 +90,8 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
         problems.append(f"{directory.path} was read as the adapters of {', '.join(names[:3])}{others} on "
                         f"{Layout.of(placed, tp_size)}; give the settings and the layout that it was trained with.")
     refuse(problems)
-    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory.storage,
-                  iteration=directory.iteration, consumed_samples=directory.consumed_samples)
+    return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory,
+                  directory.storage, iteration=directory.iteration, consumed_samples=directory.consumed_samples)
 
 
 def open_beside(path: str | Path, base: ModelConfig) -> Source:

@@ -45,6 +45,8 @@ class HFDirectory:
     """By published name, in the order of the files."""
     index: Mapping[str, Any] | None
     """The parsed index; None for a single file."""
+    config_bytes: bytes
+    """``config.json`` as it was read."""
 
     @classmethod
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
@@ -63,10 +65,10 @@ class HFDirectory:
                 f"{directory} holds a LoRA adapter ({', '.join(found)}), not a model; give the directory of its base "
                 f"model (adapter_config.json: base_model_name_or_path)."
             )
-        config = _read_config(directory)
+        config, config_bytes = _read_config(directory)
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
-            return cls(directory, config, {}, None)
-        return cls(directory, config, *_read_tensors(directory))
+            return cls(directory, config, {}, None, config_bytes)
+        return cls(directory, config, *_read_tensors(directory), config_bytes)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -94,8 +96,12 @@ class HFDirectory:
 
         Raises UserError with each setting that differs, else with each tensor that does not fit.
         """
-        refuse(hf_problems(model, self.path, "The model JSON"))
+        self.check_config(model)
         refuse(misfit.text for misfit in self.views(model)[1] if self.tensors)
+
+    def check_config(self, model: ModelConfig) -> None:
+        """Raise UserError naming each setting in which config.json describes another model than ``model``."""
+        refuse(hf_problems(model, self.path, "The model JSON", self.config_bytes))
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of all weights of ``model``, and what does not fit.
@@ -140,13 +146,14 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     directory = Path(path).resolve()
     if not (directory / "config.json").is_file():
         raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
-    found = _parsed(directory / "config.json")
+    config_bytes = (directory / "config.json").read_bytes()
+    found = _parsed(directory / "config.json", config_bytes)
     ours, theirs = (one.get("text_config") or one for one in (config, found))
     refuse(f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give "
            f"the LLM of the same size." for key in LANGUAGE_KEYS if theirs.get(key) != ours.get(key))
     tensors, index = _read_tensors(directory)
     located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
-    language = HFDirectory(directory, found, located, index)
+    language = HFDirectory(directory, found, located, index, config_bytes)
     views, misfits = language.views(model)
     refuse(misfit.text for misfit in misfits if misfit.weight is not None and misfit.weight.part == "language")
     return [view for view in views if view.weight.part == "language"], [directory / file for file in language.contents]
@@ -155,12 +162,14 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
 # Finding files
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a Qwen2.5-VL directory; a ``UserError`` when it is absent, broken or another's."""
+def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
+    """``config.json`` of a Qwen2.5-VL directory, parsed and as bytes; UserError when it is absent, broken or of another
+    model."""
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
-    config = _parsed(path)
+    config_bytes = path.read_bytes()
+    config = _parsed(path, config_bytes)
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type != MODEL_TYPE:
         raise UserError(
@@ -171,7 +180,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{path} has a quantization_config: quantized weights can be neither trained nor converted; give the "
             f"directory of the unquantized model."
         )
-    return config
+    return config, config_bytes
 
 
 def is_model_weights(name: str) -> bool:
@@ -194,7 +203,7 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
         return None, [SINGLE_FILE]
     if INDEX_FILE not in files:
         raise UserError(_no_weights(directory, files))
-    index = _parsed(directory / INDEX_FILE)
+    index = _parsed(directory / INDEX_FILE, (directory / INDEX_FILE).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
@@ -258,8 +267,8 @@ def _some(names: set[str], shown: int = 5) -> str:
     return ", ".join(sorted(names)[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def _parsed(path: Path) -> Any:
-    raw = path.read_bytes()
+def _parsed(path: Path, raw: bytes) -> Any:
+    """The JSON in ``raw``, the bytes of the file at ``path``."""
     refuse_lfs_pointer(path, raw)
     try:
         return json.loads(raw)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig
-from mm.config.read import read_json
+from mm.config.read import parse_json, read_json
 from mm.config.schema import expected, settings_of, shown
 from mm.errors import UserError, refuse
 from mm.formats.hf_fixed import fixed_problems
@@ -155,17 +155,20 @@ def _equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-def hf_problems(model: ModelConfig, directory: str | Path, model_path: str) -> list[str]:
+def hf_problems(
+    model: ModelConfig, directory: str | Path, model_path: str, config_bytes: bytes | None = None
+) -> list[str]:
     """Say how ``model``, read from ``model_path``, differs from the model in ``directory``.
 
     One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
-    A field that the Hugging Face file leaves out is not compared.
+    A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: what ``config.json`` holds, where
+    it has been read already.
     """
     path = Path(directory) / "config.json"
-    if not path.is_file():
+    if config_bytes is None and not path.is_file():
         return []
     try:
-        config = read_json(path).root
+        config = (read_json(path) if config_bytes is None else parse_json(path, config_bytes)).root
         model_type = config.get("model_type") if isinstance(config, dict) else None
         if model_type != MODEL_TYPE:
             return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]

@@ -22,14 +22,14 @@ from mm.formats.adapter import AdapterDirectory, is_peft_directory
 from mm.formats.copy import check_copies_and_padding
 from mm.formats.files import Files
 from mm.formats.hf import HFDirectory, language_views
-from mm.formats.hf_config import FREE_ON_RESUME, hf_problems, stored_problems
+from mm.formats.hf_config import FREE_ON_RESUME, stored_problems
 from mm.formats.known_models import recognize
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder, in_qkv_order
 from mm.formats.storage import Storage
-from mm.formats.training import LATEST_FILE, USE_ANOTHER, find_checkpoint
+from mm.formats.training import LATEST_FILE, USE_ANOTHER, Manifest, find_checkpoint
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.cut import cut_dim, shard_spans
 from mm.weights.plan import Index
@@ -66,6 +66,8 @@ class Source:
     views: tuple[View, ...]
     files: tuple[Path, ...]
     """All weight files, and config.json or manifest."""
+    directory: Directory | AdapterDirectory
+    """What was opened at ``path``."""
     storage: Storage | None = None
     """How a directory in MindSpeed-MM's layout keeps the weights."""
     problems: tuple[Misfit, ...] = ()
@@ -82,6 +84,11 @@ class Source:
     """The checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if it is stated."""
     base_name: str | None = None
     """The directory of that model, or its name on the hub, if PEFT's adapters state it."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a training checkpoint; None of anything else."""
+        return self.directory.manifest if isinstance(self.directory, TrainingDirectory) else None
 
     @property
     def is_vit_only(self) -> bool:
@@ -130,16 +137,15 @@ class Source:
 
         Raises UserError naming every field that differs.
         """
-        match self.kind:
-            case Kind.HUGGING_FACE:
-                problems = hf_problems(model, self.path, "The model JSON")
-            case Kind.MINDSPEED:
-                problems = stored_problems(self.path, self.model, model)
-            case Kind.TRAINING:
-                problems = stored_problems(self.path, self.model, model, but=FREE_ON_RESUME)
-            case Kind.ADAPTER:
-                problems = AdapterDirectory.open(self.path).problems(model)
-        refuse(problems)
+        match self.directory:
+            case HFDirectory():
+                self.directory.check_config(model)
+            case MindSpeedDirectory():
+                refuse(stored_problems(self.path, self.model, model))
+            case TrainingDirectory():
+                refuse(stored_problems(self.path, self.model, model, but=FREE_ON_RESUME))
+            case AdapterDirectory():
+                refuse(self.directory.problems(model))
 
     def check_optimizer(self) -> None:
         """Raise UserError where a training wrote it, whose optimizer state cannot be read."""
@@ -317,7 +323,8 @@ def _source(
 ) -> Source:
     views, misfits = found
     refuse(misfit.text for misfit in misfits if not lenient)
-    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, problems=tuple(misfits), **facts)
+    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, directory,
+                  problems=tuple(misfits), **facts)
 
 
 def holds_nothing(path: str | Path) -> bool:

@@ -41,10 +41,19 @@ class Told:
     """With the one that ended it."""
 
 
-def read_encoder(media: DataConfig, model: ModelConfig, mesh: Mesh) -> SampleEncoder | None:
-    """On owners.  Raises UserError, the same on every rank."""
+def read_encoder(
+    media: DataConfig, model: ModelConfig, mesh: Mesh, opened: SampleEncoder | None = None
+) -> SampleEncoder | None:
+    """The encoder of prompts on ranks that own data: ``opened``, where this rank has it already.
+
+    Raises UserError, the same on every rank.
+    """
     most = model.language.max_position_embeddings
-    return together(mesh, lambda: SampleEncoder.from_config(media, model, most) if mesh.owns_data else None)
+
+    def read() -> SampleEncoder:
+        return opened or SampleEncoder.from_config(media, model, most)
+
+    return together(mesh, lambda: read() if mesh.owns_data else None)
 
 
 def with_stop_tokens(

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.conversion.adapters import open_adapters
 from mm.data.index.contents import TrainedOn
 from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.formats import training as files
 from mm.formats.blocks import Values
-from mm.formats.source import Source, open_training
+from mm.formats.source import Source
 from mm.formats.training import Manifest, Piece
 from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill, read_once
@@ -168,32 +167,22 @@ def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, floa
 
 
 def load(
-    directory: str | Path,
+    source: Source,
     parts: Parts,
     *,
     load_optim: bool = True,
     load_rng: bool = True,
     finetune: bool = False,
 ) -> Progress:
-    """Restore the newest checkpoint, of this or any other layout; returns where training goes on.
+    """Restore ``source``, a training checkpoint of this or any other layout; returns where training goes on.
 
-    Under the same layout training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.
-    Random states are restored under the same layout only.  Raises UserError on every rank when there is no checkpoint,
-    something in it is missing or damaged, it is of another model, or it has no optimizer state for a parameter that is
-    now trained.  Of adapters the frozen weights beside them must be there already.
+    Every rank has opened the same checkpoint, and found it to be of this model.  Under the same layout training
+    continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.  Random states are restored under
+    the same layout only.  Raises UserError on every rank when something in it is missing or damaged, or it has no
+    optimizer state for a parameter that is now trained.  The frozen weights beside adapters must be there already.
     """
-    mesh, stage = parts.mesh, parts.stage
-    folder, notes = on_first(mesh, lambda: files.find_checkpoint(directory))
-
-    def find() -> tuple[TrainingDirectory, Source]:
-        stored = TrainingDirectory.open(folder)
-        if stage.model.lora.is_on:
-            return stored, open_adapters(folder, stage.model)
-        source = open_training(stored)
-        source.check_model(stage.model)
-        return stored, source
-
-    stored, source = together(mesh, find)
+    mesh, stage, stored = parts.mesh, parts.stage, source.directory
+    assert isinstance(stored, TrainingDirectory), "nothing else holds the state of a training"
     # a run in fp32 goes on from the fp32 copies of one in bf16
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
@@ -215,10 +204,10 @@ def load(
     _broadcast(shared, mesh)
     manifest = stored.manifest
     if finetune:
-        return Progress(0, 0, notes=(*notes, *more_notes))
+        return Progress(0, 0, notes=(*source.notes, *more_notes))
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
-    return Progress(manifest.iteration, manifest.consumed_samples, data, (*notes, *more_notes), best,
+    return Progress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
                     manifest.run_id)
 
 

@@ -1,6 +1,6 @@
 """How many steps ``--num-train-epochs`` takes: known once the training samples are counted.
 
-Only headers of checkpoints and the index of the samples are read; neither megatron nor a device is needed.
+Neither megatron nor a device is needed.
 """
 
 import math
@@ -10,27 +10,23 @@ from fractions import Fraction
 from mm.config.run import Run
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
 from mm.data.order.sampler import told_order
 from mm.errors import collected
-from mm.formats.source import Kind, Source
-from mm.formats.training import Manifest
-from mm.training.sources import open_start
+from mm.formats.source import Source
+from mm.training.opened import Opened
 
 
-def with_steps(run: Run, notes: list[str]) -> Run:
+def with_steps(run: Run, opened: Opened, notes: list[str]) -> Run:
     """``run`` with the number of steps that its epochs take, and a note on it; ``run`` itself without epochs.
 
-    The index of the samples must be there.  Where samples or checkpoint cannot be opened, which is reported as another
-    problem, the number stays 0.
+    Where samples or checkpoint could not be opened, which is reported as another problem, the number stays 0.
     """
     epochs = run.args.num_train_epochs
-    if epochs is None:
+    if epochs is None or opened.samples is None or (opened.sources is None and not run.args.finetune):
         return run
     with collected([]):
-        gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-        dataset = Dataset(replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip", gauge, run.args.seed)
-        source = None if run.args.finetune else open_start(run).trained(run)
+        dataset = opened.samples.parts["training"]
+        source = None if opened.sources is None or run.args.finetune else opened.sources.trained(run)
         iteration, consumed, began_at = _progress(run, source, dataset)
         num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)
         notes.append(f"--num-train-epochs {epochs:g}: {epochs:g} x {len(dataset)} training samples in steps of "
@@ -58,7 +54,7 @@ def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, i
         return 0, 0, 0
     consumed = source.consumed_samples
     consumed = source.iteration * run.global_batch_size if consumed is None else consumed
-    data = Manifest.read(source.path).data if source.kind is Kind.TRAINING else None
+    data = source.manifest and source.manifest.data
     if data is None:
         return source.iteration, consumed, 0
     then = TrainedOn.from_json(data)

@@ -14,7 +14,6 @@ from mm.data.feed.quarantine import LEDGER, Quarantine
 from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
 from mm.data.order.sampler import order_of, told_order
 from mm.data.order.stream import Order, Step
 from mm.data.record_name import BadSample
@@ -23,6 +22,7 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import Progress
+from mm.training.opened import Samples
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,22 @@ class _Opened:
 
 
 def open_feed(
-    run: Run, mesh: Mesh, stage: Stage, progress: Progress, num_steps: int, fingerprint: str | None
-) -> Feed:
+    run: Run, mesh: Mesh, stage: Stage, progress: Progress, num_steps: int, fingerprint: str | None,
+    samples: Samples | None = None,
+) -> Feed:  # fmt: skip
     """The next ``num_steps`` steps' plans, read on the owning rank and shared within the replica.
 
-    ``fingerprint``: that of the ViT, with ``--vision-feature-cache``.  Raises the same AgreedError on every rank for
-    data that cannot be read or are not those of the checkpoint.
+    ``fingerprint``: that of the ViT, with ``--vision-feature-cache``.  ``samples``: those of the run, where this rank
+    has opened them before.  Raises the same AgreedError on every rank for data that cannot be read or are not those of
+    the checkpoint.
     """
     due = [validates(run.args, run.data) and is_due(run.args, progress.iteration + 1 + number)
            for number in range(num_steps)]
 
     def open_own() -> _Opened | None:
-        return _open(run, mesh, stage, progress, any(due), fingerprint) if mesh.owns_data else None
+        if not mesh.owns_data:
+            return None
+        return _open(run, mesh, stage, progress, samples or Samples.open(run, any(due)), any(due), fingerprint)
 
     opened = together(mesh, open_own)
     reader = opened and opened.validation
@@ -89,20 +93,19 @@ def open_feed(
 
 
 def _open(
-    run: Run, mesh: Mesh, stage: Stage, progress: Progress, validates_now: bool, fingerprint: str | None
-) -> _Opened:
-    """On a rank that owns data."""
-    args = run.args
-    gauge = Gauge.from_config(run.data, run.model, args.seq_length)
-    known, skips = replace(run.data, overwrite_cache=False), args.bad_sample == "skip"  # the preflight did that
-    dataset = Dataset(known, skips, gauge, args.seed)
+    run: Run, mesh: Mesh, stage: Stage, progress: Progress, samples: Samples, validates_now: bool,
+    fingerprint: str | None,
+) -> _Opened:  # fmt: skip
+    """What a rank that owns data reads its steps from."""
+    args, gauge, dataset = run.args, samples.gauge, samples.parts["training"]
+    skips = args.bad_sample == "skip"
     quarantine = _quarantine(run, mesh, dataset, dataset.skipped) if skips else None
     then, now, order = progress.data, dataset.contents(), told_order(run)
     consumed = progress.consumed_samples
     data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
     own_run = replace(run, notes=())  # notes do not pickle
     make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
-    reader = ValidationReader.open(run, gauge, mesh.dp_rank) if validates_now else None
+    reader = ValidationReader.of(run, samples.parts["validation"], gauge, mesh.dp_rank) if validates_now else None
     validation_quarantine = None if reader is None or not skips else (
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
     open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,

@@ -22,6 +22,7 @@ from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import PICTURES, Answer, write_results
+from mm.training.opened import Questions
 from mm.training.step import Parts
 from mm.training.validation import evaluating
 
@@ -38,15 +39,19 @@ class Scored:
 class QuestionSet:
     """The questions, which rank 0 has, and the model in training, ready to be asked."""
 
-    def __init__(self, run: Run, parts: Parts) -> None:
-        """Raises UserError, the same on every rank."""
+    def __init__(self, run: Run, parts: Parts, opened: Questions | None = None) -> None:
+        """``opened`` is what the check before the run has opened on this rank.
+
+        Raises UserError, the same on every rank.
+        """
         self._run, self._parts = run, parts
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(parts.mesh, parts.stage.has_patch_embedding, args.distributed_timeout_minutes)
-        self._items = together(mesh, lambda: read_items(asked) if mesh.rank == 0 else None)
+        items = opened and opened.items
+        self._items = together(mesh, lambda: items or read_items(asked) if mesh.rank == 0 else None)
         media = asked.asking.media_config(directory)
-        encoder = read_encoder(media, model, mesh)
+        encoder = read_encoder(media, model, mesh, opened and opened.encoder)
         said = asked.asking.decoding(settings_in(Path(directory)))
         decoding = with_stop_tokens(said, (), encoder, model.language, mesh)
         self._session = Session(parts.stage, mesh, encoder, media, decoding)

@@ -17,6 +17,7 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training.claim import Claim
 from mm.training.feed import Feed, open_feed
+from mm.training.opened import Opened
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
 from mm.training.reporter import Reporter, sayer
@@ -31,11 +32,15 @@ class Trainer:
     """Everything that one rank holds during a run."""
 
     def __init__(
-        self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None
-    ) -> None:
-        """``claim`` is this rank's hold on the directories that the run writes."""
+        self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None,
+        opened: Opened | None = None,
+    ) -> None:  # fmt: skip
+        """``claim`` is this rank's hold on the directories that the run writes; ``opened`` is what the check before the
+        run has opened on this rank."""
+        opened = opened or Opened()
         self.mesh, self._watchdog, self._say = mesh, watchdog, sayer(mesh)
-        self.run, sources, self._schedule = settle(run, mesh, self._say)
+        self._samples, self._opened_questions = opened.samples, opened.questions
+        self.run, sources, self._schedule = settle(run, mesh, self._say, opened.sources)
         run, args = self.run, self.run.args
         stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
         started = start(run, sources, self._schedule, stage, mesh, self._say)
@@ -86,7 +91,8 @@ class Trainer:
 
     def feed(self, num_steps: int) -> Feed:
         """The next ``num_steps`` steps' plans, and what they are made of."""
-        return open_feed(self.run, self.mesh, self.parts.stage, self.progress, num_steps, self.fingerprint)
+        return open_feed(
+            self.run, self.mesh, self.parts.stage, self.progress, num_steps, self.fingerprint, self._samples)
 
     # What the loop is made of
 
@@ -100,7 +106,7 @@ class Trainer:
     def _questions(self, first: int, last: int) -> QuestionSet | None:
         """None where no step of these asks them."""
         is_asked = any(asks(self.run.args, iteration) for iteration in range(first, last + 1))
-        return QuestionSet(self.run, self.parts) if is_asked else None
+        return QuestionSet(self.run, self.parts, self._opened_questions) if is_asked else None
 
     def _keeper(self) -> FeatureKeeper | None:
         """On the ranks that have what the ViT makes, one for each picture."""

@@ -12,8 +12,6 @@ from typing import Any
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.errors import UserError
-from mm.formats.source import Kind
-from mm.formats.training import stated
 from mm.training.sources import Sources
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
@@ -118,7 +116,7 @@ def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...
         return run, replace(now, began_at=began_at), (
             f"--no-load-optim: the learning rate's schedule begins anew after iteration {trained.iteration}, as in "
             f"Megatron",)
-    content = stated(trained.path).get("schedule") if trained.kind is Kind.TRAINING else None
+    content = None if trained.manifest is None else trained.manifest.schedule
     if content is None:
         return run, now, (f"{trained.path}, which an older version saved, does not say its learning rate's schedule; "
                           f"the command line's counts",)

@@ -8,9 +8,11 @@ from pathlib import Path
 from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
 from mm.errors import UserError, collected, refuse
+from mm.formats.adapter import is_peft_directory
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
-from mm.formats.source import Source, holds_nothing, open_to_train
+from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
+from mm.formats.training import find_checkpoint
 
 
 def qkv_order(run: Run) -> QkvOrder:
@@ -71,10 +73,45 @@ class Sources:
         """What ``--load`` gives of the weights that are trained: adapters, or without any the whole model."""
         return None if run.args.load is None else self.adapters if run.model.lora.is_on else self.model
 
+    def at(self, checkpoint: "Checkpoint | None") -> "Sources | None":
+        """These sources with the notes of ``checkpoint``; None if they were opened from another one."""
+        if checkpoint is None:
+            return self
+        name = next((name for name, one in (("adapters", self.adapters), ("model", self.model))
+                     if one is not None and one.path == checkpoint.path), None)
+        if name is None:
+            return None
+        return replace(self, **{name: replace(getattr(self, name), notes=checkpoint.notes)})
 
-def open_start(run: Run) -> Sources:
-    """What ``--load`` and ``--load-base-model`` give; raises UserError with all that is wrong with them."""
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training checkpoint that ``--load`` gives."""
+
+    path: Path
+    notes: tuple[str, ...]
+    """For the user: what interrupted saves left behind."""
+
+
+def checkpoint_of(run: Run) -> Checkpoint | None:
+    """The training checkpoint that ``--load`` gives; None if it gives none.  Raises UserError as ``open_start`` does.
+
+    Only names are looked at.
+    """
+    load = run.args.load
+    if load is None or is_peft_directory(load) or find_kind(load) is not Kind.TRAINING:
+        return None
+    return Checkpoint(*find_checkpoint(load))
+
+
+def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
+    """What ``--load`` and ``--load-base-model`` give; raises UserError with all that is wrong with them.
+
+    ``checkpoint``: the one that is taken where ``--load`` holds several.
+    """
     args, model, order = run.args, run.model, qkv_order(run)
+    if checkpoint is not None:
+        args = replace(args, load=str(checkpoint.path))
     if not model.lora.is_on:
         return Sources(None if args.load is None else open_to_train(args.load, model, args.loads_optimizer, order))
     problems: list[str] = []

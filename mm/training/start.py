@@ -16,7 +16,7 @@ from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.saves import continued, new_run_id, tidy_up
 from mm.training.schedule import Schedule, scheduled
-from mm.training.sources import Sources, open_start
+from mm.training.sources import Sources, checkpoint_of, open_start
 from mm.training.step import Parts
 from mm.weights.trained import saved_among
 
@@ -36,16 +36,23 @@ class Start:
     """Path and checksum of the model that adapters stand beside; None if it is random or there are no adapters."""
 
 
-def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sources, Schedule]:
+def settle(
+    run: Run, mesh: Mesh, say: Callable[[str], None], opened: Sources | None = None
+) -> tuple[Run, Sources, Schedule]:
     """Open what the run starts from, and settle with which schedule of the learning rate; ``say`` reports to the user.
 
-    Every rank calls it together; a mistake on one raises the same UserError on all.
+    ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses the checkpoint in ``--load``:
+    where files come to nodes late, others may not see the newest one named yet.  Every rank calls it together; a
+    mistake on one raises the same UserError on all.
     """
     for note in on_first(mesh, lambda: tidy_up(run)):
         say(f"note: {note}")
 
     def find() -> tuple[Run, Sources, Schedule, tuple[str, ...]]:
-        sources = open_start(run)
+        # Between the check and here, another run may have saved in ``--load``.
+        sources = opened and opened.at(checkpoint)
+        sources = sources or open_start(run, checkpoint).at(checkpoint)
+        assert sources is not None, "they were opened from this checkpoint"
         settled, schedule, notes = scheduled(run, sources)
         return settled, sources, schedule, notes
 
@@ -53,6 +60,7 @@ def settle(run: Run, mesh: Mesh, say: Callable[[str], None]) -> tuple[Run, Sourc
     if len(seen) > 1:
         raise AgreedError(f"some ranks start from {seen[0]} and others from {seen[1]}: --load {run.args.save} holds a "
                           f"checkpoint for some only; give a --save that every machine sees, and start again")
+    checkpoint = on_first(mesh, lambda: checkpoint_of(run))
     settled, sources, schedule, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")
@@ -111,12 +119,12 @@ def start(
 
 
 def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
-    """Goes on from a training checkpoint, with its optimizer and random states where that is asked for."""
+    """Go on from a training checkpoint, with its optimizer and random states if the flags ask for them."""
     args, resumed = run.args, sources.trained(run)
     if args.load is None or resumed is None:
         return Start(parts, state.Progress(0, 0))
     if resumed.kind is Kind.TRAINING:
-        progress = state.load(args.load, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
+        progress = state.load(resumed, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
                               finetune=args.finetune)
         return Start(parts, progress, resumed.path)
     if resumed.iteration is None or args.finetune:

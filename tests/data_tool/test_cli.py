@@ -12,7 +12,7 @@ from mm.config.run import load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data_tool.cli import main
-from mm.training.preflight import sample_problems
+from mm.training.preflight import check
 from tests.data.oracle import photo
 from tests.files import EXAMPLES, ROOT, json_lines
 from tests.tiny_inputs import write_data
@@ -65,8 +65,8 @@ def test_training_finds_the_index_that_was_made_beforehand(inputs: Path, monkeyp
                     "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--seq-length", "64",
                     "--log-dir", str(inputs / "logs")], 2, {})
     monkeypatch.delattr("mm.data.index.indexed_file.make_index")
-    notes: list[str] = []
-    assert sample_problems(run, notes) == [] and not any("index" in note for note in notes)
+    found = check(run).samples
+    assert found.problems == [] and not any("index" in note for note in found.notes)
     assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 1
 
 

@@ -165,12 +165,12 @@ def run_files(name: str, directory: Path) -> dict:
     zeros = {name: one if ".lora_" not in name and "merger" not in name else torch.zeros_like(one)
              for name, one in expected["before"].items()}
     engine = start(case, zeros)
-    state.load(directory / "save", engine.parts)
+    state.load(open_adapters(directory / "save", engine.parts.stage.model), engine.parts)
     resumed = steps(engine, 2)
     different = [name for name, one in weights(engine).items() if not torch.equal(one, after[name])]
     parallel.stop_mesh()
     engine = start(LoraCase(other, MIXED), zeros)
-    state.load(directory / "save", engine.parts)
+    state.load(open_adapters(directory / "save", engine.parts.stage.model), engine.parts)
     other_layout = steps(engine, 2)
     parallel.stop_mesh()
     found = _exported(case, folder, hf, directory) if dist.get_rank() == 0 else {}

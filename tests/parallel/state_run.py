@@ -16,9 +16,12 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
+from mm.formats.source import open_to_train  # noqa: E402
+from mm.formats.training import find_checkpoint  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
+from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
 from mm.training.step import Parts, forward_backward, step  # noqa: E402
@@ -122,7 +125,10 @@ class Run:
         )
 
     def load(self, directory: Path, **options: object) -> "Run":
-        self.progress = state.load(directory, self.parts, **options)
+        mesh = self.parts.mesh
+        folder, _ = on_first(mesh, lambda: find_checkpoint(directory))
+        source = together(mesh, lambda: open_to_train(folder, self.stage.model))
+        self.progress = state.load(source, self.parts, **options)
         return self
 
     def local(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from mm.model.fingerprint import vision_fingerprint  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.training.preflight import sample_problems  # noqa: E402
+from mm.training.preflight import check  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 from tests.parallel.trace import Trace, layers_counted, reads_counted, watch  # noqa: E402
@@ -58,7 +58,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
     """The whole of a run but its export, epoch by epoch."""
     argv = [*json.loads((directory / f"{name}.argv.json").read_text()), *flags]
     run = load_run(argv, dist.get_world_size(), {})
-    sample_problems(run, [])  # makes the index of the samples, which is no part of what is counted
+    check(run)  # makes the index of the samples, which is no part of what is counted
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring,
                           keeps_features=run.args.vision_feature_cache is not None)
     with Watchdog(Meeting.of_launcher(10), None) as watchdog:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from demo.tiny_checkpoint import build
 from mm.config.run import load_run
-from mm.training.preflight import file_problems, sample_problems
+from mm.training.preflight import check
 from tests.tiny_inputs import write_data, write_model
 
 
@@ -26,8 +26,8 @@ def flags(inputs: Path, *more: str) -> list[str]:
 
 
 def problems(inputs: Path, *more: str) -> list[str]:
-    run = load_run(flags(inputs, *more), environment={})
-    return file_problems(run, []) + sample_problems(run, [])
+    checked = check(load_run(flags(inputs, *more), environment={}))
+    return checked.files.problems + checked.samples.problems
 
 
 def set_preprocessing(inputs: Path, **keys: object) -> None:

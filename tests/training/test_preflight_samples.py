@@ -14,7 +14,7 @@ from mm.data.index.gauge import Gauge
 from mm.errors import UserError
 from mm.formats import training as files
 from mm.train import main
-from mm.training.preflight import question_problems, sample_problems
+from mm.training.preflight import check
 from tests.training.preflight_runs import flags, make_inputs, problems, set_preprocessing
 
 
@@ -43,9 +43,9 @@ def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
     set_preprocessing(inputs, image_max_pixels=262144)
 
     def told() -> list[str]:
-        notes: list[str] = []
-        assert sample_problems(load_run(flags(inputs, "--seq-length", "512"), 1, {}), notes) == []
-        return notes
+        found = check(load_run(flags(inputs, "--seq-length", "512"), 1, {})).samples
+        assert found.problems == []
+        return found.notes
 
     (note,) = told()
     assert "large.png becomes 315 tokens" in note and "which makes 336" in note
@@ -55,10 +55,9 @@ def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
 
 
 def test_fewer_samples_than_a_step_takes_are_noted(inputs: Path):
-    notes: list[str] = []
-    run = load_run(flags(inputs, "--global-batch-size", "4"), 1, {})
-    assert sample_problems(run, notes) == []
-    assert "1 samples are fewer than the 4 of one step: each step repeats some" in notes
+    found = check(load_run(flags(inputs, "--global-batch-size", "4"), 1, {})).samples
+    assert found.problems == []
+    assert "1 samples are fewer than the 4 of one step: each step repeats some" in found.notes
 
 
 def test_other_data_than_the_checkpoints_are_found(inputs: Path):
@@ -72,8 +71,8 @@ def test_other_data_than_the_checkpoints_are_found(inputs: Path):
         return str(inputs / "save")
 
     def found(*more: str) -> tuple[list[str], list[str]]:
-        notes: list[str] = []
-        return sample_problems(load_run(flags(inputs, *more), environment={}), notes), notes
+        of_samples = check(load_run(flags(inputs, *more), environment={})).samples
+        return of_samples.problems, of_samples.notes
 
     for data in (None, TrainedOn((contents,)).to_json()):
         assert found("--load", saved(data)) == ([], [])
@@ -136,7 +135,7 @@ def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
         path.write_text(json.dumps([*asked, *more]))
         run = load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", str(path),
                              "--eval-generate-rule", "exact"), environment={})
-        return question_problems(run, [])
+        return check(run).questions.problems
 
     assert found() == []
     cut, long = found({"question": "What?", "image": "cut.png", "answer": "a"}, {"question": "x" * 9000, "answer": "a"})

@@ -20,6 +20,7 @@ from mm.config.run import Run, load_run  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats import training as files  # noqa: E402
 from mm.formats.source import Kind, Source  # noqa: E402
+from mm.formats.training_reader import TrainingDirectory  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
 from mm.training.sources import Sources  # noqa: E402
 from tests.files import EXAMPLES  # noqa: E402
@@ -72,7 +73,14 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
     consumed = iteration * run.global_batch_size
     path = files.commit(temporary, files.Manifest(
         iteration, consumed, 2, 1, 2, run.model, None, {}, (), schedule=kept))
-    return Sources(Source(path, Kind.TRAINING, run.model, 1, (), (), iteration=iteration, consumed_samples=consumed))
+    return opened(path, run)
+
+
+def opened(path: Path, run: Run) -> Sources:
+    directory = TrainingDirectory.open(path)
+    manifest = directory.manifest
+    return Sources(Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
+                          consumed_samples=manifest.consumed_samples))
 
 
 @pytest.mark.parametrize(("flags", "what"), [
@@ -172,8 +180,7 @@ def test_an_older_versions_checkpoint_says_nothing(load: LoadRun, tmp_path: Path
     run = load()
     folder = files.begin(tmp_path / "save", 3, 0)
     path = files.commit(folder, files.Manifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
-    sources = Sources(Source(path, Kind.TRAINING, run.model, 1, (), (), iteration=3, consumed_samples=24))
-    _, schedule, (note,) = scheduled(run, sources)
+    _, schedule, (note,) = scheduled(run, opened(path, run))
     assert schedule == Schedule.of(run) and "which an older version saved" in note
 
 

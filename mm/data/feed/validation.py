@@ -13,7 +13,7 @@ import numpy as np
 
 from mm.config.run import Run
 from mm.data.feed.loader import ReadStep, StepLoader
-from mm.data.index.dataset import Dataset, validation_dataset
+from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
 from mm.data.order.balance import Sizes
@@ -95,11 +95,8 @@ class ValidationReader:
     dp_rank: int
 
     @classmethod
-    def open(cls, run: Run, gauge: Gauge, dp_rank: int) -> "ValidationReader":
-        """Raises UserError as ``Dataset`` does.  The data JSON must have samples for validation."""
-        data, skips_bad = replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip"
-        dataset = validation_dataset(data, skips_bad, gauge, run.args.seed)
-        assert dataset is not None, "asked with the settings"
+    def of(cls, run: Run, dataset: Dataset, gauge: Gauge, dp_rank: int) -> "ValidationReader":
+        """A reader of ``dataset``, the samples for validation."""
         return cls(dataset, validation_order(run, dataset.columns), gauge, run, dp_rank)
 
     def plan(self) -> ValidationPlan:

@@ -33,11 +33,14 @@ class Piece:
         self.content, self.path = content, path
 
     @classmethod
-    def map(cls, file: str | IO[bytes]) -> "Piece":
-        """Raises OSError."""
-        size = os.stat(file if isinstance(file, str) else file.fileno()).st_size
+    def map(cls, file: IO[bytes], path: str | None = None) -> "Piece":
+        """The bytes of an open file, which may be closed afterwards; ``path`` is where others find it.
+
+        Raises OSError.
+        """
+        size = os.stat(file.fileno()).st_size
         content = np.memmap(file, np.uint8, "r") if size else np.empty(0, np.uint8)  # nothing cannot be mapped
-        return cls(content, file if isinstance(file, str) else None)
+        return cls(content, path)
 
     def __getstate__(self) -> tuple[np.ndarray | None, str | None]:
         return (np.array(self.content) if self.path is None else None), self.path
@@ -47,7 +50,8 @@ class Piece:
         if content is None:
             assert self.path is not None
             try:
-                content = Piece.map(self.path).content
+                with open(self.path, "rb") as file:
+                    content = Piece.map(file).content
             except OSError as error:
                 raise UserError(f"{self.path}: the index of the samples is gone; start again.") from error
         self.content = content

@@ -134,12 +134,13 @@ class Store:
             if manifest is None:
                 continue
             with suppress(OSError):
-                with path.open("rb") as stream:  # read through a map it would count as memory of this process
-                    while part := stream.read(_READ_BYTES):
+                with path.open("rb") as stream:
+                    while part := stream.read(_READ_BYTES):  # through a map it would count as memory of this process
                         crc32 = zlib.crc32(part, crc32)
-                if crc32 == manifest["crc32"]:
+                    piece = Piece.map(stream, str(path)) if crc32 == manifest["crc32"] else None
+                if piece is not None:
                     columns = tuple(Column(**one) for one in manifest["columns"])
-                    return Rows(Piece.map(str(path)), columns, manifest["num_packed"], manifest["num_rows"]), manifest
+                    return Rows(piece, columns, manifest["num_packed"], manifest["num_rows"]), manifest
         return None, {}
 
     def _save_rows(self, key: str, rows: Rows, more: dict[str, Any]) -> str | None:

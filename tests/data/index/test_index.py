@@ -296,7 +296,7 @@ def test_without_cache_dir_it_lies_below_dataset_dir(cached, model_config, tmp_p
 def test_few_bytes_a_sample(cached, model_config):
     data = cached(RECORDS * 400)
     dataset = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
-    gauge = dataset._files[0].reader.gauge  # workers get its encoder in any case, and once
+    gauge = dataset.files.files[0].reader.gauge  # workers get its encoder in any case, and once
     assert len(pickle.dumps((gauge, dataset))) - len(pickle.dumps(gauge)) < 10_000
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy[1999] == dataset[1999] and (copy.lengths.num_tokens == dataset.lengths.num_tokens).all()

@@ -94,7 +94,9 @@ def test_rows_are_shared_by_their_file(tmp_path: Path) -> None:
     assert (pickle.loads(pickle.dumps(rows)).of("number", np.arange(len(rows))) == numbers).all()
     path = tmp_path / "rows"
     path.write_bytes(rows.piece.content)
-    named = Rows(Piece.map(str(path)), rows.columns, rows.num_packed, len(rows))
+    with path.open("rb") as stream:
+        piece = Piece.map(stream, str(path))
+    named = Rows(piece, rows.columns, rows.num_packed, len(rows))
     pickled = pickle.dumps(named)
     assert len(pickled) < 1000
     assert (pickle.loads(pickled).of("number", np.arange(len(rows))) == numbers).all()

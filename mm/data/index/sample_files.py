@@ -1,0 +1,130 @@
+"""The files in which the samples of a data JSON lie, opened and checked.
+
+Those for training and those that ``val_rate`` keeps back lie in the same files, so these stand apart from the choice of
+samples (``mm.data.index.dataset``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+
+from mm.config.data import DataConfig
+from mm.config.sources import Source, training_sources, validation_sources
+from mm.data.index.gauge import TOO_LONG, Gauge
+from mm.data.index.index import Checker, Reader
+from mm.data.index.indexed_file import IndexedFile, open_indexed
+from mm.data.index.remarks import too_long_remark
+from mm.data.order.selection import num_chosen
+from mm.data.read.records import RecordFile
+from mm.data.read.roots import MediaRoots
+from mm.data.record_name import BadSample
+from mm.errors import MAX_PROBLEMS, UserError, collected
+
+Part = Literal["training", "validation"]
+PARTS: tuple[Part, ...] = get_args(Part)
+_SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Files with at least one good sample.  Pickles small into data workers, as ``IndexedFile`` does."""
+
+    sources: tuple[Source, ...]
+    """What the data JSON says of each file; there may be more of them than ``files`` with a limit on samples."""
+    files: tuple[IndexedFile, ...]
+    skipped: tuple[BadSample, ...]
+    """Samples that cannot be used and are left out."""
+    notes: tuple[str, ...]
+    """Where the index is kept, if not where it should be, and what is strange in good samples."""
+    limit: tuple[int, bool] | None
+    """``seq_length``, and whether whole turns are dropped from longer samples; None where nothing was measured."""
+
+    @classmethod
+    def open(cls, config: DataConfig, skips_bad: bool, gauge: Gauge | None, part: Part) -> "SampleFiles":
+        """Check every record, unless an index of the same content says what was found; the arguments are those of
+        ``Dataset``, and UserError is raised as it says."""
+        has_files = part == "validation" and config.val_dataset  # else it is a share of those for training
+        sources = validation_sources(config) if has_files else training_sources(config)
+        most = config.val_max_samples if has_files else config.max_samples
+        opening, files = _Opening(config, skips_bad, gauge), []
+        problems = opening.problems
+        for source in sources:
+            left = None if most is None else most - sum(records.num_samples for records in files)
+            if left == 0 or len(problems) >= MAX_PROBLEMS:
+                break
+            with collected(problems):
+                records = opening.open(source, left if is_whole(source) else None)
+                num_usable = records.index.num_usable
+                count = num_usable if is_whole(source) else num_chosen(
+                    num_usable, source.rate_percent, source.num_samples)
+                records.num_samples = count if left is None else min(count, left)
+                files.append(records)
+        limit = gauge and (gauge.encoder.chat.seq_length, gauge.encoder.chat.drops_turns)
+        found = cls(tuple(sources), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
+        if not problems and not sum(records.num_samples for records in files):
+            problems = [*(one.told() for one in found.skipped), *found.too_long()] or [
+                f"{', '.join(config.dataset)}: no sample is taken; raise the rates (%)."]
+        if problems:
+            more = ["More problems may follow: 'mm-data check' counts all, and its --html PAGE lists them."]
+            more *= len(problems) >= MAX_PROBLEMS
+            raise UserError(problems[:MAX_PROBLEMS] + more)
+        return found
+
+    def too_long(self) -> Iterator[str]:
+        """Notes on the records of which no turn fits."""
+        for records in self.files:
+            if self.limit is not None and records.index.num_too_long:
+                rows = records.index.rows
+                numbers = np.concatenate([first + np.flatnonzero(num_tokens == TOO_LONG)
+                                          for first, num_tokens in rows.chunks("num_tokens")])
+                yield too_long_remark(rows.of("num_dropped_tokens", numbers), self.limit[0],
+                                      partial(records.named_of, numbers))
+
+    def without_problems(self) -> "SampleFiles":
+        """What a data worker needs."""
+        return replace(self, skipped=(), notes=())
+
+
+class _Opening:
+    """Opens the files of one part in their order, and collects what is wrong or strange in them."""
+
+    def __init__(self, config: DataConfig, skips_bad: bool, gauge: Gauge | None) -> None:
+        self._config, self._skips_bad, self._gauge = config, skips_bad, gauge
+        self._gauge_key = gauge and gauge.fingerprint()
+        self.problems: list[str] = []
+        self.skipped: list[BadSample] = []
+        self.notes: list[str] = []
+
+    def open(self, source: Source, limit: int | None) -> IndexedFile:
+        """Check one file, or find what was found before.  ``limit``: the first good samples are enough."""
+        config, file = self._config, RecordFile.open(source.path)
+        roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
+        checker = Checker(Reader(file, source.attr, roots, self._gauge))
+        most_bad = None if self._skips_bad else MAX_PROBLEMS
+        records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self.notes)
+        index, records.entry = records.index, source.entry
+        self.notes += file.remarks()
+        if not len(index.rows) and not index.problems:
+            self.problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object "
+                                 f"a line.")
+        found = [one.told(source.path) for one in index.bad]
+        if self._skips_bad:
+            self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
+        elif found:
+            if not any(_SKIP_HINT in problem for problem in self.problems):
+                found[0] += _SKIP_HINT
+            self.problems += found
+        self.problems += index.problems
+        if index.boxes_outside:
+            self.notes.append(
+                f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, name "
+                f"places beyond their pictures as the model sees them; Qwen2.5-VL counts pixels of the resized picture")
+        return records
+
+
+def is_whole(source: Source) -> bool:
+    """Whether every sample of a file is taken once."""
+    return source.rate_percent == 100 and source.num_samples is None
