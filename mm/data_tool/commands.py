@@ -16,8 +16,9 @@ from mm.config.data import read_data
 from mm.config.flags import DEFAULT_SEED
 from mm.config.model import ModelConfig, read_model
 from mm.data.encode.chat import load_tokenizer
-from mm.data.index.dataset import PARTS, Dataset, Part, datasets, notes_of
+from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
+from mm.data.index.sample_files import PARTS, Part
 from mm.data_tool.llava import convert_llava, told
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown

@@ -13,7 +13,8 @@ import numpy as np
 
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.index.dataset import Dataset, Part, notes_of
+from mm.data.index.dataset import Dataset, notes_of
+from mm.data.index.sample_files import Part
 from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes

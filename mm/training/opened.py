@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from mm.config.run import Run
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.index.dataset import Dataset, Part, validation_dataset
+from mm.data.index.dataset import Dataset, validation_dataset
 from mm.data.index.gauge import Gauge
+from mm.data.index.sample_files import Part
 from mm.scoring.benchmarks import Items
 from mm.training.sources import Sources
 

@@ -21,8 +21,9 @@ from mm.conversion.convert import check_target
 from mm.data.encode.encoder import SampleEncoder, image_processor
 from mm.data.feed.quarantine import too_many_bad
 from mm.data.index.contents import TrainedOn
-from mm.data.index.dataset import Dataset, Part, datasets, notes_of
+from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
+from mm.data.index.sample_files import Part
 from mm.data.order.sampler import told_order
 from mm.data.sample import Image
 from mm.errors import UserError, collected
