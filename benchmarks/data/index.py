@@ -45,7 +45,7 @@ from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
 from mm.data.order.sampler import SAMPLERS, Shares
 from mm.data.order.stream import Order
-from mm.data.read.records import RecordFile
+from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
 from tests.tiny_inputs import write_data
 
@@ -119,7 +119,7 @@ def parts(folder: Path) -> dict[str, float]:
     data, model = settings(folder, 1)
     gauge = Gauge.from_config(data, model, SEQ_LENGTH)
     pictures = [str(path) for path in sorted((folder / "pictures").iterdir())]
-    file = RecordFile.open(data.dataset[0])
+    file = open_records(data.dataset[0])
     began = time.perf_counter()
     blocks = list(file.blocks([]))
     found_seconds = time.perf_counter() - began

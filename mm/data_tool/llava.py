@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mm.data.media.picture import format_of
+from mm.data.read.open_records import open_records
 from mm.data.read.records import Raw, RecordFile
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Inline
@@ -43,7 +44,7 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
     for path in (target, pictures):
         if path.exists():
             raise UserError(f"{path} exists; rename or remove it, or give another output.")
-    file, is_lines, num_records, num_kept = RecordFile.open(str(source)), target.suffix == ".jsonl", 0, 0
+    file, is_lines, num_records, num_kept = open_records(str(source)), target.suffix == ".jsonl", 0, 0
     # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
     with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:

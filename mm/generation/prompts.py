@@ -14,8 +14,8 @@ from typing import Any
 from mm.config.data import Attributes
 from mm.config.generate import Asking
 from mm.data.read.formats import num_media, read_sample
+from mm.data.read.open_records import open_records
 from mm.data.read.parts import parts_of, with_places
-from mm.data.read.records import RecordFile
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
@@ -51,7 +51,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     prompts: list[Prompt] = []
     problems: list[str] = []
     unreadable: list[str] = []
-    file, num_records = RecordFile.open(path), 0
+    file, num_records = open_records(path), 0
     for raw in file.records(unreadable):
         num_records += 1
         where = file.where(raw)

@@ -17,8 +17,9 @@ from mm.config.data import Attributes
 from mm.config.evaluate import Rule
 from mm.data.media.picture import image_size
 from mm.data.read.formats import HALF_CHARACTER, num_media, read_sample
+from mm.data.read.open_records import open_records
 from mm.data.read.parts import shown, with_places
-from mm.data.read.records import Raw, RecordFile
+from mm.data.read.records import Raw
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image
@@ -37,7 +38,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
-    file = RecordFile.open(path)
+    file = open_records(path)
     for raw in file.records(problems):
         where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.place else "")
         with collected(problems, f"{where}: "):

@@ -28,7 +28,7 @@ from mm.data.index.gauge import (
 from mm.data.index.rows import Row, Rows, packed
 from mm.data.media.video import VideoConstantsError
 from mm.data.read.formats import read_sample
-from mm.data.read.records import Block, Form, Raw, RecordFile
+from mm.data.read.records import Block, Raw, RecordFile
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, record_place, record_problem
 from mm.data.sample import Media, Sample
@@ -220,7 +220,7 @@ def make_index(
     file = checker.reader.file
     problems: list[str] = []
     bad, boxes = [], []
-    total = None if file.form is Form.PARQUET else file.version[0]
+    total = file.version[0] if file.spans_are_bytes else None
     num_rows = found = 0
     unit = "records" if total is None else "B"
     with (tempfile.TemporaryFile(dir=folder) as rows,

@@ -18,7 +18,7 @@ from mm.data.index.index import Checker, Reader
 from mm.data.index.indexed_file import IndexedFile, open_indexed
 from mm.data.index.remarks import too_long_remark
 from mm.data.order.selection import num_chosen
-from mm.data.read.records import RecordFile
+from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import BadSample
 from mm.errors import MAX_PROBLEMS, UserError, collected
@@ -100,7 +100,7 @@ class _Opening:
 
     def open(self, source: Source, limit: int | None) -> IndexedFile:
         """Check one file, or find what was found before.  ``limit``: the first good samples are enough."""
-        config, file = self._config, RecordFile.open(source.path)
+        config, file = self._config, open_records(source.path)
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
         checker = Checker(Reader(file, source.attr, roots, self._gauge))
         most_bad = None if self._skips_bad else MAX_PROBLEMS

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mm.data.read.records import Version, version_of, was_changed
 from mm.data.sample import Inline
 from mm.errors import UserError
 
@@ -29,9 +30,6 @@ _BUFFER_BYTES = 1 << 20
 _MAX_GROUP_BYTES = 1 << 28
 """Pictures of a row group, uncompressed: to reach one, all before it in its group are read."""
 _FIELDS = {"bytes", "path"}
-
-Version = tuple[int, int]
-"""``mm.data.read.records.Version``."""
 
 
 @dataclass(frozen=True)
@@ -250,10 +248,8 @@ class _Stream:
     def _begin(self) -> None:
         import pyarrow.parquet
 
-        status = os.stat(self._path)
-        if (status.st_size, status.st_mtime_ns) != self._version:
-            raise UserError(f"{self._path}: was changed after this run had checked it; start the run again, and write "
-                            f"changed data to a new file.")
+        if version_of(os.stat(self._path)) != self._version:
+            raise was_changed(self._path)
         file = pyarrow.parquet.ParquetFile(self._path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         self._batches = file.iter_batches(_STREAM_ROWS, [self._group], [self._leaf], use_threads=False)
         self._first = self._end = 0

@@ -17,7 +17,7 @@ from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.media.picture import load_image
 from mm.data.read import parquet as ours
-from mm.data.read.records import RecordFile
+from mm.data.read.open_records import open_records
 from mm.data.sample import Inline
 from mm.data_tool.commands import run as mm_data
 from mm.errors import UserError
@@ -100,7 +100,7 @@ def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
     rows = [{"id": str(number), "image": {"bytes": png(number), "path": None}, "messages": messages(1)}
             for number in range(40)]
     path = write(tmp_path / "one.parquet", rows, "image", IMAGE, {"_type": "Image"}, group=40)
-    file = RecordFile.open(str(path))
+    file = open_records(str(path))
     batches = []
     take = ours._Stream._begin
 

@@ -1,0 +1,110 @@
+"""Records as JSON text: the elements of one list, or JSON Lines.
+
+The two differ only in how records are found.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+
+from mm.data.read.records import Block, Raw, RecordFile, Version, opened
+from mm.data.read.spans import Found, Span, not_utf8, num_characters
+
+_LINES_AT_A_TIME_BYTES = 1 << 24
+"""How much of a file is looked through at a time for the number of a line."""
+
+
+@dataclass(frozen=True)
+class JsonFile(RecordFile):
+    """A list or JSON Lines.  A span is the first byte of a record and its end."""
+
+    path: str
+    version: Version
+    find: Callable[[BinaryIO, str, list[str]], Iterator[Found]]
+    """Finds the records: ``list_spans`` or ``line_spans``."""
+    spans_are_bytes: ClassVar[bool] = True
+
+    def blocks(self, problems: list[str]) -> Iterator[Block]:
+        """All records in their order, as ``RecordFile`` says."""
+        first = 0
+        with opened(self.path, self.version) as stream:
+            for line, column, spans in self.find(stream, self.path, problems):
+                yield Block(first, line, column, np.array(spans, dtype=np.int64))
+                first += len(spans)
+
+    def read_block(self, block: Block) -> Iterator[Raw]:
+        """The values of a block, or why one has none."""
+        spans = [(int(start), int(end)) for start, end in block.spans]
+        first = spans[0][0]
+        raw = self._bytes(first, spans[-1][1])
+        line, counted = block.first_line, 0
+        for number, (start, end) in enumerate(spans):
+            begin = start - first
+            line, counted = line + raw.count(b"\n", counted, begin), begin
+            value, problem, place = None, None, f":{line}"
+            try:
+                value = _decoded(raw[begin : end - first])
+            except (ValueError, RecursionError) as error:
+                newline = raw.rfind(b"\n", 0, begin)
+                column = num_characters(raw[newline + 1 : begin]) + (1 if newline >= 0 else block.first_column)
+                place, problem = _explained(error, line, column)
+            yield Raw(block.first_index + number, line, (start, end), value, problem, place)
+
+    def read(self, span: Span) -> Any:
+        """The value of one record that was found good."""
+        return json.loads(self._bytes(*span))
+
+    def line(self, span: Span) -> int:
+        """The line in which a record begins, from 1."""
+        size = _LINES_AT_A_TIME_BYTES
+        parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
+        return 1 + sum(part.count(b"\n") for part in parts)
+
+    def remarks(self) -> list[str]:
+        """Nothing: any record of a text is reached at once."""
+        return []
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        with opened(self.path, self.version) as stream:
+            stream.seek(start)
+            return stream.read(end - start)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refusing the repeated keys that ``json`` would drop without a word."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def _decoded(raw: bytes) -> Any:
+    """The value; raises ValueError and RecursionError, which ``_explained`` puts into a sentence."""
+    return _DECODER.decode(raw.decode())
+
+
+def _explained(error: Exception, line: int, column: int) -> tuple[str, str]:
+    """The place of a problem in a record that begins at this line and column, and what it is."""
+    match error:
+        case UnicodeDecodeError():
+            num_before = error.object.count(b"\n", 0, error.start)
+            return f":{line + num_before}", not_utf8(error)
+        case json.JSONDecodeError():
+            near = error.doc[max(0, error.pos - 30) : error.pos + 10]
+            place = f":{line + error.lineno - 1}:{error.colno + (column - 1) * (error.lineno == 1)}"
+            return place, f"not valid JSON: {error.msg}, near {near!r}."
+        case RecursionError():
+            return f":{line}", "not valid JSON: it is nested too deeply."
+        case _:
+            return f":{line}", f"not valid JSON: {error}."
