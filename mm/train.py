@@ -118,7 +118,7 @@ def train(run: Run) -> int:
             from mm.device.known import peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
-            tell((*device.notes, *peak_notes(device.name)))
+            tell((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
             from mm.training.run import Trainer

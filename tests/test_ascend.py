@@ -101,11 +101,12 @@ def test_the_readme_says_that_no_npu_has_run_it():
 
 
 def buffers() -> str:
-    """The table of buffers in the page, by ``mm.parallel.mesh``."""
+    """The table of buffers in the page, by the groups of ``mm.parallel.mesh``."""
     from mm.device.device import Device
 
     Device.pick("cpu")  # before megatron is imported
-    from mm.parallel.mesh import device_groups, hccl_buffer_mb
+    from mm.device.npu import hccl_buffer_mb
+    from mm.parallel.mesh import device_groups
 
     layouts = {
         "`TP` 1, `PP` 1": (1, 1), "`TP` 2, `PP` 1": (2, 1), "`PP` 2": (1, 2), "`TP` 2, `PP` 2": (2, 2),
@@ -115,7 +116,7 @@ def buffers() -> str:
     for name, layout in layouts.items():
         groups = device_groups(*layout)
         messages = sum(group.has_messages for group in groups)
-        total = f"{hccl_buffer_mb(groups):,} MB"
+        total = f"{hccl_buffer_mb(len(groups), messages):,} MB"
         rows += f"| {name} | {len(groups)} x 2 x 200{f' + {messages} x 2 x 20' if messages else ''} | {total} |\n"
     return f"<!-- buffers -->\n| layout | groups | buffers of a rank |\n| --- | --- | --- |\n{rows}<!-- end -->"
 

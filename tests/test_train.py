@@ -85,7 +85,7 @@ def test_the_run_file_says_what_ran(inputs: Path) -> None:
     assert {(one["max_lr"], one["weight_decay"]) for one in groups} == {(1e-3, 0.01), (1e-3, 0.0)} and len(groups) == 2
     assert sorted(name for one in groups for name in one["weights"]) == sorted(trained)  # each of them once
     assert ran_on.pop("versions")["torch"] == importlib.metadata.version("torch")
-    assert ran_on.pop("kernels")["attention"] == "mm.device.attention.cpu_attention"
+    assert ran_on.pop("kernels")["attention"] == "mm.device.cpu.cpu_attention"
     assert ran_on == {
         "device": "cpu", "backend": "gloo", "adam": "torch.optim.adamw.AdamW", "clips_in_adam": True,
         "deterministic": True, "sdpa": {"vision": "FLASH_ATTENTION", "language": "FLASH_ATTENTION"},

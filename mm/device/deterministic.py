@@ -24,30 +24,16 @@ class Variable:
     source: str
 
 
-VARIABLES: Mapping[str, Mapping[str, Variable]] = {
-    "cpu": {},
-    "cuda": {
-        "CUBLAS_WORKSPACE_CONFIG": Variable(":4096:8", (":16:8",), "torch.use_deterministic_algorithms asks for it"),
-        # Ring knows every collective; Tree and the others only some
-        "NCCL_ALGO": Variable("Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS"), "Megatron-LM asks for it"),
-    },
-    "npu": {
-        "HCCL_DETERMINISTIC": Variable("true", ("strict",), "HCCL's documentation"),
-        "CLOSE_MATMUL_K_SHIFT": Variable("1", None, "MindSpeed's deterministic mode sets it"),
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": Variable("0", None, "Ascend's guides; ATB's own set_env.sh sets 1"),
-    },
-}
-"""By kind of device."""
-
-
-def make_deterministic(kind: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch and the libraries below it; before the first work on the device.
+def make_deterministic(
+    variables: Mapping[str, Variable], environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set torch and, by their ``variables``, the libraries below it; before the first work on the device.
 
     Operators without a deterministic form raise RuntimeError from here on.  Raises UserError for a variable whose
     value lets results differ.
     """
-    refuse(_contrary(kind, environment))
-    for name, variable in VARIABLES[kind].items():
+    refuse(_contrary(variables, environment))
+    for name, variable in variables.items():
         if variable.others is None:
             environment[name] = variable.default
         else:
@@ -55,8 +41,8 @@ def make_deterministic(kind: str, environment: MutableMapping[str, str] = os.env
     torch.use_deterministic_algorithms(True)
 
 
-def _contrary(kind: str, environment: Mapping[str, str]) -> Iterator[str]:
-    for name, variable in VARIABLES[kind].items():
+def _contrary(variables: Mapping[str, Variable], environment: Mapping[str, str]) -> Iterator[str]:
+    for name, variable in variables.items():
         if variable.others is None or name not in environment:
             continue
         legal = (variable.default, *variable.others)

@@ -1,22 +1,18 @@
 """What a run actually ran on: device, versions and kernels, read from the objects that do the work."""
 
 import importlib.metadata
-import os
-import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mm.device.attention import torch_npu
 from mm.device.device import Device
 from mm.device.kernels import AddNorm, LogitKernels
 from mm.device.partial_attention import PartialAttention
+from mm.device.platforms import PLATFORMS
 
-_PACKAGES = ("torch", "torch_npu", "megatron-core", "transformer_engine", "apex", "flash-attn")
-_CANN_VERSION_FILES = "*-linux/ascend_toolkit_install.info"
-"""In the directory that Ascend's set_env.sh names; has a line ``version=...`` (its installation guide)."""
+_PACKAGES = ("torch", "megatron-core", "transformer_engine", "apex", "flash-attn")
+"""Beside those that a platform names."""
 
 
 def device_facts(device: Device, adam: object) -> dict[str, Any]:
@@ -31,7 +27,7 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
         "kernels": {field.name: _name(getattr(device.kernels, field.name)) for field in fields(device.kernels)},
         "adam": None if adam is None else _name(type(adam)),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "switches": _switches(device),
+        "switches": device.platform.switches(),
     }
 
 
@@ -42,23 +38,15 @@ def sdpa_backend(
 
     The order in which SDPA tries them differs between releases of torch.
     """
-    if device.kind == "npu":
+    given = device.platform.sdpa_kv_heads(dtype, num_heads, num_kv_heads)
+    if given is None:
         return None
-    if device.kind == "cuda" and dtype == torch.float32:
-        num_kv_heads = num_heads  # cuda_attention repeats them
     q = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device.torch_device, requires_grad=True)
-    k = torch.empty(1, num_kv_heads, 128, head_dim, dtype=dtype, device=device.torch_device, requires_grad=True)
+    k = torch.empty(1, given, 128, head_dim, dtype=dtype, device=device.torch_device, requires_grad=True)
     chosen = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
-        q, k, k, None, 0.0, causal, enable_gqa=num_heads != num_kv_heads
+        q, k, k, None, 0.0, causal, enable_gqa=num_heads != given
     )
     return torch.nn.attention.SDPBackend(chosen).name
-
-
-def _switches(device: Device) -> dict[str, bool]:
-    """What ``Device.pick`` has turned off, read where torch and torch_npu keep it."""
-    if device.kind == "cuda":
-        return {"cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled()}
-    return {"jit_compile": not torch_npu().npu.is_jit_compile_false()} if device.kind == "npu" else {}
 
 
 def _versions() -> dict[str, str]:
@@ -68,12 +56,8 @@ def _versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
-    for file in Path(home).glob(_CANN_VERSION_FILES) if home else ():
-        for version in re.findall(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-            found["cann"] = version
+    for platform in PLATFORMS:
+        found |= platform.versions()
     return found
 
 

@@ -1,4 +1,8 @@
-"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients."""
+"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients.
+
+Here are their types, and the forms that any device can take, in plain torch.  A device's own forms, and which of all
+these it takes, are in its file.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +10,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.device import partial_attention, pointwise
-from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
-from mm.device.attention import Kernel, cpu_attention, cuda_attention, npu_attention, torch_npu
-from mm.device.compiled import compiled
+from mm.device import pointwise
+from mm.device.accumulate import Accumulate
+from mm.device.attention import Kernel
 from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
 SwiGLU = Callable[..., Tensor]
 Rope = Callable[..., Heads]
+Fuse = Callable[[Leaf], Leaf]
+"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; a count of kernels has a function of its own."""
 
 
 @dataclass(frozen=True)
@@ -72,72 +77,17 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
-# What Ascend's documentation says of tensors without rows: ``npu_swiglu`` and ``npu_fusion_attention`` refuse them, of
-# the others nothing.  A context-parallel rank may hold none, so no operator of theirs is called for one.
-
-
-def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    if not x.numel():
-        return x * weight  # empty, yet both stay in the graph
-    return torch_npu().npu_rms_norm(x, weight, epsilon=epsilon)[0]
-
-
-def npu_swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    x = pointwise.biased(x, bias)
-    if not x.numel():
-        return x.chunk(2, dim=-1)[0]
-    return torch_npu().npu_swiglu(x, dim=-1)
-
-
-def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A ``Rotation`` by ``npu_rotary_mul``: layout BSND with tables 1S1D, all three in the dtype of the tables.
-
-    Its own gradient would keep x for the backward pass (its documentation), so it is only called without autograd.
-    """
-    if not x.numel():
-        return x
-    tables = (cos[None, :, None], sin[None, :, None])
-    return torch_npu().npu_rotary_mul(x[None].to(cos.dtype), *tables)[0].to(x.dtype)
-
-
-def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """A leaf like ``mm.device.pointwise.rope``, with values of their own, so that ``qkv`` need not live on."""
-    q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
-    return q, k, v.clone()
-
-
-def npu_rope_gradient(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    return pointwise.with_sum(pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate), sums)
-
-
-def kernels_of(kind: str, fuse: Callable[[Leaf], Leaf] | None = compiled) -> Kernels:
-    """The kernels of a kind of device: "cpu", "cuda" or "npu".
-
-    ``fuse`` makes one kernel of a leaf, for CUDA; a count of kernels gives its own.  None: leaves for eager execution.
-    """
-    if kind == "npu":
-        rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
-        return Kernels(
-            npu_attention, partial_attention.NPU, npu_rms_norm, None, EAGER_LOGITS, npu_swiglu, rope, npu_accumulate,
-            overwrites=False,
-        )
-    if kind == "cuda":
-        leaves = _eager() if fuse is None else _fused(fuse)
-        return Kernels(cuda_attention, partial_attention.CUDA, rms_norm, *leaves, cuda_accumulate)
-    return Kernels(cpu_attention, partial_attention.PLAIN, rms_norm, *_eager(), cpu_accumulate)
-
-
 EAGER_LOGITS = LogitKernels(pointwise.logit_sums, pointwise.logit_gradient, is_fused=False)
 
 
-def _eager() -> tuple[None, LogitKernels, SwiGLU, Rope]:
+def eager_leaves() -> tuple[None, LogitKernels, SwiGLU, Rope]:
+    """``add_norm``, ``logits``, ``swiglu`` and ``rope`` of ``Kernels`` from leaves for eager execution."""
     return (None, EAGER_LOGITS, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
             pointwise.rope_of(pointwise.rope, pointwise.rope_gradient))
 
 
-def _fused(fuse: Callable[[Leaf], Leaf]) -> tuple[AddNorm, LogitKernels, SwiGLU, Rope]:
+def fused_leaves(fuse: Fuse) -> tuple[AddNorm, LogitKernels, SwiGLU, Rope]:
+    """The same four from leaves that ``fuse`` makes one kernel of each."""
     rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
     swiglu_gradient = pointwise.join_blocks(fuse(pointwise.swiglu_gradient_fusable))
     rope_gradient = pointwise.join_heads(fuse(pointwise.rope_gradient_fusable))

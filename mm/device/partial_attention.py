@@ -1,20 +1,19 @@
-"""Attention to a part of the keys, for ring attention: one pair of functions per kind of device.
+"""Attention to a part of the keys, for ring attention: a pair of functions, and the pair without a fused kernel.
 
 ``forward`` returns the output as if there were no other keys, and each query's log-sum-exp, by which the outputs of
 several parts are combined.  ``backward`` takes the combined output and log-sum-exp, and returns the gradients of this
-part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own,
-pair by pair, and ``causal`` is for pairs of equal lengths.
+part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own, pair by pair, and
+``causal`` is for pairs of equal lengths.  The pairs of functions with a fused kernel are in the files of their devices.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm.device.attention import NPU_MAX_SEGMENTS, Segments, npu_causal_mask, torch_npu
+from mm.device.attention import Segments
 
 Part = tuple[Tensor, Tensor]
 """Output [num_queries, num_heads, head_dim] in the dtype of q, and logarithms, fp32 [num_queries, num_heads]."""
@@ -103,69 +102,4 @@ def _by_row(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-# CUDA
-
-
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return _plain_forward(q, k, v, pairs)
-    starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
-    out, logarithms, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *starts, 0.0, pairs.causal, return_debug_mask=False, scale=q.shape[-1] ** -0.5)
-    return out, logarithms.t()
-
-
-def _cuda_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return _plain_backward(gradient, q, k, v, whole, pairs)
-    starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
-    return torch.ops.aten._flash_attention_backward(
-        gradient.contiguous(), q, k, v, whole[0], whole[1].t().contiguous(), *starts, 0.0, pairs.causal, random,
-        random, scale=q.shape[-1] ** -0.5)
-
-
-# Ascend
-
-
-def _npu_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
-    outputs, logarithms = [], []
-    for rows, keys, lengths in _npu_calls(pairs):
-        out, row_max, total, *_ = torch_npu().npu_fusion_attention(
-            q[rows], k[keys], v[keys], q.shape[1], "TND", scale=q.shape[-1] ** -0.5, **lengths,
-            **_npu_masking(q.device, pairs.causal))
-        outputs.append(out)
-        logarithms.append(row_max[..., 0] + total[..., 0].log())  # the operator repeats each number eight times
-    return torch.cat(outputs), torch.cat(logarithms)
-
-
-def _npu_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
-    found = []
-    for rows, keys, lengths in _npu_calls(pairs):
-        row_max = whole[1][rows].unsqueeze(-1).repeat(1, 1, 8)
-        found.append(torch_npu().npu_fusion_attention_grad(
-            q[rows], k[keys], v[keys], gradient[rows].contiguous(), q.shape[1], "TND", softmax_max=row_max,
-            softmax_sum=torch.ones_like(row_max), attention_in=whole[0][rows], scale_value=q.shape[-1] ** -0.5,
-            **lengths, **_npu_masking(q.device, pairs.causal))[:3])
-    q_gradients, k_gradients, v_gradients = zip(*found, strict=True)
-    return torch.cat(q_gradients), torch.cat(k_gradients), torch.cat(v_gradients)
-
-
-def _npu_calls(pairs: Pairs) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Rows of queries and of keys of each call, which takes so many lengths only."""
-    q_start = k_start = 0
-    for first in range(0, len(pairs.queries.lengths), NPU_MAX_SEGMENTS):
-        chunk = slice(first, first + NPU_MAX_SEGMENTS)
-        q_ends, k_ends = (list(accumulate(one.lengths[chunk])) for one in (pairs.queries, pairs.keys))
-        lengths = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
-        yield slice(q_start, q_start + q_ends[-1]), slice(k_start, k_start + k_ends[-1]), lengths
-        q_start, k_start = q_start + q_ends[-1], k_start + k_ends[-1]
-
-
-def _npu_masking(device: torch.device, causal: bool) -> dict[str, Any]:
-    return {"atten_mask": npu_causal_mask(device), "sparse_mode": 3} if causal else {}
-
-
 PLAIN = PartialAttention(_plain_forward, _plain_backward)
-CUDA = PartialAttention(_cuda_forward, _cuda_backward)
-NPU = PartialAttention(_npu_forward, _npu_backward)

@@ -1,19 +1,14 @@
-"""What makes CUDA-shaped code run elsewhere: the declared tables of replaced names.  The only file that patches.
+"""What makes CUDA-shaped code run elsewhere: the replaced names that a platform declares.  The only file that patches.
 
-megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it and ``NPU_SHIMS`` adds
-what that leaves out; on CPU the table ``CPU_SHIMS`` does all.  ``ADAM_SHIMS`` are for every device.
+megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it and the table of
+``npu.py`` adds what that leaves out; on CPU the table of ``cpu.py`` does all.  ``ADAM_SHIMS`` are part of every table.
 """
 
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,54 +20,6 @@ class Shim:
     reason: str
 
 
-class _TorchOnCpu(ModuleType):
-    """``torch`` as one megatron module sees it on CPU: tensor factories take device="cuda" for the CPU."""
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(torch, name)
-        return partial(_on_cpu, found) if name in ("zeros", "ones", "empty", "tensor", "full") else found
-
-
-def _on_cpu(factory: Callable[..., Tensor], *args: object, device: object = None, **options: object) -> Tensor:
-    return factory(*args, device="cpu" if device == "cuda" else device, **options)
-
-
-class _NoStream:
-    """A CUDA stream that is not there: the CPU runs everything in order."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def wait_stream(self, _: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-_tensor_type = torch.Tensor.type
-_CUDA_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-}
-
-
-def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
-    if args or options:
-        return _tensor_type(tensor, *args, **options)
-    return _CUDA_NAMES.get(tensor.dtype) or _tensor_type(tensor)
-
-
-def _npu_type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
-    found = _tensor_type(tensor, *args, **options)
-    return found.replace("torch.npu.", "torch.cuda.", 1) if isinstance(found, str) else found
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """Each name gets a ``partial`` of its own: torch.compile keeps rules by function and refuses one with two names."""
-
-
-_FACTORIES = "asks for device='cuda' in a tensor factory"
-_STREAMS = "megatron orders work on CUDA streams; the CPU has none"
-
 ADAM_SHIMS: tuple[Shim, ...] = (
     Shim("megatron.core.optimizer:Adam", torch.optim.AdamW,
          "megatron takes TransformerEngine's or apex's Adam where it can be imported; neither clips and guards in its "
@@ -82,39 +29,11 @@ ADAM_SHIMS: tuple[Shim, ...] = (
 )
 """Torch's fused AdamW on every machine, whatever is installed beside it: the same arithmetic and the same states."""
 
-CPU_SHIMS: tuple[Shim, ...] = (
-    *ADAM_SHIMS,
-    Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "used as the device of buffers and weights"),
-    Shim("torch.cuda:set_device", partial(_nothing), _STREAMS),
-    Shim("torch.cuda:synchronize", partial(_nothing), _STREAMS),
-    Shim("torch.cuda:empty_cache", partial(_nothing), "the CPU allocator has no cache to empty"),
-    Shim("torch.cuda:current_stream", _NoStream, _STREAMS),
-    Shim("torch.cuda:default_stream", _NoStream, _STREAMS),
-    Shim("torch.cuda:Stream", _NoStream, _STREAMS),
-    Shim("torch.cuda:stream", lambda _: nullcontext(), _STREAMS),
-    Shim("torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors are already where they belong"),
-    Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
-    Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu("torch"), _FACTORIES),
-    Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu("torch"), _FACTORIES),
-    Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
-    Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
-)
-"""What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
 
-NPU_SHIMS: tuple[Shim, ...] = (
-    *ADAM_SHIMS,
-    Shim("torch:Tensor.type", _npu_type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
-)
-"""What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
-
-SHIMS = {"cpu": CPU_SHIMS, "npu": NPU_SHIMS, "cuda": ADAM_SHIMS}
-"""By kind of device."""
-
-
-def apply_shims(kind: str) -> None:
-    """Patch what megatron needs on a device of ``kind``; before megatron is imported."""
+def apply_shims(shims: Sequence[Shim]) -> None:
+    """Patch what megatron needs, in this order; before megatron is imported."""
     _import_megatron()
-    for shim in SHIMS[kind]:
+    for shim in shims:
         module_name, attribute = shim.target.split(":")
         owner: object = importlib.import_module(module_name)
         *parents, name = attribute.split(".")

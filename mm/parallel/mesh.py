@@ -6,7 +6,7 @@ Ranks are laid out as in Megatron: tensor parallel fastest, then context paralle
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -116,11 +116,6 @@ def device_groups(
         *([DeviceGroup("CONTEXT_PARALLEL_GROUP", is_ring)] if cp_size > 1 else []),
         *([DeviceGroup(_TIED_GROUP)] if is_tied and pp_size > 1 else []),
     )
-
-
-def hccl_buffer_mb(groups: Iterable[DeviceGroup], buffsize_mb: int = 200, p2p_buffsize_mb: int = 20) -> int:
-    """What HCCL allocates on an NPU: twice HCCL_BUFFSIZE for each group, and twice P2P_HCCL_BUFFSIZE for messages."""
-    return sum(2 * buffsize_mb + (2 * p2p_buffsize_mb if group.has_messages else 0) for group in groups)
 
 
 def start(

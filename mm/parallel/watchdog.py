@@ -1,8 +1,8 @@
 """Ends all ranks when one dies, fails or takes too long, after a report of the cause and of where each rank was.
 
 A thread on each rank talks to the hub (``hub.py``), even while the main thread is stuck.  It starts before the first
-process group is made, so this module imports neither megatron nor a device.  The journal and the communicator say what
-the rank is doing.
+process group is made, so this module imports no megatron and touches no device.  The journal and the communicator say
+what the rank is doing.
 """
 
 import faulthandler
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, told_samples
+from mm.device.platforms import PLATFORMS
 from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
 from mm.parallel.hub import INTERRUPTED, Hub, death_of, end
@@ -42,7 +43,7 @@ _HUB_SECONDS = 15.0
 """How long a rank waits for a hub that does not answer, or for another rank's part of a normal end."""
 _STANDARD_ERROR = 2
 _OWN_THREADS = ("hub", "watchdog")
-_LOST = re.compile("gloo|nccl|hccl|connection|broken pipe", re.IGNORECASE)
+_LOST = re.compile("|".join((*(one.backend for one in PLATFORMS), "connection", "broken pipe")), re.IGNORECASE)
 """Words in a torch RuntimeError about failed communication, whose cause may lie on another rank."""
 
 

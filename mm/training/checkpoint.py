@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
-from mm.device.device import random_states, set_random_states
 from mm.errors import UserError
 from mm.formats import training as files
 from mm.formats.blocks import Values
@@ -149,7 +148,7 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
                 planned.append((piece, Values(tensor, memory, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
-        for name, state in random_states().items():
+        for name, state in parts.stage.device.random_states().items():
             piece = Piece.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
             planned.append((piece, Values(state)))
     return planned
@@ -198,7 +197,7 @@ def load(
     def restore() -> tuple[Sequence[tuple[OwnedState, int]], tuple[str, ...]]:
         parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
         shared = _load_optimizer(stored, source, parts) if load_optim and not finetune else ()
-        return shared, _load_random(stored, mesh) if load_rng and not finetune else ()
+        return shared, _load_random(stored, parts) if load_rng and not finetune else ()
 
     shared, more_notes = together(mesh, restore)
     _broadcast(shared, mesh)
@@ -263,14 +262,14 @@ def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
             dist.broadcast(tensor, dist.get_global_rank(group, reader), group)
 
 
-def _load_random(stored: TrainingDirectory, mesh: Mesh) -> tuple[str, ...]:
+def _load_random(stored: TrainingDirectory, parts: Parts) -> tuple[str, ...]:
     """Returns notes for the user."""
-    manifest = stored.manifest
+    manifest, mesh, device = stored.manifest, parts.mesh, parts.stage.device
     if (manifest.world_size, manifest.tp_size, manifest.pp_size) != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
-    names = random_states().keys()
+    names = device.random_states().keys()
     found = {name: state for name in names if (state := stored.read_random(f"{name}.{mesh.rank}")) is not None}
     if found.keys() != names:
         return (f"{stored.path} holds no random states for this device, so none are restored",)
-    set_random_states(found)
+    device.set_random_states(found)
     return ()

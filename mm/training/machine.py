@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from mm.config.run import Run
+from mm.device.platform import Finding
+from mm.device.platforms import PLATFORMS
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -30,12 +31,9 @@ FILES_OF_A_GROUP = 3
 RANK_BYTES = 3 << 27
 """Host memory of a process: 0.35 GiB with torch, megatron-core and transformers imported, on the CPU; a device's
 libraries come on top."""
-MIN_DRIVERS = {"12": 525, "13": 580}
-"""CUDA release of torch -> oldest major version of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
 _PIXEL_BYTES = 4
 """Pixels are fp32 between workers, owner and device."""
 _SHARED_MEMORY = "/dev/shm"
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -52,28 +50,22 @@ class Node:
     host_bytes: int
     """Memory that processes can still take, by the system and by the container's limit."""
     versions: Mapping[str, str]
-    """Of installed packages."""
-    cuda: str | None = None
-    """The CUDA release that torch was built with; None without it."""
-    driver: str | None = None
-    """Of NVIDIA's driver; None without it."""
+    """Of installed packages, and of the devices' libraries as ``Platform.versions`` names them."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
-        import torch  # seconds, which a mistake in the settings should not wait for
-
         rank, local_rank = (int(environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        found = re.search(r"Kernel Module\D+([\d.]+)", _text(_DRIVER_FILE))
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES if _has(name)}
+        for platform in PLATFORMS:
+            versions |= platform.versions()
         return cls(
             first_rank=rank - local_rank,
             num_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             open_files=1 << 62 if soft == resource.RLIM_INFINITY else soft,
             shared_bytes=_free_bytes(_SHARED_MEMORY),
             host_bytes=min(psutil.virtual_memory().available, *_container_bytes()),
-            versions={name: importlib.metadata.version(name) for name in (*PACKAGES, "torch_npu") if _has(name)},
-            cuda=torch.version.cuda,
-            driver=found and found[1],
+            versions=versions,
         )
 
 
@@ -83,10 +75,6 @@ def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
     place = f"node of rank {node.first_rank}: " if run.world_size > node.num_ranks else ""
     notes += [f"{place}{text}" for is_certain, text in found if not is_certain]
     return [f"{place}{text}" for is_certain, text in found if is_certain]
-
-
-Finding = tuple[bool, str]
-"""Whether the run would certainly end, and what the user reads."""
 
 
 def gloo_connections(run: Run, rank: int) -> int:
@@ -170,16 +158,8 @@ def _versions(node: Node) -> Iterator[Finding]:
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             yield False, (f"{requirement.name} {version} is not of {requirement.specifier}, the range around what was "
                           f"tested: `python -m pip install '{requirement.name}{requirement.specifier}'`")
-    torch, npu = node.versions.get("torch"), node.versions.get("torch_npu")
-    if torch and npu and Version(torch).release[:2] != Version(npu).release[:2]:
-        release = ".".join(map(str, Version(npu).release[:2]))
-        yield True, (f"torch is {torch} and torch_npu {npu}, which needs its own torch: "
-                     f"`python -m pip install 'torch=={release}.*' --index-url https://download.pytorch.org/whl/cpu`")
-    oldest = MIN_DRIVERS.get((node.cuda or "").partition(".")[0])
-    if oldest is not None and node.driver is not None and int(node.driver.partition(".")[0]) < oldest:
-        yield False, (f"NVIDIA's driver is {node.driver}, and torch is built for CUDA {node.cuda}, which wants "
-                      f"{oldest} or later: update the driver (`nvidia-smi` shows it), or install torch for an older "
-                      f"CUDA")
+    for platform in PLATFORMS:
+        yield from platform.version_findings(node.versions)
 
 
 def _requirements() -> list[Requirement]:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm.device import accumulate
-from mm.device.accumulate import Accumulate, cpu_accumulate, cuda_accumulate, npu_accumulate
+from mm.device import npu as npu_platform
+from mm.device.accumulate import Accumulate, plain_accumulate
+from mm.device.cuda import cuda_accumulate
+from mm.device.npu import npu_accumulate
 
 ROWS, OUTPUT, INPUT = 64, 48, 40
 HALVES = (torch.bfloat16, torch.float16)
@@ -41,10 +43,10 @@ def cuda_form_on_the_cpu() -> Iterator[None]:
 @pytest.fixture
 def npu(torch_npu, monkeypatch: pytest.MonkeyPatch):
     """The stand-in; what was found out about the operator is forgotten before and after."""
-    accumulate._matmul_add_fault.cache_clear()
+    npu_platform._matmul_add_fault.cache_clear()
     yield torch_npu
     monkeypatch.undo()
-    accumulate._matmul_add_fault.cache_clear()
+    npu_platform._matmul_add_fault.cache_clear()
 
 
 def rows(dtype: torch.dtype, seed: int = 0, num_rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -71,7 +73,7 @@ def assert_accumulates(form: Accumulate, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_the_product_is_added_in_fp32(dtype, npu, cuda_form_on_the_cpu) -> None:
-    for form in (cpu_accumulate, cuda_accumulate, npu_accumulate):
+    for form in (plain_accumulate, cuda_accumulate, npu_accumulate):
         assert_accumulates(form, dtype)
 
 
@@ -80,7 +82,7 @@ def test_a_buffer_in_the_dtype_of_the_rows_is_rounded_once_a_product(npu) -> Non
     gradient, x = rows(torch.bfloat16)
     start = torch.randn(OUTPUT, INPUT).bfloat16()
     expected = start.double() + gradient.double().t() @ x.double()
-    for form in (cpu_accumulate, cuda_accumulate, npu_accumulate):
+    for form in (plain_accumulate, cuda_accumulate, npu_accumulate):
         buffer = start.clone()
         form(buffer, gradient, x)
         assert buffer.dtype == torch.bfloat16 and relative_error(buffer, expected) < 2**-9
@@ -104,7 +106,7 @@ def test_many_microbatches_keep_the_digits_that_rounding_each_product_loses(dtyp
     expected = torch.zeros(OUTPUT, INPUT, dtype=torch.float64)
     for seed in range(NUM_MICROBATCHES):
         gradient, x = rows(dtype, seed)
-        cpu_accumulate(accumulated, gradient, x)
+        plain_accumulate(accumulated, gradient, x)
         rounded.add_(gradient.t() @ x)
         expected += gradient.double().t() @ x.double()
     assert relative_error(accumulated, expected) < TOLERANCE
@@ -132,7 +134,7 @@ def test_the_call_is_one_that_torch_takes_and_makes_no_product_to_be_added(dtype
 
 def test_rows_of_another_number_are_refused(cuda_form_on_the_cpu, npu) -> None:
     gradient, x = rows(torch.bfloat16)
-    for form in (cpu_accumulate, cuda_accumulate, npu_accumulate):
+    for form in (plain_accumulate, cuda_accumulate, npu_accumulate):
         with pytest.raises(RuntimeError):
             form(torch.zeros(OUTPUT, INPUT), gradient, x[1:])
 
@@ -164,15 +166,15 @@ def test_a_product_that_overwrites_is_one_that_is_added_to_zeros_to_the_bit(dtyp
     for seed in range(20):
         gradient, x = rows(dtype, seed, 1 + 37 * seed)
         written, added = torch.full((OUTPUT, INPUT), torch.nan), torch.zeros(OUTPUT, INPUT)
-        cpu_accumulate(written, gradient, x, True)
-        cpu_accumulate(added, gradient, x)
+        plain_accumulate(written, gradient, x, True)
+        plain_accumulate(added, gradient, x)
         assert torch.equal(written, added)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rows_change_nothing(dtype, npu, cuda_form_on_the_cpu) -> None:
     gradient, x = rows(dtype, num_rows=0)
-    for form in (cpu_accumulate, cuda_accumulate, npu_accumulate):
+    for form in (plain_accumulate, cuda_accumulate, npu_accumulate):
         buffer = torch.ones(OUTPUT, INPUT)
         form(buffer, gradient, x)
         assert torch.equal(buffer, torch.ones(OUTPUT, INPUT))

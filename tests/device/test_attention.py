@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
-from mm.device.attention import Segments, cpu_attention, cuda_attention, npu_attention
+from mm.device.attention import Segments
+from mm.device.cpu import cpu_attention
+from mm.device.cuda import cuda_attention
+from mm.device.npu import npu_attention
 from mm.model.positions import plan_vision
 
 fast = settings(max_examples=40, deadline=None)

@@ -12,9 +12,10 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
 from mm.device import compiled, pointwise
-from mm.device.kernels import AddNorm, Kernels, kernels_of
+from mm.device.kernels import AddNorm, Kernels
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_bias_gradient, with_gradient
+from tests.devices import kernels_of
 
 LOSS_TOLERANCE = 1e-6  # measured 0
 GRADIENT_TOLERANCE = 1e-5  # measured 1.5e-6, relative, by norm of each gradient

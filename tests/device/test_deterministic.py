@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mm.device.cuda import CUDA
 from mm.device.deterministic import make_deterministic
 from mm.device.device import Device
 from mm.errors import UserError
+from tests.devices import platform_of
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def test_the_switch_is_torchs_own() -> None:
 ])  # fmt: skip
 def test_the_libraries_variables_are_set_where_they_are_not(kind: str, given: dict, expected: dict) -> None:
     environment = dict(given)
-    make_deterministic(kind, environment)
+    make_deterministic(platform_of(kind).deterministic_variables, environment)
     assert environment == expected
 
 
@@ -44,7 +46,7 @@ def test_variables_that_let_results_differ_are_refused_together() -> None:
     given = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "NCCL_ALGO": "NVLS"}
     environment = dict(given)
     with pytest.raises(UserError) as caught:
-        make_deterministic("cuda", environment)
+        make_deterministic(CUDA.deterministic_variables, environment)
     assert caught.value.problems == (
         "--deterministic-mode, but the environment variable CUBLAS_WORKSPACE_CONFIG is ':0:0', with which results may "
         "differ from run to run; unset it, or set one of :4096:8, :16:8",
@@ -57,7 +59,8 @@ def test_variables_that_let_results_differ_are_refused_together() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here, and FlashAttention runs on no other")
 def test_attentions_backward_on_cuda_gives_the_same_bits() -> None:
     """Without the switch its sums are atomic additions in any order."""
-    from mm.device.attention import Segments, cuda_attention
+    from mm.device.attention import Segments
+    from mm.device.cuda import cuda_attention
 
     device = Device.pick("cuda", deterministic=True)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from mm.device.device import Device, random_states, set_random_states
+from mm.device.cpu import CPU_SHIMS
+from mm.device.device import Device
 from mm.device.facts import device_facts
-from mm.device.kernels import kernels_of
-from mm.device.shims import ADAM_SHIMS, CPU_SHIMS, SHIMS
+from mm.device.platforms import PLATFORMS
+from mm.device.shims import ADAM_SHIMS
 from mm.errors import UserError
+from tests.devices import kernels_of, platform_of
 from tests.files import ROOT
 from tests.tiny_inputs import write_inputs
 
@@ -32,8 +34,8 @@ def test_every_shim_target_exists_and_has_a_reason() -> None:
             owner = getattr(owner, name)
         assert owner is shim.replacement, f"{shim.target} is not patched"
         assert len(shim.reason) > 10
-    for table in SHIMS.values():
-        targets = [shim.target for shim in table]
+    for platform in PLATFORMS:
+        targets = [shim.target for shim in platform.shims]
         assert len(set(targets)) == len(targets)
 
 
@@ -50,7 +52,7 @@ def test_tensors_keep_their_meaning_under_the_shims() -> None:
     ("cpu", True, None), ("npu", True, None), ("cuda", False, 4)])
 def test_how_a_kind_of_device_exchanges_messages(kind: str, starts_ahead: bool, max_ctas: int | None) -> None:
     """Where a message that waits would take processors from the computation, it is asked for late, and takes few."""
-    device = Device(kind, 0, "", kernels_of("cpu"))
+    device = Device(platform_of(kind), 0, kernels_of("cpu"))
     assert (device.starts_messages_ahead, device.max_message_ctas) == (starts_ahead, max_ctas)
 
 
@@ -73,7 +75,7 @@ import importlib
 from tests.stand_ins import fake_npu
 fake_npu.start()
 from mm.device.device import Device
-from mm.device.shims import NPU_SHIMS
+from mm.device.npu import NPU_SHIMS
 device = Device.pick("npu")
 import torch
 for shim in NPU_SHIMS:
@@ -162,8 +164,8 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, bes
 
 
 def test_every_device_gets_torchs_adam() -> None:
-    for table in SHIMS.values():
-        assert set(ADAM_SHIMS) <= set(table)
+    for platform in PLATFORMS:
+        assert set(ADAM_SHIMS) <= set(platform.shims)
 
 
 def test_an_apex_without_kernels_is_never_megatrons_choice(tmp_path: Path) -> None:
@@ -244,8 +246,9 @@ def test_leaves_run_eagerly_with_a_note_where_they_cannot_be_compiled(cuda: dict
 
 
 def test_random_states_go_on_where_they_were() -> None:
-    states = random_states()
+    device = Device.pick("cpu")
+    states = device.random_states()
     expected = random.random(), np.random.rand(), torch.rand(2)
     assert random.random() != expected[0]
-    set_random_states(states)
+    device.set_random_states(states)
     assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(2), expected[2])

@@ -6,23 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm.device.cpu import CPU
 from mm.device.device import Device
 from mm.device.facts import device_facts, sdpa_backend
-from mm.device.kernels import kernels_of
+from mm.device.npu import NPU
+from tests.devices import kernels_of
 
 
 def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
     cpu = Device.pick("cpu")
     facts = device_facts(cpu, torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
     assert facts["kernels"] | {"rms_norm": "mm.device.kernels.rms_norm", "swiglu": "mm.device.pointwise.swiglu",
-                               "attention": "mm.device.attention.cpu_attention",
+                               "attention": "mm.device.cpu.cpu_attention",
                                "logits": "mm.device.pointwise.logit_sums"} == facts["kernels"]
     assert (facts["device"], facts["adam"], facts["deterministic"]) == ("cpu", "torch.optim.adamw.AdamW", False)
-    npu = device_facts(Device("cpu", 0, "gloo", kernels_of("npu")), None)
-    assert npu["kernels"]["attention"] == "mm.device.attention.npu_attention" and npu["adam"] is None
+    npu = device_facts(Device(CPU, 0, kernels_of("npu")), None)
+    assert npu["kernels"]["attention"] == "mm.device.npu.npu_attention" and npu["adam"] is None
     assert npu["kernels"]["add_norm"] is None  # it has none
     assert npu["kernels"]["logits"] == facts["kernels"]["logits"] == "mm.device.pointwise.logit_sums"
-    cuda = device_facts(Device("cpu", 0, "gloo", kernels_of("cuda")), None)["kernels"]
+    cuda = device_facts(Device(CPU, 0, kernels_of("cuda")), None)["kernels"]
     assert cuda["logits"] == "mm.device.compiled.compiled.logit_sums_fusable" and all(cuda.values())
 
 
@@ -44,4 +46,4 @@ def test_sdpas_backend_is_what_torch_would_take() -> None:
     assert sdpa_backend(cpu, torch.float32, 4, 2, 64, causal=True) == "FLASH_ATTENTION"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert sdpa_backend(cpu, torch.float32, 4, 2, 64, causal=True) == "MATH"
-    assert sdpa_backend(Device("npu", 0, "hccl", kernels_of("npu")), torch.float32, 4, 2, 64, causal=True) is None
+    assert sdpa_backend(Device(NPU, 0, kernels_of("npu")), torch.float32, 4, 2, 64, causal=True) is None

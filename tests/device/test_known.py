@@ -2,7 +2,10 @@
 
 import pytest
 
-from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, peak_notes, refuse_old_cuda, refuse_old_npu
+from mm.device.cpu import CPU
+from mm.device.cuda import CUDA, refuse_old_cuda
+from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, peak_notes
+from mm.device.npu import NPU, refuse_old_npu
 from mm.errors import UserError
 
 NAMES = {  # as drivers report them
@@ -37,8 +40,8 @@ def test_what_is_not_known_has_no_peak(name: str) -> None:
 
 
 def test_a_training_without_a_known_peak_says_that_mfu_is_left_out() -> None:
-    assert peak_notes("Ascend910_9362") == ("no published peak is known of Ascend910_9362, so MFU is left out",)
-    assert peak_notes("NVIDIA B200") == peak_notes("cpu") == ()
+    assert peak_notes(NPU, "Ascend910_9362") == ("no published peak is known of Ascend910_9362, so MFU is left out",)
+    assert peak_notes(CUDA, "NVIDIA B200") == peak_notes(CPU, "cpu") == ()
 
 
 def test_each_has_a_source_and_a_name_that_is_its_own() -> None:

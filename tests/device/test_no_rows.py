@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mm.device.kernels import Kernels, kernels_of
+from mm.device.kernels import Kernels
 from tests.device.test_pointwise import LANGUAGE, VISION, fused_projection, tables, unfused, with_gradient
+from tests.devices import kernels_of
 
 WIDTH = 24
 

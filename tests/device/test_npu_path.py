@@ -18,7 +18,8 @@ import torch
 
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
-from mm.device.kernels import Kernels, kernels_of
+from mm.device.kernels import Kernels
+from tests.devices import kernels_of
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"

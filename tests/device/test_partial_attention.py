@@ -5,9 +5,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mm.device import partial_attention
+from mm.device import npu, partial_attention
 from mm.device.attention import Segments
-from mm.device.partial_attention import CUDA, NPU, PLAIN, Pairs, PartialAttention
+from mm.device.partial_attention import PLAIN, Pairs, PartialAttention
+from tests.devices import kernels_of
+
+CUDA, NPU = (kernels_of(name).partial_attention for name in ("cuda", "npu"))
 
 TOLERANCE = 2e-6
 """Measured 8e-7 over 300 drawn cases in fp32, relative to the largest element of the tensor."""
@@ -83,7 +86,7 @@ def test_long_segments_are_done_some_queries_at_a_time(monkeypatch) -> None:
 
 
 def test_an_npu_takes_so_many_segments_in_a_call(monkeypatch, torch_npu) -> None:
-    monkeypatch.setattr(partial_attention, "NPU_MAX_SEGMENTS", 2)
+    monkeypatch.setattr(npu, "MAX_SEGMENTS", 2)
     assert_is_part(NPU, pairs_of([(3, 5), (4, 2), (1, 6)], causal=False), (4, 2), seed=0)
 
 

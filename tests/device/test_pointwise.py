@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mm.device.kernels import kernels_of
+from tests.devices import kernels_of
 
 LANGUAGE, VISION = (2, 3, 32), (4, 1, 16)
 """Groups, heads per group, size of a head: grouped queries, and a group for each head."""

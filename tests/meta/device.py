@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mm.device.cpu import CPU, CPU_SHIMS
+from mm.device.cuda import CUDA
 from mm.device.device import Device
-from mm.device.kernels import Kernels, kernels_of
+from mm.device.kernels import Kernels
 from mm.device.pointwise import SUMMED_ROWS
-from mm.device.shims import CPU_SHIMS, Shim, apply_shims
+from mm.device.shims import Shim, apply_shims
 from mm.device.side import SideQueue
 from tests.meta.kernels import fused_rms_norm, sdpa, varlen_attn
 
@@ -96,7 +98,7 @@ META_SHIMS: tuple[Shim, ...] = (
 
 def prepare() -> None:
     """Patch this process; once, and before megatron is imported."""
-    apply_shims("cpu")
+    apply_shims(CPU_SHIMS)
     for shim in META_SHIMS:
         module_name, attribute = shim.target.split(":")
         owner: object = importlib.import_module(module_name)
@@ -258,7 +260,7 @@ class MetaDevice(Device):
 
     @classmethod
     def of(cls, recorder: Recorder) -> "MetaDevice":
-        return cls("meta", 0, "fake", kernels(recorder), recorder)
+        return cls(replace(CPU, name="meta", backend="fake"), 0, kernels(recorder), recorder)
 
     @property
     def torch_device(self) -> torch.device:
@@ -277,7 +279,7 @@ class MetaDevice(Device):
 
 def kernels(recorder: Recorder) -> Kernels:
     """CUDA's operators, the one place that says how they are built here; compiled leaves go through ``fuse``."""
-    return replace(kernels_of("cuda", recorder.fuse), rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
+    return replace(CUDA.kernels(recorder.fuse), rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

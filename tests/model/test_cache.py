@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.device.attention import Segments, cpu_attention
+from mm.device.attention import Segments
+from mm.device.cpu import cpu_attention
 from mm.model.cache import KeyValueCache, Places, attend_to_kept
 
 HEADS, GROUPS, WIDTH = 4, 2, 8

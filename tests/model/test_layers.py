@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm.device.accumulate import cpu_accumulate
+from mm.device.accumulate import plain_accumulate
 from mm.device.device import Device
 from tests.launch import run_ranks
 
@@ -37,7 +37,7 @@ class OurLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor, cut: None = None, keys: None = None) -> torch.Tensor:
         from mm.model.linear import linear  # imports megatron, which wants a device
 
-        return linear(x, self.weight, self.bias, cpu_accumulate)
+        return linear(x, self.weight, self.bias, plain_accumulate)
 
 
 def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mm.device.accumulate import cpu_accumulate
+from mm.device.accumulate import plain_accumulate
 from mm.device.device import Device
 from mm.device.pointwise import biased
 from tests.tiny import our_config
@@ -122,7 +122,7 @@ def test_the_product_is_the_devices(context, kind: str) -> None:
 
     def accumulate(buffer: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, overwrites: bool) -> None:
         calls.append((buffer.shape, gradient.shape, x.shape))
-        cpu_accumulate(buffer, gradient, x, overwrites)
+        plain_accumulate(buffer, gradient, x, overwrites)
 
     kernels = replace(context.device.kernels, accumulate=accumulate)
     context = replace(context, device=replace(context.device, kernels=kernels))
@@ -139,7 +139,7 @@ def test_a_weight_of_more_axes_is_a_matrix() -> None:
     x = rows()
     from mm.model.linear import linear
 
-    out = linear(x, weight, None, cpu_accumulate)
+    out = linear(x, weight, None, plain_accumulate)
     out.backward(torch.ones_like(out))
     expected = reference_by_ones(x, weight)
     for ours, theirs in zip((out, x.grad, weight.main_grad.flatten(1)), expected, strict=True):
@@ -249,7 +249,7 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
     cut = CutRows(Pieces(ROWS, one_rank.groups.tp), order)
     weight = torch.randn(OUTPUT, INPUT, requires_grad=is_trained)
     x, upstream = rows().detach().requires_grad_(has_input_gradient), torch.randn(ROWS, OUTPUT)
-    out = linear(x, weight, None, cpu_accumulate, one_rank.groups.tp, cut)
+    out = linear(x, weight, None, plain_accumulate, one_rank.groups.tp, cut)
     for name in (GATHER, SCATTER):
         monkeypatch.setattr(dist, name, late(name))
     with Products(log):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mm.device.device import Device
-from mm.device.kernels import kernels_of
+from tests.devices import kernels_of
 
 ROWS, WIDTH = 37, 24
 TOLERANCES = {

@@ -15,9 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mm.device.accumulate import cpu_accumulate, cuda_accumulate
+from mm.device.accumulate import plain_accumulate
+from mm.device.cuda import cuda_accumulate
 from mm.device.device import Device
-from mm.device.kernels import EAGER_LOGITS, LogitKernels, kernels_of
+from mm.device.kernels import EAGER_LOGITS, LogitKernels
+from tests.devices import kernels_of
 from tests.tiny import IMAGE, VIDEO, microbatch, random_sample
 from tests.tiny import VOCAB as TINY_VOCAB
 
@@ -158,7 +160,7 @@ def test_any_number_of_rows_at_a_time_is_the_same_loss(
         weight.main_grad = torch.zeros(VOCAB, HIDDEN)
     weight.requires_grad_(not is_frozen)
     loss = weighted_cross_entropy(
-        x, weight, target, None, row_weights, cpu_accumulate, max_rows=max_rows, kernels=kernels)
+        x, weight, target, None, row_weights, plain_accumulate, max_rows=max_rows, kernels=kernels)
     (3 * loss).backward()
     assert relative_error(loss.detach(), exact.detach()) < EXACT
     assert relative_error(x.grad, exact_x.grad) < EXACT
@@ -171,7 +173,7 @@ def test_any_number_of_rows_at_a_time_is_the_same_loss(
 def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
     x, weight = leaf(1, HIDDEN), leaf(VOCAB, HIDDEN)
     with pytest.raises(RuntimeError, match="index 24 is out of bounds"):
-        weighted_cross_entropy(x, weight, torch.tensor([VOCAB]), None, torch.ones(1), cpu_accumulate)
+        weighted_cross_entropy(x, weight, torch.tensor([VOCAB]), None, torch.ones(1), plain_accumulate)
 
 
 def test_float16_keeps_gradients_that_only_the_loss_scale_makes_large_enough() -> None:
@@ -181,7 +183,7 @@ def test_float16_keeps_gradients_that_only_the_loss_scale_makes_large_enough() -
     exact_x, exact_weight = copy_of(x.float()), copy_of(weight.float())
     (reference(exact_x, exact_weight, target, row_weights) * scale).backward()
     weight.main_grad = torch.zeros(VOCAB, HIDDEN)
-    (weighted_cross_entropy(x, weight, target, None, row_weights, cpu_accumulate, max_rows=3) * scale).backward()
+    (weighted_cross_entropy(x, weight, target, None, row_weights, plain_accumulate, max_rows=3) * scale).backward()
     for found, expected in ((x.grad, exact_x.grad), (weight.main_grad, exact_weight.grad)):
         assert relative_error(found, expected) < 2e-3  # measured 3.5e-4
 
@@ -192,7 +194,7 @@ def test_the_loss_is_computed_in_float32() -> None:
     expected = F.cross_entropy(F.linear(x, weight).double(), target, reduction="sum")
     for kernels in (EAGER_LOGITS, FUSABLE):
         loss = weighted_cross_entropy(
-            x, weight, target, None, torch.ones(6), cpu_accumulate, max_rows=4, kernels=kernels)
+            x, weight, target, None, torch.ones(6), plain_accumulate, max_rows=4, kernels=kernels)
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
 
@@ -206,7 +208,7 @@ def test_fused_and_eager_logits_have_equal_gradients_to_the_bit(dtype: torch.dty
     for kernels in (EAGER_LOGITS, FUSABLE):
         x, weight = leaf(8, HIDDEN, dtype=dtype), leaf(VOCAB // num_cuts, HIDDEN, seed=1, dtype=dtype)
         loss = weighted_cross_entropy(x, weight, target, None if num_cuts == 1 else is_here, torch.rand(
-            8, generator=torch.Generator().manual_seed(2)), cpu_accumulate, max_rows=5, kernels=kernels)
+            8, generator=torch.Generator().manual_seed(2)), plain_accumulate, max_rows=5, kernels=kernels)
         loss.backward()
         found.append((loss.detach(), x.grad, weight.grad))
     assert all(map(torch.equal, *found))
@@ -218,7 +220,7 @@ def test_only_rounds_before_the_last_make_their_logits_again(num_targets: int, n
     x, weight = leaf(num_targets, HIDDEN), leaf(VOCAB, HIDDEN, seed=1)
     target = torch.zeros(num_targets, dtype=torch.int64)
     with Recorder() as recorder:
-        weighted_cross_entropy(x, weight, target, None, torch.ones(num_targets), cpu_accumulate).backward()
+        weighted_cross_entropy(x, weight, target, None, torch.ones(num_targets), plain_accumulate).backward()
     assert len([name for name in recorder.names if name.startswith(("aten.mm", "aten.addmm"))]) == num_products
 
 
@@ -305,6 +307,6 @@ def test_megatrons_hook_runs_once_and_after_both_uses_of_a_tied_weight() -> None
     accumulator.register_hook(hook)
     for _ in range(2):
         x = lookup(weight, token_ids, None)
-        weighted_cross_entropy(x, weight, token_ids, None, torch.ones(4), cpu_accumulate, max_rows=3).backward()
+        weighted_cross_entropy(x, weight, token_ids, None, torch.ones(4), plain_accumulate, max_rows=3).backward()
     assert len(sent) == 2
     torch.testing.assert_close(sent[-1], expected.grad)

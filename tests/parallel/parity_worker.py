@@ -28,7 +28,6 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
-from mm.device.kernels import kernels_of  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
@@ -41,6 +40,7 @@ from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.names import published_name  # noqa: E402
 from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
+from tests.devices import kernels_of  # noqa: E402
 from tests.files import write_whole  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402

@@ -107,9 +107,9 @@ def test_versions_beside_those_that_were_tested(inputs: Path, monkeypatch: pytes
     assert "torch is 2.13.0 and torch_npu 2.12.0.post3, which needs its own torch" in problem
     assert "`python -m pip install 'torch==2.12.*'" in problem
     assert findings(run, versions={**tested, "torch_npu": "2.13.0"}) == ([], [])
-    _, (note,) = findings(run, cuda="13.0", driver="550.54.15")
+    _, (note,) = findings(run, versions={**tested, "cuda": "13.0", "nvidia-driver": "550.54.15"})
     assert "NVIDIA's driver is 550.54.15" in note and "580 or later" in note
-    assert findings(run, cuda="12.8", driver="550.54.15") == ([], [])
+    assert findings(run, versions={**tested, "cuda": "12.8", "nvidia-driver": "550.54.15"}) == ([], [])
 
 
 def test_the_names_are_those_of_setup() -> None:

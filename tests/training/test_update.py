@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mm.batch import BatchTotals, StepPlan
+from mm.device.cpu import _TorchOnCpu
 from mm.device.device import Device
-from mm.device.shims import _TorchOnCpu
 from mm.errors import AgreedError
 from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole

@@ -12,7 +12,7 @@ from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 
-from mm.device.device import Device, random_states
+from mm.device.device import Device
 
 DEVICE = Device.pick("cpu")  # before megatron is imported
 
@@ -42,7 +42,7 @@ def train(parts: list[list[str]], meeting: Meeting) -> dict:
             except UserError as error:
                 problems += error.problems
         trainer.reporter.close()
-        states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in random_states().items()}
+        states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in DEVICE.random_states().items()}
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (problems, states))
         parallel.stop_mesh()

@@ -1,0 +1,82 @@
+"""The runtime of a device with memory and streams of its own, by torch's module for it: torch.cuda or torch.npu."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm.device.side import SideQueue
+
+
+@dataclass(frozen=True)
+class AcceleratorRuntime:
+    """A ``mm.device.platform.Runtime``.  Work is queued; the host waits for it only where it reads a result."""
+
+    kind: str
+    """The name of torch's module."""
+    index: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind, self.index)
+
+    @property
+    def name(self) -> str:
+        return getattr(torch, self.kind).get_device_name(self.index)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Through pinned memory, which torch keeps until it is copied.
+
+        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  What is
+        pinned already is not pinned again.
+        """
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
+        return tensor.pin_memory()
+
+    def host_buffer(self, num_bytes: int) -> Tensor | None:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
+        copy.copy_(tensor, non_blocking=True)
+        copied = getattr(torch, self.kind).Event()
+        copied.record()
+
+        def on_host() -> Tensor:
+            getattr(torch, self.kind).set_device(self.index)  # a new thread is on no device, or on device 0
+            copied.synchronize()
+            return copy
+
+        return on_host
+
+    def side_queue(self) -> SideQueue:
+        return SideQueue(self.kind)
+
+    def mark(self) -> Any:
+        event = getattr(torch, self.kind).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of(self, marks: Sequence[Any]) -> list[float]:
+        last = self.mark()
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
+
+    def synchronize(self) -> None:
+        getattr(torch, self.kind).synchronize()
+
+    def max_memory_bytes(self) -> int:
+        return getattr(torch, self.kind).max_memory_allocated()
+
+    def random_state(self) -> Tensor | None:
+        return getattr(torch, self.kind).get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        getattr(torch, self.kind).set_rng_state(state)

@@ -1,0 +1,243 @@
+"""NVIDIA's GPUs: torch's flash kernels, compiled leaves, cuBLAS with fp32 sums, and messages by NCCL."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm.device.accelerator import AcceleratorRuntime
+from mm.device.accumulate import plain_accumulate
+from mm.device.attention import Segments, by_stretch, check_cover, sdpa
+from mm.device.deterministic import Variable
+from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
+from mm.device.partial_attention import PLAIN, Gradients, Pairs, Part, PartialAttention
+from mm.device.platform import Finding, KnownDevice, Platform, torch_profiler
+from mm.device.shims import ADAM_SHIMS
+from mm.errors import UserError
+
+MAX_MESSAGE_CTAS = 4
+"""Each moves some 20 GB/s over NVLink, as is generally reported: 20 MB, the hidden states of 2,756 tokens of 7B, take
+0.25 ms of the 25 ms and more that a stage computes.  Chosen, not measured."""
+MIN_DRIVERS = {"12": 525, "13": 580}
+"""CUDA release of torch -> oldest major version of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
+_DRIVER = "nvidia-driver"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_SM80 = (8, 0)
+"""Compute capability of A100: the first with bf16 products and with the kernel behind ``varlen_attn``."""
+_HALVES = (torch.float16, torch.bfloat16)
+"""What the flash kernels take."""
+
+
+# Attention
+
+
+def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """A ``Kernel``.  float16 and bfloat16: SDPA by stretch where the segments prefer it, else one call of torch's
+    ``varlen_attn``.  Other dtypes, which ``varlen_attn`` does not take: SDPA by stretch, keys and values repeated for
+    grouped queries (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
+    if q.dtype not in _HALVES:
+        return by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
+    if segments.prefers_stretches():
+        return by_stretch(q, k, v, segments, functools.partial(sdpa, causal=causal))
+    return _varlen(q, k, v, segments, causal)
+
+
+def _sdpa_kv_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> int:
+    """As ``cuda_attention`` repeats them."""
+    return num_kv_heads if dtype in _HALVES else num_heads
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    check_cover(q, segments)
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[1] != k.shape[1]:
+        if _takes_grouped_queries(varlen_attn):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = _repeat_heads(q, k, v)
+    starts, longest = segments.cu_seqlens, segments.max_length
+    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, **options)  # a pair only with return_aux
+    return out
+
+
+@functools.cache
+def _takes_grouped_queries(varlen_attn: Callable) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each query head its own copy of the keys and values that its group shares."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
+    if q.dtype not in _HALVES:
+        return PLAIN.forward(q, k, v, pairs)
+    starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
+    out, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *starts, 0.0, pairs.causal, return_debug_mask=False, scale=q.shape[-1] ** -0.5)
+    return out, logarithms.t()
+
+
+def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
+    if q.dtype not in _HALVES:
+        return PLAIN.backward(gradient, q, k, v, whole, pairs)
+    starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
+    return torch.ops.aten._flash_attention_backward(
+        gradient.contiguous(), q, k, v, whole[0], whole[1].t().contiguous(), *starts, 0.0, pairs.causal, random,
+        random, scale=q.shape[-1] ** -0.5)
+
+
+# Other operators
+
+
+def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
+    """An ``Accumulate``: cuBLAS with fp32 output (torch 2.10 or later, where the buffer may have another dtype)."""
+    if not len(x):
+        if overwrites:
+            buffer.zero_()
+        return
+    if gradient.dtype == buffer.dtype:
+        plain_accumulate(buffer, gradient, x, overwrites)
+    elif overwrites:
+        torch.mm(gradient.t(), x, out_dtype=buffer.dtype, out=buffer)
+    else:
+        torch.addmm(buffer, gradient.t(), x, out_dtype=buffer.dtype, out=buffer)
+
+
+def _kernels(fuse: Fuse | None) -> Kernels:
+    leaves = eager_leaves() if fuse is None else fused_leaves(fuse)
+    return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *leaves,
+                   cuda_accumulate)
+
+
+# What is here, and what is set before the first work
+
+
+def _fault() -> str | None:
+    return None if torch.cuda.is_available() else (
+        "torch sees no CUDA device; check nvidia-smi and that torch is a CUDA build")
+
+
+def _versions() -> dict[str, str]:
+    found = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    try:
+        driver = re.search(r"Kernel Module\D+([\d.]+)", _DRIVER_FILE.read_text(encoding="utf-8"))
+    except OSError:
+        driver = None
+    return found if driver is None else {**found, _DRIVER: driver[1]}
+
+
+def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
+    cuda, driver = versions.get("cuda", ""), versions.get(_DRIVER)
+    oldest = MIN_DRIVERS.get(cuda.partition(".")[0])
+    if oldest is not None and driver is not None and int(driver.partition(".")[0]) < oldest:
+        yield False, (f"NVIDIA's driver is {driver}, and torch is built for CUDA {cuda}, which wants {oldest} or "
+                      f"later: update the driver (`nvidia-smi` shows it), or install torch for an older CUDA")
+
+
+def _prepare(index: int) -> None:
+    """Choose the device, and take cuDNN's attention away from SDPA.
+
+    torch prefers it on Hopper and Blackwell, and it plans for each exact shape: 23 to 37 ms of the host for every new
+    length of a sample, with plans that are never dropped.  Flash attention takes any length.
+    """
+    torch.cuda.set_device(index)
+    refuse_old_cuda(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _switches() -> dict[str, bool]:
+    return {"cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled()}
+
+
+def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
+    """Raise UserError for a CUDA device older than A100: it has neither bf16 nor attention over packed samples."""
+    if capability < _SM80:
+        major, minor = capability
+        raise UserError(
+            f"{name} has compute capability {major}.{minor} (sm{major}{minor}), and 8.0 is needed (A100, RTX 30 and "
+            f"later): older devices have no bf16 products and no kernel for attention over packed samples. Use another "
+            f"device, or --device cpu for a small model"
+        )
+
+
+# The types
+
+
+def _known(label: str, names: str, tflops: float, memory_mib: int | None, source: str) -> KnownDevice:
+    return KnownDevice(label, names, tflops * 1e12, None if memory_mib is None else memory_mib * 2**20, source)
+
+
+_SHEETS = "https://www.nvidia.com/en-us/data-center/"
+_KNOWN_DEVICES = (
+    _known("A100 40GB", r"A100-(SXM4|PCIE)-40GB", 312, 40960, f"{_SHEETS}a100/"),
+    _known("A100 80GB", r"A100-SXM4-80GB|A100 80GB PCIe", 312, 81920, f"{_SHEETS}a100/"),
+    _known("A800", r"A800-SXM4-80GB|A800 80GB PCIe", 312, 81920, "A800 data sheet: A100's arithmetic"),
+    _known("H100", r"H100 80GB HBM3", 989, 81559, f"{_SHEETS}h100/, SXM"),
+    _known("H100 PCIe", r"H100 PCIe", 756, 81559, "H100 PCIe data sheet"),
+    _known("H100 NVL", r"H100 NVL", 835, 95830, f"{_SHEETS}h100/, NVL"),
+    _known("H800", r"H800", 989, 81559, "H800 data sheet, SXM: H100's arithmetic in bf16"),
+    _known("H800 PCIe", r"H800 PCIe", 756, 81559, "H800 data sheet, PCIe"),
+    _known("H20", r"H20", 148, 97871, "H20 data sheet"),
+    _known("H200", r"H200", 989, 143771, f"{_SHEETS}h200/, SXM"),
+    _known("H200 NVL", r"H200 NVL", 835, 143771, f"{_SHEETS}h200/, NVL"),
+    _known("GH200 96GB", r"GH200 (120GB|480GB)", 989, 97871, f"{_SHEETS}grace-hopper-superchip/"),
+    _known("GH200 144GB", r"GH200 144G HBM3e", 989, None, f"{_SHEETS}grace-hopper-superchip/"),
+    _known("B100", r"B100", 1750, None, "HGX B100: 28 PFLOP/s of 8 with sparsity (Blackwell architecture brief)"),
+    _known("B200", r"B200", 2250, 183359, f"{_SHEETS}hgx/, B200: 36 PFLOP/s of 8 with sparsity"),
+    _known("GB200", r"GB200", 2500, 189471, f"{_SHEETS}gb200-nvl72/: 360 PFLOP/s of 72 with sparsity"),
+    _known("A10", r"A10", 125, 23028, f"{_SHEETS}products/a10-gpu/"),
+    _known("A30", r"A30", 165, 24576, f"{_SHEETS}products/a30-gpu/"),
+    _known("A40", r"A40", 149.7, 46068, f"{_SHEETS}a40/"),
+    _known("L4", r"L4", 121, 23034, f"{_SHEETS}l4/"),
+    _known("L40", r"L40", 181, 46068, f"{_SHEETS}l40/"),
+    _known("L40S", r"L40S", 362, 46068, f"{_SHEETS}l40s/"),
+    _known("RTX A6000", r"RTX A6000", 154.8, 49140, "NVIDIA Ampere GA102 whitepaper, appendix"),
+    _known("RTX 6000 Ada", r"RTX 6000 Ada Generation", 364.2, 49140, "NVIDIA Ada professional whitepaper, appendix"),
+    _known("RTX 3090", r"GeForce RTX 3090", 71, 24576, "NVIDIA Ampere GA102 whitepaper: bf16 with fp32 sums"),
+    _known("RTX 4090", r"GeForce RTX 4090", 165.2, 24564, "NVIDIA Ada whitepaper: bf16 with fp32 sums"),
+    _known("RTX 5090", r"GeForce RTX 5090", 209.5, 32607, "NVIDIA RTX Blackwell whitepaper: bf16 with fp32 sums"),
+)
+"""Each number as published; one with sparsity is halved, and one for a whole system divided by its devices."""
+
+
+CUDA = Platform(
+    name="cuda",
+    backend="nccl",
+    fault=_fault,
+    versions=_versions,
+    version_findings=_version_findings,
+    known_devices=_KNOWN_DEVICES,
+    prepare=_prepare,
+    shims=ADAM_SHIMS,
+    deterministic_variables={
+        "CUBLAS_WORKSPACE_CONFIG": Variable(":4096:8", (":16:8",), "torch.use_deterministic_algorithms asks for it"),
+        # Ring knows every collective; Tree and the others only some
+        "NCCL_ALGO": Variable("Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS"), "Megatron-LM asks for it"),
+    },
+    switches=_switches,
+    compiles_leaves=True,
+    kernels=_kernels,
+    sdpa_kv_heads=_sdpa_kv_heads,
+    adam_obeys_scale=True,
+    runtime=functools.partial(AcceleratorRuntime, "cuda"),
+    profiler=torch_profiler,
+    # An NCCL message occupies GPU multiprocessors from its start until the other side joins: for most of a stage's
+    # computing time, to gain 0.1 to 0.3 % of a step (docs/performance.md).
+    starts_messages_ahead=False,
+    # What a frozen prefix of stages sends waits for the next stage whether that asks ahead or not.  NCCL would take up
+    # to 32 of the 132 processors of an H100 (its default of ``max_ctas``).
+    max_message_ctas=MAX_MESSAGE_CTAS,
+)

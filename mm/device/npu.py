@@ -1,0 +1,350 @@
+"""Ascend's NPUs: the operators of torch_npu, ATB's product that accumulates, and messages by HCCL."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from mm.device import pointwise
+from mm.device.accelerator import AcceleratorRuntime
+from mm.device.attention import Segments, by_stretch, check_cover, pieces
+from mm.device.deterministic import Variable
+from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
+from mm.device.partial_attention import Gradients, Pairs, Part, PartialAttention
+from mm.device.platform import Finding, KnownDevice, Platform
+from mm.device.pointwise import Heads
+from mm.device.shims import ADAM_SHIMS, Shim
+from mm.errors import UserError
+
+MAX_SEGMENTS = 1024
+"""Longest list of lengths that ``npu_fusion_attention`` takes in one variable-length call (its documentation)."""
+CAUSAL_MASK_SIDE = 2048
+"""Side of the compressed mask that its ``sparse_mode`` 3 wants, whatever the lengths (its documentation)."""
+_CANN_VERSION_FILES = "*-linux/ascend_toolkit_install.info"
+"""In the directory that Ascend's set_env.sh names; has a line ``version=...`` (its installation guide)."""
+_WITHOUT_BF16 = re.compile(r"Ascend310.*|Ascend910(A|B|ProA|ProB|PremiumA)?")
+"""Ascend's devices for inference, and the first 910 (torch_npu's list of SoC versions): "Ascend910B" alone is one of
+those, "Ascend910B1" to "Ascend910B4" are A2."""
+
+
+def torch_npu() -> Any:
+    """Ascend's package, which has no types and is there only beside an NPU."""
+    return importlib.import_module("torch_npu")
+
+
+# Attention
+
+
+def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by stretch where full attention's segments prefer
+    it (a batch escapes the limit on lists of lengths), TND otherwise."""
+    if not segments.lengths or (segments.prefers_stretches(MAX_SEGMENTS) and not causal):
+        return by_stretch(q, k, v, segments, _full)
+    return _varlen(q, k, v, segments, causal)
+
+
+def _full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch_npu().npu_fusion_attention(q, k, v, q.shape[2], "BSND", scale=q.shape[-1] ** -0.5)[0]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    check_cover(q, segments)
+    starts = range(0, len(segments.lengths), MAX_SEGMENTS)
+    chunks = [segments.lengths[start : start + MAX_SEGMENTS] for start in starts]
+    sizes = [sum(chunk) for chunk in chunks]
+    outputs = []
+    for chunk, parts in zip(chunks, pieces(sizes, q, k, v), strict=True):
+        ends = list(itertools.accumulate(chunk))
+        outputs.append(
+            torch_npu().npu_fusion_attention(
+                *parts,
+                q.shape[1],
+                "TND",
+                scale=q.shape[-1] ** -0.5,
+                actual_seq_qlen=ends,
+                actual_seq_kvlen=ends,
+                **_masking(q.device, causal),
+            )[0]
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _masking(device: torch.device, causal: bool) -> dict[str, Any]:
+    """Without a mask the operator ignores ``sparse_mode`` and attends to everything."""
+    return {"atten_mask": _causal_mask(device), "sparse_mode": 3} if causal else {}
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> Tensor:
+    """The compressed mask of ``sparse_mode`` 3: True where a key is hidden.  4 MiB, the same for every call."""
+    return torch.ones(CAUSAL_MASK_SIDE, CAUSAL_MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
+    outputs, logarithms = [], []
+    for rows, keys, lengths in _calls(pairs):
+        out, row_max, total, *_ = torch_npu().npu_fusion_attention(
+            q[rows], k[keys], v[keys], q.shape[1], "TND", scale=q.shape[-1] ** -0.5, **lengths,
+            **_masking(q.device, pairs.causal))
+        outputs.append(out)
+        logarithms.append(row_max[..., 0] + total[..., 0].log())  # the operator repeats each number eight times
+    return torch.cat(outputs), torch.cat(logarithms)
+
+
+def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
+    found = []
+    for rows, keys, lengths in _calls(pairs):
+        row_max = whole[1][rows].unsqueeze(-1).repeat(1, 1, 8)
+        found.append(torch_npu().npu_fusion_attention_grad(
+            q[rows], k[keys], v[keys], gradient[rows].contiguous(), q.shape[1], "TND", softmax_max=row_max,
+            softmax_sum=torch.ones_like(row_max), attention_in=whole[0][rows], scale_value=q.shape[-1] ** -0.5,
+            **lengths, **_masking(q.device, pairs.causal))[:3])
+    q_gradients, k_gradients, v_gradients = zip(*found, strict=True)
+    return torch.cat(q_gradients), torch.cat(k_gradients), torch.cat(v_gradients)
+
+
+def _calls(pairs: Pairs) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """Rows of queries and of keys of each call, which takes so many lengths only."""
+    q_start = k_start = 0
+    for first in range(0, len(pairs.queries.lengths), MAX_SEGMENTS):
+        chunk = slice(first, first + MAX_SEGMENTS)
+        q_ends, k_ends = (list(itertools.accumulate(one.lengths[chunk])) for one in (pairs.queries, pairs.keys))
+        lengths = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
+        yield slice(q_start, q_start + q_ends[-1]), slice(k_start, k_start + k_ends[-1]), lengths
+        q_start, k_start = q_start + q_ends[-1], k_start + k_ends[-1]
+
+
+# Other operators.  What Ascend's documentation says of tensors without rows: ``npu_swiglu`` and
+# ``npu_fusion_attention`` refuse them, of the others nothing.  A context-parallel rank may hold none, so no operator of
+# theirs is called for one.
+
+
+def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    if not x.numel():
+        return x * weight  # empty, yet both stay in the graph
+    return torch_npu().npu_rms_norm(x, weight, epsilon=epsilon)[0]
+
+
+def npu_swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x = pointwise.biased(x, bias)
+    if not x.numel():
+        return x.chunk(2, dim=-1)[0]
+    return torch_npu().npu_swiglu(x, dim=-1)
+
+
+def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A ``Rotation`` by ``npu_rotary_mul``: layout BSND with tables 1S1D, all three in the dtype of the tables.
+
+    Its own gradient would keep x for the backward pass (its documentation), so it is only called without autograd.
+    """
+    if not x.numel():
+        return x
+    tables = (cos[None, :, None], sin[None, :, None])
+    return torch_npu().npu_rotary_mul(x[None].to(cos.dtype), *tables)[0].to(x.dtype)
+
+
+def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+    """A leaf like ``mm.device.pointwise.rope``, with values of their own, so that ``qkv`` need not live on."""
+    q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
+    return q, k, v.clone()
+
+
+def npu_rope_gradient(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    return pointwise.with_sum(pointwise.rotate_and_join(q, k, v, cos, -sin, npu_rotate), sums)
+
+
+def npu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
+    """An ``Accumulate``: ATB's product with accumulation, which takes bf16 and fp16 rows and none of them empty.
+
+    Where ``_matmul_add_fault`` finds that it does not work here, the product is rounded to the rows' dtype and added.
+    """
+    if overwrites:
+        buffer.zero_()
+    if gradient.dtype == buffer.dtype:
+        buffer.addmm_(gradient.t(), x)
+    elif not gradient.numel() or not x.numel():
+        return
+    elif _matmul_add_fault(gradient.dtype, gradient.device) is None:
+        torch_npu()._npu_matmul_add_fp32(gradient, x, buffer)
+    else:
+        buffer.add_(gradient.t() @ x)
+
+
+@functools.cache
+def _matmul_add_fault(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why ``_npu_matmul_add_fp32`` cannot be used for rows of ``dtype``, told once per process; None when it can.
+
+    It wants the ATB library (CANN's nnal package) and an Atlas A2 or A3, and ATB's documentation excludes float16
+    while torch_npu's own test uses it, so it is tried: once, on a small product whose result is looked at.
+    """
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    buffer = torch.ones(16, 16, device=device)
+    try:
+        torch_npu()._npu_matmul_add_fp32(ones, ones, buffer)
+        found = buffer.unique().tolist()
+        fault = None if found == [17.0] else f"its result for 1 + 16 was {found}"
+    except (AttributeError, OSError, RuntimeError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault is not None:
+        warnings.warn(
+            f"torch_npu's _npu_matmul_add_fp32 does not work here for {dtype}, so weight gradients are rounded to "
+            f"{dtype} before they are added in fp32, and steps are slower. Install CANN's nnal package and source its "
+            f"atb/set_env.sh. What it said: {fault}",
+            stacklevel=2,
+        )
+    return fault
+
+
+def _kernels(_: Fuse | None) -> Kernels:
+    partial = PartialAttention(_partial_forward, _partial_backward)
+    rope = pointwise.rope_of(npu_rope, npu_rope_gradient)
+    return Kernels(npu_attention, partial, npu_rms_norm, None, EAGER_LOGITS, npu_swiglu, rope, npu_accumulate,
+                   overwrites=False)
+
+
+# What is here, and what is set before the first work
+
+
+def _fault() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed; install the torch_npu of your torch version"
+    if not torch_npu().npu.is_available():
+        return "torch_npu sees no NPU; source Ascend's set_env.sh and check npu-smi info"
+    return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torch_npu"] = importlib.metadata.version("torch_npu")
+    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
+    for file in Path(home).glob(_CANN_VERSION_FILES) if home else ():
+        for version in re.findall(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            found["cann"] = version
+    return found
+
+
+def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
+    ours, needed = versions.get("torch"), versions.get("torch_npu")
+    if ours and needed and Version(ours).release[:2] != Version(needed).release[:2]:
+        release = ".".join(map(str, Version(needed).release[:2]))
+        yield True, (f"torch is {ours} and torch_npu {needed}, which needs its own torch: "
+                     f"`python -m pip install 'torch=={release}.*' --index-url https://download.pytorch.org/whl/cpu`")
+
+
+def _prepare(index: int) -> None:
+    """Load what redirects CUDA's names, choose the device, and run operators from CANN's binaries.
+
+    With ``jit_compile`` on, CANN would compile operators for every new shape, and ``npu_rotary_mul`` would take no head
+    size but 128, while the ViT's is 80.
+    """
+    importlib.import_module("torch_npu.contrib.transfer_to_npu")
+    torch_npu().npu.set_device(index)
+    refuse_old_npu(torch_npu().npu.get_device_name(index))
+    torch_npu().npu.set_compile_mode(jit_compile=False)
+    assert torch_npu().npu.is_jit_compile_false(), "set_compile_mode(jit_compile=False) had no effect"
+
+
+def _switches() -> dict[str, bool]:
+    return {"jit_compile": not torch_npu().npu.is_jit_compile_false()}
+
+
+def refuse_old_npu(name: str) -> None:
+    """Raise UserError for an NPU without bf16, on which the operators of A2 and A3 do not run."""
+    if _WITHOUT_BF16.fullmatch(name):
+        raise UserError(
+            f"{name} has no bf16, and npu_fusion_attention does not run on it; an Atlas A2 or A3 is needed, which "
+            f"torch_npu calls Ascend910B1 to Ascend910B4 and Ascend910_93xx. Use another device, or --device cpu for a "
+            f"small model"
+        )
+
+
+_tensor_type = torch.Tensor.type
+
+
+def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
+    found = _tensor_type(tensor, *args, **options)
+    return found.replace("torch.npu.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
+NPU_SHIMS: tuple[Shim, ...] = (
+    *ADAM_SHIMS,
+    Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
+)
+"""What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
+
+
+# Its runtime
+
+
+def _profiler(directory: str, name: str) -> Any:
+    handler = torch_npu().profiler.tensorboard_trace_handler(directory, name)
+    return torch_npu().profiler.profile(on_trace_ready=handler)
+
+
+def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 200, p2p_buffsize_mb: int = 20) -> int:
+    """What HCCL allocates on an NPU: twice HCCL_BUFFSIZE for each group, and twice P2P_HCCL_BUFFSIZE for messages."""
+    return 2 * buffsize_mb * num_groups + 2 * p2p_buffsize_mb * num_with_messages
+
+
+# The types
+
+
+def _known(label: str, names: str, tflops: float | None, memory_gib: int, source: str) -> KnownDevice:
+    return KnownDevice(label, names, None if tflops is None else tflops * 1e12, memory_gib * 2**30, source)
+
+
+_CANN = "CANN's platform_config: cube cores x 8,192 FLOP x cube frequency"
+_MSMODELING = "Huawei's msmodeling, device profile"
+_KNOWN_DEVICES = (
+    # Huawei's data sheets give fp16, which is 6 to 14 % more: 376, 313 and 280 TFLOP/s of A2, 752 of both dies of A3.
+    # A die of 910C (A3) is a device of its own; its memory is half of the chip's 128 GB.
+    _known("Ascend910B1", r"Ascend910B1", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
+    _known("Ascend910B2", r"Ascend910B2", 353.9, 64, f"{_MSMODELING} ATLAS_800_A2_376T_64G (24, 1.8 GHz)"),
+    _known("Ascend910B3", r"Ascend910B3", 294.9, 64, f"{_MSMODELING} ATLAS_800_A2_313T_64G (20, 1.8 GHz)"),
+    _known("Ascend910B4", r"Ascend910B4", 245.8, 32, f"{_MSMODELING} ATLAS_800_A2_280T_32G (20, 1.5 GHz)"),
+    _known("Ascend910B4-1", r"Ascend910B4-1", 245.8, 64, f"{_MSMODELING} ATLAS_800_A2_280T_64G (20, 1.5 GHz)"),
+    _known("Ascend910_9391", r"Ascend910_9391", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
+    _known("other Ascend910_93", r"Ascend910_93(62|72|81|82|92)", None, 64, "not found for each of these types"),
+)
+"""Each number as published: those of the cube cores in bf16."""
+
+
+NPU = Platform(
+    name="npu",
+    backend="hccl",
+    fault=_fault,
+    versions=_versions,
+    version_findings=_version_findings,
+    known_devices=_KNOWN_DEVICES,
+    prepare=_prepare,
+    shims=NPU_SHIMS,
+    deterministic_variables={
+        "HCCL_DETERMINISTIC": Variable("true", ("strict",), "HCCL's documentation"),
+        "CLOSE_MATMUL_K_SHIFT": Variable("1", None, "MindSpeed's deterministic mode sets it"),
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": Variable("0", None, "Ascend's guides; ATB's own set_env.sh sets 1"),
+    },
+    switches=_switches,
+    compiles_leaves=False,
+    kernels=_kernels,
+    sdpa_kv_heads=lambda *_: None,
+    adam_obeys_scale=False,  # torch_npu's takes both and looks at neither
+    runtime=functools.partial(AcceleratorRuntime, "npu"),
+    profiler=_profiler,
+    starts_messages_ahead=True,  # HCCL waits in its own engines (SDMA)
+    max_message_ctas=None,
+)

@@ -1,0 +1,26 @@
+"""All platforms, and which of them a process uses: the only module beside a device's own file that names it."""
+
+from mm.device.cpu import CPU
+from mm.device.cuda import CUDA
+from mm.device.npu import NPU
+from mm.device.platform import Platform
+from mm.errors import UserError
+
+PLATFORMS: tuple[Platform, ...] = (NPU, CUDA, CPU)
+"""In the order in which ``--device auto`` prefers them.  The last can be used everywhere."""
+
+
+def usable_platform(wanted: str) -> Platform:
+    """The platform of this name, or for "auto" the first that can be used here.
+
+    Raises UserError where there is none of this name, or it cannot be used here.
+    """
+    if wanted == "auto":
+        return next(platform for platform in PLATFORMS if platform.fault() is None)
+    for platform in PLATFORMS:
+        if platform.name == wanted:
+            if (fault := platform.fault()) is not None:
+                raise UserError(f"--device {wanted}: {fault}")
+            return platform
+    *names, last = ("auto", *(platform.name for platform in PLATFORMS))
+    raise UserError(f"--device is {wanted!r}; expected {', '.join(names)} or {last}")

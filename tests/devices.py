@@ -1,0 +1,15 @@
+"""Platforms by name, for tests of several."""
+
+from mm.device.compiled import compiled
+from mm.device.kernels import Fuse, Kernels
+from mm.device.platform import Platform
+from mm.device.platforms import PLATFORMS
+
+
+def platform_of(name: str) -> Platform:
+    (found,) = (platform for platform in PLATFORMS if platform.name == name)
+    return found
+
+
+def kernels_of(name: str, fuse: Fuse | None = compiled) -> Kernels:
+    return platform_of(name).kernels(fuse)
