@@ -14,7 +14,7 @@ READ_BACK = ("tolist", "numpy", "cpu")
 ``int`` and ``float`` it does."""
 WAITS = ("torch.cuda.synchronize", "torch.cuda.Event.synchronize", "torch.cuda.Stream.synchronize",
          "mm.device.device.Device.synchronize")
-"""Calls that wait for the device and read nothing.  The CPU's stand-ins (mm/device/shims.py) have the same names."""
+"""Calls that wait for the device and read nothing.  The CPU's stand-ins (mm/device/cpu.py) have the same names."""
 
 
 @dataclass
