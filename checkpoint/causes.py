@@ -1,7 +1,7 @@
-"""Guesses at what made two copies of one weight differ; each is tried on a sample of the data before it is reported.
+"""Guesses why two copies of a weight differ.  Each guess is checked on a sample of the data before it is reported.
 
 Samples are in Hugging Face order: all rows of a weight at a few places around the first difference.  A row is an index
-along the dimension that is cut; its number counts through all Hugging Face tensors of the weight.
+along the cut dimension; row numbers count through all Hugging Face tensors of the weight.
 """
 
 import math
@@ -21,35 +21,35 @@ from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, We
 from mm.weights.views import Misfit, View, shard_view, whole_view
 
 PADDING = -1
-"""Row number of zero padding: a last row of zeros is added to what is sampled of a whole weight."""
+"""Row number of zero padding: a row of zeros is appended to the sample of a weight, so index -1 selects zeros."""
 _SAMPLE_ELEMENTS = 1 << 18
 _BLOCK_SIZE = 64
-"""How many indices and places are enough to know a tensor by."""
+"""Number of indices and places in a block that identifies a tensor."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A tensor that differs, with one directory taken to be right and the other wrong."""
+    """A tensor that differs, assuming that one directory is right and the other wrong."""
 
     weight: Weight
     unequal: Unequal
     right: Source
     found: Source
     expected: Mapping[str, Tensor]
-    """[row, place] in ``right`` by Hugging Face tensor; without those that are not whole in both directories."""
+    """[row, place] in ``right`` by Hugging Face tensor; only tensors that are complete in both directories."""
     content: Mapping[str, Tensor]
-    """The same in ``found``, in the same dtype."""
+    """The same rows and places in ``found``, in the same dtype."""
     weights: Sequence[Weight]
-    """All of the model."""
+    """All weights of the model."""
 
 
 def guess(weight: Weight, unequal: Sequence[Unequal], source: Source, target: Source, weights: Sequence[Weight]) -> str:
-    """Why the tensors of ``weight`` differ; ``weights`` are all of the model."""
+    """Guess why the tensors of ``weight`` differ; ``weights`` are all weights of the model."""
     different = [one for one in unequal if one.num_different]
     if not different:
         dtypes = unequal[0].dtypes
         rounded, other = (source, target) if dtypes[0] == coarser(dtypes) else (target, source)
-        return f"dtype: {rounded.path} holds what {other.path} does, rounded to {dtype_name(coarser(dtypes))}"
+        return f"dtype: {rounded.path} holds the values of {other.path}, rounded to {dtype_name(coarser(dtypes))}"
     num_different = sum(one.num_different for one in different)
     if num_different == different[0].num_bits == 1:
         return "one flipped bit: a damaged copy"
@@ -79,7 +79,7 @@ def _samples(
 
 
 def _around(index: int, size: int, width: int) -> range:
-    """At most ``width`` indices around ``index``, none outside 0 to ``size - 1``."""
+    """At most ``width`` indices around ``index``, within 0 to ``size - 1``."""
     start = max(0, min(index - width // 2, size - width))
     return range(start, min(start + width, size))
 
@@ -90,7 +90,7 @@ def _as_coarser(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _proves_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two blocks are equal, but not one value throughout, which would prove nothing."""
+    """Whether two blocks are equal and not constant; equal constant blocks prove nothing."""
     one, other = _as_coarser(one, other)
     return same(one, other) and bool((bits(one) != bits(one).flatten()[0]).any())
 
@@ -99,21 +99,27 @@ def _proves_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _other_order(case: _Case) -> str | None:
+    """Try wrong row orders: permute the right rows as each known mistake would, and compare with the wrong directory.
+
+    Example: a writer puts [up; gate] where readers expect [gate; up].  With 2 rows each, the files of a correct writer
+    hold the rows 0 1 2 3, those of the mistaken one 2 3 0 1.  So the reader gets row 2 as row 0: ``misread[0] ==
+    expected[2]``.  If all of ``misread`` equals the content of the wrong directory, this is the mistake.
+    """
     weight, tp_size = case.weight, 1 if case.weight.tp_dim is None else case.found.tp_size
     if len(case.content) < len(weight.hf_names):
         return None
     expected, content = (
         torch.nn.functional.pad(torch.cat([*side.values()]), (0, 0, 0, 1)) for side in (case.expected, case.content)
     )
-    ours = _rows_in_files(weight, case.found, tp_size)
+    correct_order = _rows_in_files(weight, case.found, tp_size)
     if _has_early_padding(weight, expected[:PADDING], content[:PADDING], tp_size):
         return "padding: not at the end of the weights"
-    for mistake, theirs in _wrong_orders(weight, tp_size):
+    for mistake, wrong_order in _wrong_orders(weight, tp_size):
         misread = torch.zeros_like(expected)
-        misread[ours] = expected[theirs]
+        misread[correct_order] = expected[wrong_order]
         if same(misread[:PADDING], content[:PADDING]):
             return mistake
-    owners = _owners(expected, content, ours.reshape(tp_size, -1))
+    owners = _owners(expected, content, correct_order.reshape(tp_size, -1))
     if tp_size == 1 or None in owners:
         return None
     return (f"transposed cut: the ranks {', '.join(map(str, range(tp_size)))} hold the shards of the ranks "
@@ -121,7 +127,7 @@ def _other_order(case: _Case) -> str | None:
 
 
 def _rows_in_files(weight: Weight, found: Source, tp_size: int) -> Tensor:
-    """Row numbers in the order of a correct directory like ``found``, rank by rank."""
+    """Row numbers in file order, rank by rank, of a correct directory with the layout of ``found``."""
     structure = Structure.CANONICAL if found.kind is Kind.HUGGING_FACE else Structure.FUSED
     if found.storage is not None:
         structure = found.storage.structure
@@ -136,7 +142,7 @@ def _rows_in_files(weight: Weight, found: Source, tp_size: int) -> Tensor:
 
 
 def _has_early_padding(weight: Weight, expected: Tensor, content: Tensor, tp_size: int) -> bool:
-    """Whether zeros stand before the last row, which then lies further back in the files."""
+    """Whether ``content`` is ``expected`` with zero rows inserted before its end, as if padded too early."""
     sizes = [part.shape[cut_dim(part)] for part in hf_parts(weight)]
     for right, found in zip(expected.split(sizes), content.split(sizes), strict=True):
         is_zero = ~found.bool().any(dim=1)
@@ -147,13 +153,14 @@ def _has_early_padding(weight: Weight, expected: Tensor, content: Tensor, tp_siz
 
 
 def _wrong_orders(weight: Weight, tp_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Mistakes, and row numbers in the order of the files that each of them gives."""
-    # Numbers are dealt in pieces: 1 is as a whole, tp_size within each rank, then by head or group, then row by row.
+    """Known mistakes, each with the row numbers in the file order that it produces."""
+    # The second argument of _interleaved: 1 concatenates whole parts, tp_size alternates them within each rank, the
+    # number of heads or groups within each head or group, and the number of rows row by row.
     if weight.fusion is Fusion.GATE_UP:
         numbers, num_padding = torch.arange(weight.shape[0]), -weight.hf_shapes[0][0] % tp_size
         gate, up = (_padded(part, num_padding) for part in numbers.chunk(2))
-        yield "gate/up order: [up; gate] instead of [gate; up]", _dealt((up, gate), tp_size)
-        yield "gate/up order: gate and up row by row", _dealt((gate, up), len(gate))
+        yield "gate/up order: [up; gate] instead of [gate; up]", _interleaved((up, gate), tp_size)
+        yield "gate/up order: gate and up row by row", _interleaved((gate, up), len(gate))
         yield ("gate/up order: [gate; up] is cut over the ranks as a whole, instead of gate and up each"
                + ", with the padding after both" * (num_padding > 0), _padded(numbers, 2 * num_padding))
     if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.GROUPED_QKV):
@@ -166,15 +173,15 @@ def _wrong_orders(weight: Weight, tp_size: int) -> Iterator[tuple[str, Tensor]]:
         yield f"qkv order: [Q; K; V] one after the other{scope}", torch.cat([*parts.values()])
         for letters in permutations("qkv"):
             ordered = [parts[letter] for letter in letters]
-            yield f"qkv order: [{'; '.join(letters).upper()}] one after the other", _dealt(ordered, tp_size)
+            yield f"qkv order: [{'; '.join(letters).upper()}] one after the other", _interleaved(ordered, tp_size)
             yield (f"qkv order: per {'head' if is_vision else 'group'} [{', '.join(letters)}]",
-                   _dealt(ordered, num_units))
+                   _interleaved(ordered, num_units))
         if sizes[0] == sizes[1]:
-            yield "qkv order: q, k, v row by row", _dealt([*parts.values()], sizes[0])
+            yield "qkv order: q, k, v row by row", _interleaved([*parts.values()], sizes[0])
 
 
-def _dealt(parts: Sequence[Tensor], num_pieces: int) -> Tensor:
-    """A piece of each of ``parts`` in turn."""
+def _interleaved(parts: Sequence[Tensor], num_pieces: int) -> Tensor:
+    """Cut each of ``parts`` into ``num_pieces`` and take a piece of each in turn."""
     return torch.cat([part.reshape(num_pieces, -1) for part in parts], dim=1).flatten()
 
 
@@ -183,7 +190,7 @@ def _padded(numbers: Tensor, num_padding: int) -> Tensor:
 
 
 def _owners(expected: Tensor, content: Tensor, shards: Tensor) -> list[int | None]:
-    """Whose shard each rank holds, if anyone's."""
+    """The rank whose shard each rank holds, or None."""
     owners = []
     for rank, shard in enumerate(shards):
         is_kept = shard != PADDING
@@ -192,18 +199,18 @@ def _owners(expected: Tensor, content: Tensor, shards: Tensor) -> list[int | Non
     return owners
 
 
-# Matrices that are cut or turned in another way
+# Matrices that are cut differently or transposed
 
 
 def _other_cut(case: _Case) -> str | None:
-    """Tried on shards of the right shape; all of them must be wrong in the same way."""
+    """Try wrong cuts on shards of the right shape; all shards must be wrong in the same way."""
     views = dict.fromkeys(stretch.view for stretch in case.found.index.stretches(case.unequal.key))
     causes = {_cut_cause(view, rank, case.right, case.found) for rank, view in enumerate(views)}
     return causes.pop() if len(causes) == 1 else None
 
 
 def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
-    """Why a stored tensor of ``side`` has a wrong shape; ``other`` is the directory that it is compared with."""
+    """Guess why a stored tensor of ``side`` has a wrong shape; ``other`` is the other directory."""
     weight, stored = misfit.weight, misfit.stored
     if misfit.kind != "shape" or weight is None or stored is None:
         return None
@@ -214,19 +221,19 @@ def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
 
 
 def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | None:
-    """What a matrix holds instead of the spans of ``view``; only tried where they are of one Hugging Face tensor."""
+    """What a matrix holds instead of the spans of ``view``; only for spans of a single Hugging Face tensor."""
     stored, dim, key = view.stored, view.dim, view.spans[0].key
     weight = next((part for part in hf_parts(view.weight) if part.hf_names[0] == key), None)
     if weight is None or key is None or {span.key for span in view.spans} - {key, None}:
         return None
     if len(stored.shape) != 2 or len(weight.shape) != 2 or held_dtype(right, weight) is None:
         return None
-    # Cause; the dimension of the right matrix that is cut; what it is cut to; whether that is then turned.
+    # Cause; the dimension of the right matrix that is cut; the spans that remain; whether it is then transposed.
     tries = [("the matrix is transposed", dim, view.spans, True)]
     if weight.tp_dim is not None and found.tp_size > 1:
         width = weight.shape[1 - dim] // found.tp_size
         part = (Span(key, tp_rank * width, width),)
-        tries += [("every rank holds the whole, which is not cut", dim, (Span(key, 0, weight.shape[dim]),), False),
+        tries += [("every rank holds the whole matrix, uncut", dim, (Span(key, 0, weight.shape[dim]),), False),
                   (f"it is cut along dimension {1 - dim} instead of {dim}", 1 - dim, part, False),
                   ("the matrix was transposed and then cut", 1 - dim, part, True)]
     plain = replace(weight, tp_dim=None)
@@ -246,7 +253,7 @@ def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | 
 
 
 def _other_tensor(case: _Case) -> str | None:
-    """The output layer may be the embedding of its directory; the embedding may be the other one's output layer."""
+    """Try confused tensors: the output layer and the embedding, or the same weight of another layer."""
     one, right, found = case.unequal.part, case.right, case.found
     twins: list[tuple[str, Source, Weight]] = []
     if one.hf_names == (HF_OUTPUT_LAYER_NAME,):
@@ -258,19 +265,19 @@ def _other_tensor(case: _Case) -> str | None:
         others = [(other.layer - one.layer, other) for weight in case.weights for other in hf_parts(weight)
                   if other.layer is not None
                   and other.name == one.name.replace(f".layers.{one.layer}.", f".layers.{other.layer}.")]
-        twins = [(f"another layer: they are the weights of layer {other.layer} ({distance:+d}) of {right.path}", right,
-                  other) for distance, other in sorted(others, key=lambda pair: abs(pair[0]))]
+        twins = [(f"another layer: these are the weights of layer {other.layer} ({distance:+d}) of {right.path}",
+                  right, other) for distance, other in sorted(others, key=lambda pair: abs(pair[0]))]
     return next((cause for cause, side, other in twins if _are_twins(case.unequal.at, (found, one), (side, other))),
                 None)
 
 
 def missing_head_cause(side: Source, weight: Weight) -> str | None:
-    """Why the other directory lacks ``weight``, which ``side`` has; only known of an output layer."""
+    """Guess why the other directory lacks ``weight``, which ``side`` has; only for the output layer, else None."""
     if weight.hf_names != (HF_OUTPUT_LAYER_NAME,):
         return None
     is_copy = _are_twins((0, 0), (side, weight), (side, _renamed(weight, HF_EMBEDDING_NAME)))
-    what = "it equals the embedding" if is_copy else "it is no copy of the embedding"
-    return f"tied head: {what}, to which the directory without it ties its output layer"
+    what = "it equals the embedding" if is_copy else "it is not a copy of the embedding"
+    return f"tied head: {what}; the directory without an output layer ties it to the embedding"
 
 
 def _renamed(weight: Weight, hf_name: str) -> Weight:
@@ -295,9 +302,9 @@ def _other_values(case: _Case) -> str | None:
     if not content.any():
         return "only zeros, as if never written"
     if expected.isfinite().all() and not content.isfinite().all():
-        return "infinite values or none at all (NaN)"
+        return "infinite values or NaN"
     return None
 
 
 _CAUSES: tuple[Callable[[_Case], str | None], ...] = (_other_order, _other_cut, _other_tensor, _other_values)
-"""The likeliest first; each is tried with the source taken to be right, then with the target."""
+"""In order of likelihood; each is tried assuming that the source is right, then that the target is right."""

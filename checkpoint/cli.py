@@ -1,10 +1,10 @@
-"""``mm-convert``: the command line, with MindSpeed-MM's words.
+"""``mm-convert``: a command line compatible with MindSpeed-MM's.
 
     mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
-The commands are in ``checkpoint.commands``.  They are imported inside ``run_command``, so that Ctrl-C while
-torch loads is one line as well.
+The commands are in ``checkpoint.commands``, which is imported inside ``run_command``: Ctrl-C while torch loads then
+prints one line as well.
 """
 
 import sys
@@ -14,10 +14,10 @@ from mm.ending import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user, and
-    130 after Ctrl-C."""
+    """Run a command and return the exit status: 0, 1 if ``diff`` found differences, 2 for user errors, 130 after
+    Ctrl-C."""
     return run_command(lambda: _run(sys.argv[1:] if argv is None else argv),
-                       lambda: "files that are finished are kept, and the same command goes on from them")
+                       lambda: "finished files are kept, and the same command continues from them")
 
 
 def _run(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The commands of ``mm-convert``: turns flags into calls, and mistakes into messages with exit status 2."""
+"""The commands of ``mm-convert``: turns flags into calls, and user errors into messages with exit status 2."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +28,11 @@ from mm.version import version_line
 
 _CONVERTER = "Qwen2_5_VLConverter"
 _NOT_HERE = {
-    "hf_to_mm_dcp": "distributed checkpoints of torch are not written; the trainer's --load reads the Hugging Face "
+    "hf_to_mm_dcp": "torch's distributed checkpoints are not supported; the trainer's --load reads the Hugging Face "
                     "directory itself, on any layout",
     "hf_to_mm_ldt": "the trainer has no disaggregated training; hf_to_mm places the layers freely over the stages",
 }
-"""Commands of MindSpeed-MM -> why they are not here, and what to do instead."""
+"""MindSpeed-MM's commands that are missing here -> the reason, and what to do instead."""
 
 
 def hf_to_mm(cfg: HFToMMConfig) -> None:
@@ -90,7 +90,7 @@ def verify(cfg: VerifyConfig) -> None:
 
 
 def diff(cfg: DiffConfig) -> int:
-    """Compare two directories of any kind and layout: the first differing tensors and a guess at the cause.
+    """Compare two directories of any kind and layout: the first differing tensors and their likely causes.
 
     Exit status 0: equal; 1: different.
     """
@@ -106,7 +106,7 @@ def show(cfg: ShowConfig) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command; returns the exit status: 0, 1 where ``diff`` found differences, 2 for mistakes of the user."""
+    """Run a command and return the exit status: 0, 1 if ``diff`` found differences, 2 for user errors."""
     if "--version" in words[:2]:
         print(version_line("mm-convert"))
         return 0
@@ -123,14 +123,14 @@ def run(words: Sequence[str]) -> int:
 
 
 def _refuse_others(words: Sequence[str]) -> None:
-    """Raise UserError for what MindSpeed-MM's mm-convert has, and this one has not."""
+    """Raise UserError for commands of MindSpeed-MM's mm-convert that are missing here."""
     converter, command = (*words, "", "")[:2]
     if converter == "GenericDCPConverter":
-        raise UserError(f"{converter} writes and reads checkpoints of MindSpeed-MM's FSDP2 trainer, which are not read "
-                        f"here.  In place of hf_to_dcp give --load the Hugging Face directory itself; export a model "
-                        f"that FSDP2 trained with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
+        raise UserError(f"{converter} is for checkpoints of MindSpeed-MM's FSDP2 trainer, which are not supported "
+                        f"here.  Instead of hf_to_dcp, give --load the Hugging Face directory itself.  Export a model "
+                        f"trained with FSDP2 with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
     if converter.endswith("Converter") and converter != _CONVERTER:
-        raise UserError(f"{converter} is for another model, which is not trained here; the converter of Qwen2.5-VL is "
+        raise UserError(f"{converter} is for a model that is not supported here; the converter of Qwen2.5-VL is "
                         f"{_CONVERTER}.")
     if command in _NOT_HERE:
         raise UserError(f"{command} is not available here: {_NOT_HERE[command]}.")

@@ -1,6 +1,6 @@
-"""``diff``: two directories of any kind and layout compared to the last bit, and a guess at what went wrong.
+"""``diff``: compares two directories of any kind and layout bit by bit, and guesses what went wrong.
 
-Both are opened leniently: what does not fit the model is reported instead of refused.
+Both are opened leniently: tensors that do not fit the model are reported, not raised as an error.
 """
 
 import math
@@ -29,10 +29,10 @@ NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Difference:
-    """What ``diff`` found."""
+    """The result of ``diff``."""
 
     lines: tuple[str, ...]
-    """To be printed."""
+    """The report."""
     is_equal: bool
     """Whether both directories hold the same weights of the same model."""
 
@@ -40,11 +40,10 @@ class Difference:
 def diff_directories(
     source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None, num_workers: int
 ) -> Difference:
-    """Compare every tensor of the model, its copies and its padding; ``source_dir`` is taken to be right.
+    """Compare every tensor of the model, its copies and its padding; ``source_dir`` is assumed to be right.
 
-    ``hf_dir`` says what model it is where neither directory does and it is none of the published sizes; 0 workers are
-    one for each core.  Raises UserError when a directory cannot be opened: it is of no kind, damaged, or nothing says
-    what model it holds.
+    ``hf_dir`` describes the model if neither directory does and it is not one of the published sizes; 0 workers means
+    one per core.  Raises UserError if a directory cannot be opened: unknown kind, damage, or an unknown model.
     """
     num_workers = num_threads(num_workers)
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)
@@ -76,7 +75,7 @@ def diff_directories(
 
 
 def _open_both(source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None) -> tuple[Source, Source]:
-    """Both directories; ``hf_dir``, else the other directory, says what model is in one that has no manifest."""
+    """Open both directories.  One without a manifest is assumed to hold the model of ``hf_dir``, or of the other."""
     with naming(HF_DIR):
         model = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     paths = {"--cfg.source_dir": Path(source_dir), "--cfg.target_dir": Path(target_dir)}
@@ -92,7 +91,7 @@ def _is_stated(path: Path, flag: str) -> bool:
 
 
 def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
-    """One that states no model should hold ``model``, or one of the published sizes; else it holds nothing."""
+    """Open a directory.  One that states no model is read as ``model``, or as a published size, or as empty."""
     try:
         return open_source(path, flag, model=model, lenient=True)
     except UserError as error:
@@ -102,7 +101,7 @@ def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
     directory = MindSpeedDirectory.open(path)
     try:
         return open_source(path, flag, lenient=True)
-    except UserError:  # it is none of the published sizes
+    except UserError:  # not one of the published sizes
         return Source(path, Kind.MINDSPEED, model, 1, (), (), directory, directory.storage, problems,
                       is_stated=False)
 
@@ -111,14 +110,14 @@ def _description(side: Source) -> str:
     return f"{side.path}: {side.kind.value}" + (f", {side.layout}" if side.kind is not Kind.HUGGING_FACE else "")
 
 
-# What is reported
+# Report
 
 
 def _count(findings: Sequence[Finding]) -> str:
     num_all = sum(len(finding.weight.hf_names) for finding in findings)
     num_unequal = sum(len(finding.unequal) for finding in findings)
     num_lacking = sum(len(finding.lacking) for finding in findings)
-    counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are equal to the last bit"]
+    counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are bit-equal"]
     counts += [f"{number} {what}" for number, what in (
         (num_unequal, "differ"),
         (num_lacking, "are not complete in both directories"),
@@ -149,7 +148,7 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
         yield f"{names}: padding that is not zero"
         yield f"    {_where(side, stored)}"
         if not finding.unequal:
-            yield "    likely cause: padding: it was trained, is damaged, or stands in the wrong place"
+            yield "    likely cause: padding: it was trained, is damaged, or is in the wrong place"
 
 
 def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:

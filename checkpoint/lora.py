@@ -1,6 +1,6 @@
-"""The commands of mm-convert for adapters: PEFT's directory to MindSpeed-MM's layout, back, and merged with a model.
+"""The commands of mm-convert for adapters: PEFT to MindSpeed-MM's layout and back, and merging with the base model.
 
-MindSpeed-MM keeps adapters as its canonical structure does: one beside each of q, k, v and gate, up.
+MindSpeed-MM stores adapters in its canonical structure: separate ones for q, k, v and gate, up.
 """
 
 import re
@@ -27,16 +27,16 @@ BASE = "--cfg.base_dir"
 def lora_hf_to_mm(
     lora_dir: str | Path, mm_dir: str | Path, layout: Layout, format: Format, base_dir: str | None = None
 ) -> Conversion:
-    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the adapters' model, by default what they name.
+    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the base model, by default the one the adapters name.
 
-    Raises UserError when that is not there, the adapters are not of it, or the layout is not legal.
+    Raises UserError if the base model is missing, does not match the adapters, or the layout is invalid.
     """
     directory = AdapterDirectory.open(lora_dir)
     model = directory.model(_base_model(directory, base_dir))
     if model.trainable_modules:
         raise UserError(
-            f"{directory.path} holds {model.trainable_modules[0]}, which was trained in whole beside the adapters; "
-            f"MindSpeed-MM keeps adapters only: make a whole model with merge_lora, and convert that."
+            f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained along with the adapters; "
+            f"MindSpeed-MM's layout stores adapters only: make a whole model with merge_lora, and convert that."
         )
     source = open_adapter(directory, model)
     check_layout(layout, model, LAYOUT)
@@ -48,7 +48,7 @@ def lora_mm_to_hf(
 ) -> Conversion:
     """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory.
 
-    Without a manifest ``layout``, ``base_dir`` and ``alpha`` must be given.  Raises UserError where something lacks.
+    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given; raises UserError if one is missing.
     """
     if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
         source = open_saved(mm_dir)
@@ -60,16 +60,16 @@ def lora_mm_to_hf(
 def open_mindspeed_adapters(
     mm_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
 ) -> Source:
-    """Adapters in MindSpeed-MM's layout; as ``lora_mm_to_hf``."""
+    """Open adapters in MindSpeed-MM's layout; arguments as for ``lora_mm_to_hf``."""
     directory = MindSpeedDirectory.open(mm_dir)
     if not directory.storage.adapters_only:
-        raise UserError(f"{directory.path} holds no adapters, or more than adapters; for a whole model use mm_to_hf.")
+        raise UserError(f"{directory.path} does not hold adapters only; for a whole model use mm_to_hf.")
     model = None
     if directory.manifest is None:
         missing = [flag for flag, value in ((HF_DIR, base_dir), (LAYOUT, layout),
                                             ("--cfg.lora_alpha", alpha)) if value is None]
         if missing or base_dir is None or alpha is None:
-            raise UserError(f"{directory.path} has no manifest that says what its adapters are; give "
+            raise UserError(f"{directory.path} has no manifest that describes its adapters; give "
                             f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
         with naming(HF_DIR):
             base = HFDirectory.open(base_dir, weights_required=False).model_config()
@@ -78,27 +78,30 @@ def open_mindspeed_adapters(
 
 
 def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Merge:
-    """Adapters, but for those without a manifest in MindSpeed-MM's layout, and the Hugging Face directory of their
-    model -> a whole model."""
+    """Adapters of any kind and the Hugging Face directory of their base model -> a whole model.
+
+    Adapters in MindSpeed-MM's layout need a manifest.
+    """
     with naming(HF_DIR):
         base = open_hf(HFDirectory.open(hf_dir))
     if not holds_adapters(lora_dir, "--cfg.lora_dir"):
-        raise UserError(f"{lora_dir} holds a whole model, no adapters; give it as --cfg.hf_config.hf_dir, if it is "
-                        f"their base.")
+        raise UserError(f"{lora_dir} holds a whole model, not adapters; if it is their base model, give it as "
+                        f"--cfg.hf_config.hf_dir.")
     return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
 
 
 def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
     path = base_dir or directory.base_name
     if not path or not (Path(path) / "config.json").is_file():
-        raise UserError(f"{directory.path} names {path!r} as its base model, which is no directory with a config.json "
-                        f"here; give the base model with {BASE}.")
+        raise UserError(f"{directory.path} names {path!r} as its base model, which is not a directory with a "
+                        f"config.json here; give the base model with {BASE}.")
     with naming(BASE if base_dir else f"{directory.path / CONFIG_FILE}: base_model_name_or_path"):
         return HFDirectory.open(path, weights_required=False).model_config()
 
 
 def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
-    """``base`` with the adapters that tensors show, whatever layer they are of: all layers of a tower have the same."""
+    """``base`` with adapters inferred from tensors.  All layers of a tower have the same, so layer numbers are ignored.
+    """
     ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
              for name, stored in contents.items() if ".lora_A." in name}
     whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
@@ -108,6 +111,6 @@ def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float)
 
 
 def _kind(name: str) -> str:
-    """MindSpeed-MM's name of a matrix without the chunk of a torch file and the number of a layer, which counts from 0
-    on every stage."""
+    """MindSpeed-MM's name of a matrix without the chunk of a torch file and the layer number, which restarts at 0 on
+    every stage."""
     return re.sub(r"^model\d*/|\.layers\.\d+", "", name)

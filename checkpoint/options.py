@@ -1,7 +1,7 @@
-"""Every ``--cfg`` field of every command: those of MindSpeed-MM, and ours.
+"""The ``--cfg`` fields of all commands: MindSpeed-MM's, and this project's additions.
 
-What is stated of the model must be true of it.  Fields of MindSpeed-MM that concern other models are accepted at the
-values that change nothing.
+Stated facts about the model must be true.  MindSpeed-MM's fields for other models are accepted only with values that
+have no effect.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _ABSENT = {
     "num_experts": (0, "experts"), "ep_size": (1, "experts"),
     "audio_num_layers": (0, "audio encoder"), "audio_pp_layers": (0, "audio encoder"),
 }  # fmt: skip
-"""Fields of other models: the only value that is accepted, and what this model has none of."""
+"""Fields for other models: the only accepted value, and the component that this model lacks."""
 _COMMON = "--cfg.common_model_config"
 
 
@@ -38,7 +38,7 @@ class HFConfig:
 
 @dataclass
 class ParallelConfig:
-    """Where the layers live."""
+    """Placement of the layers."""
 
     llm_pp_layers: Layers
     """LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
@@ -56,9 +56,9 @@ class ParallelConfig:
     """Without effect: the model has no audio encoder."""
 
     def layout(self, flag: str) -> Layout:
-        """The layout; ``flag`` is what messages call this.
+        """The layout; ``flag`` is the name used in messages.
 
-        Raises UserError naming every field that is no list of layers, or not possible for this model.
+        Raises UserError naming every field that is not a list of layers, or is invalid for this model.
         """
         problems, lists = _absent_problems(self, flag), []
         for name in ("vit_pp_layers", "llm_pp_layers"):
@@ -75,16 +75,17 @@ class ParallelConfig:
 
 @dataclass
 class CommonModelConfig:
-    """The model, and how its weights are kept.  What is stated of the model must agree with config.json."""
+    """The model, and how its weights are stored.  Facts about the model must match config.json."""
 
     enable_canonical_hf_struct: bool | None = None
-    """true: q, k, v and gate, up apart in the target; false: fused.  Default: fused, or for resplit as the source."""
+    """true: q, k, v and gate, up separate in the target; false: fused.  Default: fused; for resplit, as in the source.
+    """
     new_transformers_weight_key: bool | None = None
-    """true: names are model.language_model.* and model.visual.*.  Default: as the files have them."""
+    """true: names are model.language_model.* and model.visual.*.  Default: as in the files."""
     vit_qkv_order: VitQkvOrder | None = None
-    """How a source without manifest keeps the ViT's qkv; whole: [Q; K; V], of MindSpeed-MM 2.2.0 and 2.3.0."""
+    """How a source without a manifest stores the ViT's qkv; whole: [Q; K; V], from MindSpeed-MM 2.2.0 and 2.3.0."""
     model_prefix: str | None = None
-    """How names of adapters begin; PEFT's base_model.model. is the only one, and found without it."""
+    """Prefix of adapter names; only PEFT's base_model.model. is possible, and it is found without this field."""
     num_experts: int | None = None
     num_key_value_heads: int | None = None
     tie_word_embeddings: bool | None = None
@@ -96,15 +97,15 @@ class CommonModelConfig:
 
     @property
     def structure(self) -> Structure | None:
-        """The structure that is asked for; None: the default."""
+        """The requested structure; None: the default."""
         if self.enable_canonical_hf_struct is None:
             return None
         return Structure.CANONICAL if self.enable_canonical_hf_struct else Structure.FUSED
 
     def check(self, hf_dir: str | None, of_adapters: bool = False) -> None:
-        """Make sure that what is stated is true of the model in ``hf_dir``.
+        """Check that the stated facts are true for the model in ``hf_dir``.
 
-        Raises UserError naming each statement that is not, and each that concerns another kind of model.
+        Raises UserError naming each false fact, and each field for another kind of model.
         """
         problems = _absent_problems(self, _COMMON)
         if self.model_prefix and not (of_adapters and self.model_prefix == PREFIX):
@@ -113,8 +114,8 @@ class CommonModelConfig:
                 f"{PREFIX!r}: leave the flag out."
             )
         if of_adapters and self.enable_canonical_hf_struct is False:
-            problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters stand beside q, k, v and "
-                            f"gate, up apart; leave the flag out.")
+            problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters always have separate q, k, v "
+                            f"and gate, up; leave the flag out.")
         for name, fact in _facts(hf_dir).items() if hf_dir is not None else ():
             stated = getattr(self, name)
             if stated not in (None, fact):
@@ -124,7 +125,7 @@ class CommonModelConfig:
 
 
 def _facts(hf_dir: str) -> dict[str, object]:
-    """What is true of the fields of ``CommonModelConfig`` that describe the model."""
+    """The true values of the fields of ``CommonModelConfig`` that describe the model."""
     with naming(HF_DIR):
         directory = HFDirectory.open(hf_dir, weights_required=False)
         model = directory.model_config()
@@ -136,16 +137,16 @@ def _facts(hf_dir: str) -> dict[str, object]:
 
 @dataclass(kw_only=True)
 class RunConfig(Options):
-    """What every conversion understands."""
+    """Fields of every conversion."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False
-    """Without effect: no code of a model directory is ever run."""
+    """Without effect: code in a model directory is never run."""
 
 
 @dataclass(kw_only=True)
 class ToMMConfig(RunConfig):
-    """What every conversion to MindSpeed-MM's layout understands."""
+    """Fields of every conversion to MindSpeed-MM's layout."""
 
     mm_dir: str
     """Target."""
@@ -167,9 +168,9 @@ class HFToMMConfig(ToMMConfig):
     """Write ViT and projector only."""
 
     def language_dir(self) -> str | None:
-        """The directory that the LLM is taken from, if one is given.
+        """The directory of the LLM, if given.
 
-        Raises UserError when two different ones are given.
+        Raises UserError if two different ones are given.
         """
         one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
         if one and other and Path(one).resolve() != Path(other).resolve():
@@ -184,11 +185,11 @@ class MMToHFConfig(RunConfig):
     """mm_to_hf."""
 
     mm_dir: str
-    """Source: a directory of MindSpeed-MM's layout, or a training checkpoint."""
+    """Source: a directory in MindSpeed-MM's layout, or a training checkpoint."""
     save_hf_dir: str
     """Target."""
     hf_config: HFConfig
-    """What the target is to be like: its shards, and the files that are copied."""
+    """Template of the target: its shards, and the other files, which are copied."""
     parallel_config: ParallelConfig | None = None
     """Layout of the source; may be left out."""
 
@@ -198,16 +199,16 @@ class ResplitConfig(RunConfig):
     """resplit."""
 
     source_dir: str
-    """A directory of MindSpeed-MM's layout, or a training checkpoint."""
+    """A directory in MindSpeed-MM's layout, or a training checkpoint."""
     target_dir: str
     target_parallel_config: ParallelConfig
     """Layout of the target."""
     source_parallel_config: ParallelConfig | None = None
     """Layout of the source; may be left out."""
     hf_config: HFConfig | None = None
-    """Says what model it is where the source has no manifest and is none of the published sizes."""
+    """Describes the model if the source has no manifest and is not one of the published sizes."""
     save_format: Literal["safetensors", "torch"] | None = None
-    """The target's files.  Default: as the source."""
+    """The target's files.  Default: as in the source."""
 
 
 @dataclass(kw_only=True)
@@ -217,7 +218,7 @@ class LoraHFToMMConfig(ToMMConfig):
     hf_config: HFConfig
     """Source: the PEFT directory, with adapter_config.json and adapter_model.safetensors."""
     base_dir: str | None = None
-    """Hugging Face directory of the adapters' model.  Default: base_model_name_or_path of adapter_config.json."""
+    """Hugging Face directory of the base model.  Default: base_model_name_or_path of adapter_config.json."""
 
 
 @dataclass(kw_only=True)
@@ -229,11 +230,11 @@ class LoraMMToHFConfig(RunConfig):
     save_hf_dir: str
     """Target, a PEFT directory."""
     hf_config: HFConfig | None = None
-    """The adapters' model, which the target names; needed where the source has no manifest."""
+    """The base model, which the target names; required if the source has no manifest."""
     parallel_config: ParallelConfig | None = None
-    """Layout of the source; needed where it has no manifest."""
+    """Layout of the source; required if it has no manifest."""
     lora_alpha: float | None = None
-    """--lora-alpha of the training; needed where the source has no manifest, because nothing else says it."""
+    """--lora-alpha of the training; required if the source has no manifest, because the files do not have it."""
 
 
 @dataclass(kw_only=True)
@@ -243,7 +244,7 @@ class MergeLoraConfig(Options):
     lora_dir: str
     """The adapters: a PEFT directory, a training checkpoint, or MindSpeed-MM's layout with a manifest."""
     hf_config: HFConfig
-    """Their model; the target is like it."""
+    """Their base model, and the template of the target."""
     save_hf_dir: str
     """Target, a whole model."""
 
@@ -253,13 +254,13 @@ class VerifyConfig:
     """verify."""
 
     mm_dir: str
-    """A directory of MindSpeed-MM's layout, or a training checkpoint."""
+    """A directory in MindSpeed-MM's layout, or a training checkpoint."""
     hf_config: HFConfig | None = None
     """Compare with this Hugging Face directory too."""
     parallel_config: ParallelConfig | None = None
     """Layout of mm_dir; may be left out."""
     num_workers: int = 0
-    """Threads; 0 = one for each core."""
+    """Threads; 0 = one per core."""
 
 
 @dataclass(kw_only=True)
@@ -267,13 +268,13 @@ class DiffConfig:
     """diff."""
 
     source_dir: str
-    """What is taken to be right: a Hugging Face directory, one of MindSpeed-MM's layout, or a training checkpoint."""
+    """Assumed to be right: a Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
     target_dir: str
-    """What is compared with it: any of these, on any layout."""
+    """Compared with it: any of these, on any layout."""
     hf_config: HFConfig | None = None
-    """Says what model it is where there is no manifest and it is none of the published sizes."""
+    """Describes the model if there is no manifest and it is not one of the published sizes."""
     num_workers: int = 0
-    """Threads; 0 = one for each core."""
+    """Threads; 0 = one per core."""
 
 
 @dataclass(kw_only=True)
@@ -281,16 +282,16 @@ class ShowConfig:
     """show."""
 
     dir: str
-    """A Hugging Face directory, one of MindSpeed-MM's layout, or a training checkpoint."""
+    """A Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
 
 
 def read_lists(given: Layers, key: str) -> PipelineLayout:
-    """Layers per ``[chunk][stage]``; ``key`` is what messages call them.
+    """Layers per ``[chunk][stage]``; ``key`` is the name used in messages.
 
-    Raises UserError when they are not as ``Layers`` says.
+    Raises UserError if they do not have one of the forms of ``Layers``.
     """
     try:
-        # jsonargparse has parsed lists; what is still text is 12,16 or a mistake.
+        # jsonargparse has already parsed lists; remaining text is 12,16 or a mistake.
         counts: Any = [int(part) for part in given.split(",")] if isinstance(given, str) else given
         counts = [counts] if isinstance(counts, int) else counts
         chunks = counts if all(isinstance(part, list) for part in counts) else [counts]
@@ -300,12 +301,12 @@ def read_lists(given: Layers, key: str) -> PipelineLayout:
         pass
     raise UserError(
         f"{key} is {given!r}; expected layers per pipeline stage such as [12,16], 12,16 or, with one list for every "
-        f"virtual chunk, [[6,8],[6,8]]. A missing bracket, or a space that the shell split at, is the usual cause."
+        f"virtual chunk, [[6,8],[6,8]]. The usual cause is a missing bracket, or a space at which the shell split it."
     )
 
 
 def _absent_problems(given: ParallelConfig | CommonModelConfig, flag: str) -> list[str]:
-    """Fields of ``given``, the section ``flag``, that ask for what this model has none of."""
+    """Problems with fields of ``given`` (the section ``flag``) for components that this model lacks."""
     problems = []
     for name, (expected, what) in _ABSENT.items():
         value = getattr(given, name, None)

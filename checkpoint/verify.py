@@ -1,4 +1,4 @@
-"""``verify`` and ``show``: whether a directory is intact, which reads every byte once, and what its headers say."""
+"""``verify`` checks that a directory is intact, reading every byte once; ``show`` prints what its headers contain."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,28 +20,28 @@ from mm.weights.views import Stored
 
 
 def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
-    """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if it is given.
+    """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if given.
 
-    ``path`` is of MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed where there is no manifest and
-    the files do not show it; 0 workers are one for each core.  Returns what was found in order.  Raises UserError
+    ``path`` is in MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed if there is no manifest and the
+    files do not show it; 0 workers means one per core.  Returns lines on the successful checks.  Raises UserError
     naming each file and tensor that is missing, damaged or left over.
     """
     num_workers = num_threads(num_workers)
     directory = find(path, "--cfg.mm_dir")
     if isinstance(directory, HFDirectory):
         raise UserError(
-            f"{path} is a Hugging Face directory, which has no checksums; give it as --cfg.hf_config.hf_dir to be "
-            f"compared with --cfg.mm_dir, or compare two of them with diff."
+            f"{path} is a Hugging Face directory, which has no checksums; give it as --cfg.hf_config.hf_dir to compare "
+            f"--cfg.mm_dir with it, or compare two Hugging Face directories with diff."
         )
     done = list(directory.notes)
     if directory.stated is None and hf_dir is None:
-        raise UserError(f"{path} has no {MANIFEST_FILE} to be compared with; give --cfg.hf_config.hf_dir.")
+        raise UserError(f"{path} has no {MANIFEST_FILE} to compare with; give --cfg.hf_config.hf_dir.")
     if directory.stated is not None:
         refuse(_manifest_problems(directory, directory.stated, num_workers))
-        done.append(f"{path}: {len(directory.stated)} tensors are as {MANIFEST_FILE} says.")
+        done.append(f"{path}: {len(directory.stated)} tensors match {MANIFEST_FILE}.")
     if hf_dir is not None:
         num_tensors = _compare_with_hf(path, hf_dir, layout, num_workers)
-        done.append(f"{path}: {num_tensors} tensors are those of {hf_dir}.")
+        done.append(f"{path}: {num_tensors} tensors match those of {hf_dir}.")
     return done
 
 
@@ -87,18 +87,19 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
         progress = Progress(f"comparing with {hf_dir}", len(found.views), "tensors").each(are_right)
         wrong = [view.stored for view, fits in zip(found.views, progress, strict=True) if not fits]
     if wrong:
-        problems = [f"{found.path / stored.file}: {stored.name} is not what {expected.path} gives." for stored in wrong]
-        ours, theirs = (" and ".join(sorted(map(dtype_name, {*side.dtypes.values()}))) for side in (found, expected))
-        if ours != theirs:
-            problems.insert(0, f"{found.path} holds {ours}, but {expected.path} {theirs}.")
+        problems = [f"{found.path / stored.file}: {stored.name} differs from {expected.path}." for stored in wrong]
+        found_dtypes, expected_dtypes = (
+            " and ".join(sorted(map(dtype_name, {*side.dtypes.values()}))) for side in (found, expected))
+        if found_dtypes != expected_dtypes:
+            problems.insert(0, f"{found.path} holds {found_dtypes}, but {expected.path} {expected_dtypes}.")
         raise UserError(problems)
     return len(found.views)
 
 
 def show_directory(path: Path) -> list[str]:
-    """Layout, files, sizes and dtypes, a line for each.
+    """Lines on the layout, and on each file's size and dtypes.
 
-    Raises UserError when it is of no kind that can be converted.
+    Raises UserError if it is not a kind of directory that can be converted.
     """
     directory = find(path, "--cfg.dir")
     contents = directory.contents

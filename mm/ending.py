@@ -1,4 +1,4 @@
-"""How our programs end: what they report, on which rank, and with which exit status.  For entry points."""
+"""How programs end: which messages they print, on which rank, and the exit status.  Used by entry points."""
 
 import io
 import json
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import psutil
 
 _LAUNCHER_SECONDS = 60.0
-"""How long a rank at most waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
+"""Longest time a rank waits for the launcher to end it.  torchrun needs about a second after a rank has exited."""
 _LAUNCHED = "TORCHELASTIC_RUN_ID"
-"""The environment variable by which torchrun's ranks know it."""
+"""Environment variable that torchrun sets in its ranks; its value identifies the launch."""
 _BEAT_SECONDS = 1.0
 
 
 def end_with_launcher() -> None:
     """Make this process end when torchrun dies, even if torchrun was killed and could not end its ranks.
 
-    Data workers end with this process.  A process that torchrun did not start is left alone: under ``nohup`` it must
+    Data workers end with this process.  A process that torchrun did not start is not watched: under ``nohup`` it must
     outlive the shell.
     """
     if _LAUNCHED in os.environ:
@@ -37,18 +37,18 @@ def end_with_launcher() -> None:
 
 
 def _launcher() -> "psutil.Process | None":
-    """The nearest ancestor that torchrun did not start: a program that profiles or binds this one may be between.
+    """Return torchrun's process, or None if it has ended.
 
-    None if it has ended.
+    It is the nearest ancestor without torchrun's environment: a profiler or a binding program may be in between.
     """
-    import psutil  # not above: a Python without any package imports this file, and says so
+    import psutil  # not at the top: a Python without any package imports this file, to report what is missing
 
     found = psutil.Process().parent()
     try:
         while found is not None and found.environ().get(_LAUNCHED) == os.environ[_LAUNCHED]:
             found = found.parent()
     except psutil.AccessDenied:
-        return found  # another user's process: the system does not show what it was started with
+        return found  # another user's process: the system hides its environment
     except psutil.NoSuchProcess:
         return None
     return found
@@ -68,14 +68,15 @@ def _end_with(launcher: "psutil.Process | None") -> None:
 _INTERRUPTED = 130
 """The exit status that shells expect after Ctrl-C: 128 and the number of the signal."""
 _AGAIN_SECONDS = 2.0
-"""Ctrl-C reaches a rank twice, from the terminal and from the launcher; one that comes later is meant."""
+"""Ctrl-C reaches a rank twice, from the terminal and from the launcher.  A signal after this time is a second
+Ctrl-C."""
 
 
 def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False) -> int:
     """Run a program and return its exit status: that of ``command``, or 130 after Ctrl-C.
 
-    After Ctrl-C one line, on one rank, says so and what is left of the work (``kept``).  A second Ctrl-C ends the
-    process at once.  ``is_rank``: the process may be in the middle of a collective, so it exits without returning.
+    After Ctrl-C, one rank prints one line, with what remains of the work (``kept``).  A second Ctrl-C ends the process
+    at once.  ``is_rank``: the process may be in the middle of a collective, so it exits without returning.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -97,7 +98,7 @@ def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bo
 
 
 class _Interrupt:
-    """Ctrl-C as a context: KeyboardInterrupt the first time, and the end of the process when it comes again later."""
+    """Context that handles Ctrl-C: the first raises KeyboardInterrupt, a later one ends the process."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -120,8 +121,8 @@ class _Interrupt:
             os._exit(_INTERRUPTED)
 
 
-def say_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
-    """Write each of ``notes`` on a line of ``stream``, or of the standard output."""
+def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write each of ``notes`` as a line to ``stream``, by default the standard output."""
     file = sys.stdout if stream is None else stream
     assert file is not None, "a command has a standard output"
     file.write("".join(f"note: {printable(note)}\n" for note in notes))  # one write: ranks share the screen
@@ -129,14 +130,14 @@ def say_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints what all ranks know."""
+    """Whether this process prints messages that all ranks have in common."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def not_installed(error: ModuleNotFoundError) -> int:
-    """Say that this Python lacks a package, as one outside of the environment does; returns the exit status, 2.
+    """Report a missing package, as in a Python outside the environment; return the exit status, 2.
 
-    Raises ``error`` itself where the module is one of ours, which is a fault of the program.
+    Raises ``error`` itself if the module belongs to this repository: that is a bug.
     """
     name = error.name or ""
     if name.partition(".")[0] in ("mm", "checkpoint"):
@@ -148,10 +149,10 @@ def not_installed(error: ModuleNotFoundError) -> int:
     return 2
 
 
-def tell(notes: Iterable[str]) -> None:
-    """Print notes that every rank has, on one rank."""
+def print_notes_once(notes: Iterable[str]) -> None:
+    """Print, on rank 0 only, notes that every rank has.  They go to the standard error."""
     if is_first_rank():
-        say_notes(notes, sys.stderr)
+        print_notes(notes, sys.stderr)
 
 
 def refused(error: UserError) -> int:
@@ -165,9 +166,9 @@ def refused(error: UserError) -> int:
 
 
 def status_of(action: Callable[[], int]) -> int:
-    """Run what the ranks do together, and return its status: what ``action`` returns, or 2 after a report.
+    """Run ``action`` on all ranks and return its status, or 2 after a UserError, which is printed.
 
-    Does not return after a failure that all ranks end because of.
+    Exits the process after a failure that ends all ranks (ReportedError).
     """
     try:
         return action()
@@ -185,9 +186,9 @@ def status_of(action: Callable[[], int]) -> int:
 
 
 def _wait_for_the_launcher() -> None:
-    """Sleep while another rank reports; its exit makes the launcher end this process.
+    """Sleep while another rank prints the error; its exit makes the launcher end this process.
 
-    The time limit is for an error that only this rank has found.
+    The sleep is limited, in case only this rank has found the error.
     """
     time.sleep(_LAUNCHER_SECONDS)
 
@@ -201,13 +202,13 @@ def _report(error: UserError) -> int:
 
 
 def _tell_the_launcher(problems: Sequence[str]) -> None:
-    """Give torchrun what it shows as the root cause, in its own format, in place of a hint how to get a traceback.
+    """Write the root cause that torchrun shows, in its format; otherwise it prints a hint how to get a traceback.
 
-    torchrun itself ends with 1 and a traceback of its own whenever a rank ends with another status than 0.
+    torchrun exits with 1 and a traceback of its own whenever a rank's exit status is not 0.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    others = f" ({len(problems) - 1} more stand above)" if len(problems) > 1 else ""
+    others = f" ({len(problems) - 1} more above)" if len(problems) > 1 else ""
     message = {"message": f"{problems[0]}{others}", "extraInfo": {"timestamp": str(int(time.time()))}}
     Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the program refuses: one exception for everything that a user can fix."""
+"""Errors: one exception for everything that a user can fix, and how problems are collected into it."""
 
 import difflib
 import errno
@@ -14,10 +14,10 @@ MAX_PROBLEMS = 20
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: flags, JSON, data, checkpoints, environment.
+    """A mistake in the user's input: flags, JSON, data, checkpoints, environment.
 
-    ``problems`` holds every problem found, each a full sentence that says what was found, where, what was
-    expected and how to mend it.  Entry points print them without a traceback and exit with status 2.
+    ``problems`` holds every problem found.  Each is a full sentence: what was found, where, what was expected and how
+    to fix it.  Entry points print them without a traceback and exit with status 2.
     """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
@@ -27,25 +27,28 @@ class UserError(ValueError):
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but for tab and end of line, marks that turn the direction of writing, and half characters."""
+"""Control characters except tab and newline, marks that change the writing direction, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal or a log.  It may contain ids, paths and keys from users' data, so characters that could
-    move the cursor, hide text or not be encoded are shown as Python escapes."""
+    """Make ``text`` safe for a terminal or a log.
+
+    It may contain ids, paths and keys from users' data.  Characters that move the cursor, hide text or cannot be
+    encoded become Python escapes.
+    """
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class AgreedError(UserError):
-    """A UserError that every rank of a run raises with the same problems, so that one of them reports it."""
+    """A UserError that every rank raises with the same problems, so only rank 0 prints it."""
 
 
 class InterruptedRun(KeyboardInterrupt):
-    """Ctrl-C, on the one rank that reports it: all ranks end because of it."""
+    """Ctrl-C, on the one rank that reports it; it ends all ranks."""
 
 
 class ReportedError(Exception):
-    """Whatever else went wrong on this rank, once all ranks end because of it and its report is written."""
+    """Any other failure on this rank, raised after it has been reported and has ended all ranks."""
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -56,7 +59,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 @contextmanager
 def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
-    """Add what is raised inside to ``problems``, so that others can be found before they are reported together."""
+    """Append errors raised inside to ``problems``, so that all problems are reported together."""
     try:
         yield
     except UserError as error:
@@ -76,16 +79,16 @@ def naming(place: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str | Path, flag: str = "") -> Iterator[None]:
-    """An OSError inside becomes a UserError that names the file, and the ``flag`` that gave its directory.
+    """Turn an OSError into a UserError that names the file, and the ``flag`` that gave its directory.
 
-    The system names the file only where opening fails; where a write finds the disk full, it does not.
+    The system's error has the file name if opening failed, but not if the disk was full during a write.
     """
     try:
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = "free space there, or give another directory" if is_full else (
-            "give another directory, or mend its permissions")
+            "give another directory, or fix its permissions")
         raise UserError(f"{flag and f'{flag}: '}{error.filename or path} cannot be written ({error.strerror}); "
                         f"{cure}") from error
 

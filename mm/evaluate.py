@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import Evaluating, load_evaluating
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
+from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def check(evaluating: Evaluating) -> None:
             return (sample for _, sample, _ in items.as_prompts(Path(folder))), []
 
         found = rehearse(evaluating.asking, read, evaluating.output)
-    say_notes(sorted_notes((*evaluating.asking.notes, *notes, *found.notes)), sys.stderr)
+    print_notes(sorted_notes((*evaluating.asking.notes, *notes, *found.notes)), sys.stderr)
     print(ALL_IN_ORDER)
 
 
@@ -88,11 +88,11 @@ def evaluate(evaluating: Evaluating) -> int:
         store = watchdog.meet()
         found = found or find(evaluating.asking)
         if items is not None:
-            say_notes(notes_at_start((*evaluating.asking.notes, *items.notes, *found.notes)), sys.stderr)
+            print_notes(notes_at_start((*evaluating.asking.notes, *items.notes, *found.notes)), sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)
-        tell(device.notes)
+        print_notes_once(device.notes)
         # megatron looks at the device while it is imported, so everything built on it comes after the line above
         from mm.generation.batches import FileOfPrompts
         from mm.generation.session import Session

@@ -1,7 +1,7 @@
-"""Small files that appear whole, and lists of lines that are added to.
+"""Small files that are replaced atomically, and lists that grow line by line.
 
 A reader of a replaced file sees the old one or the new one.  A process killed while it appends a line may leave part of
-it, which readers ignore.
+the line, which readers ignore.
 """
 
 import os
@@ -13,14 +13,14 @@ from typing import IO, Any
 
 
 def write_whole(path: Path, content: bytes, *, syncs: bool = False) -> None:
-    """Write ``content`` as ``replace_file`` does."""
+    """Write ``content`` atomically; see ``replace_file``."""
     replace_file(path, lambda stream: stream.write(content), syncs=syncs)
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool = False) -> None:
-    """Write a file beside ``path`` and rename it; it keeps the permissions of what it replaces.
+    """Write a temporary file beside ``path`` and rename it; it keeps the permissions of the file it replaces.
 
-    ``syncs``: its content is on the disk before it has the name, so that a crash of the machine leaves one of the two.
+    ``syncs``: flush the content to disk before renaming, so that a crash of the machine leaves the old or the new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -39,5 +39,5 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool =
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """The lines of a list with their ends; without the part of a line that a killed process may have left."""
+    """Return the complete lines of a list, with their newlines, without the partial line a killed process may leave."""
     return [line + b"\n" for line in content.split(b"\n")[:-1]]

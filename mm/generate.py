@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mm.config.generate import Asking, GenerateArguments, load_asking
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
+from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check(asking: Asking[GenerateArguments]) -> None:
         return [] if args.chat else [prompt_of(asking)], []
 
     found = rehearse(asking, read, output, decodes=args.prompts is None)
-    say_notes(sorted_notes((*asking.notes, *found.notes)), sys.stderr)
+    print_notes(sorted_notes((*asking.notes, *found.notes)), sys.stderr)
     sys.stderr.write(f"{ALL_IN_ORDER}\n")
 
 
@@ -79,11 +79,11 @@ def answer(asking: Asking) -> int:
         store = watchdog.meet()
         found = found or find(asking)
         if is_first_rank():
-            say_notes(notes_at_start((*asking.notes, *found.notes)), sys.stderr)
+            print_notes(notes_at_start((*asking.notes, *found.notes)), sys.stderr)
         from mm.device.device import Device
 
         device = Device.pick(args.device)
-        tell(device.notes)
+        print_notes_once(device.notes)
         # megatron looks at the device while it is imported, so everything built on it comes after the line above
         from mm.generation.batches import FileOfPrompts
         from mm.generation.prompts import prompt_of, read_prompts

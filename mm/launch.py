@@ -1,7 +1,6 @@
 """torchrun for the scripts in ``examples/``: ``python -m mm.launch`` with torchrun's own arguments.
 
-The same launcher, except that Ctrl-C and the signal of a scheduler end it without a traceback.  What it launches is not
-known here.
+It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback.
 """
 
 import signal
@@ -9,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 _SIGNALLED = 128
-"""Shells expect this and the number of the signal as the status of a program that a signal ended."""
+"""Shells expect this plus the signal's number as the exit status of a program that a signal ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the ranks and return 0 when all of them have; 128 and the number of a signal that ended them early.
+    """Launch the ranks; return 0 if all of them do, or 128 plus the number of the signal that ended them early.
 
-    The ranks report the interruption, and what is kept.
+    The ranks themselves report the interruption and what is kept.
     """
     try:
         from torch.distributed import run as torchrun

@@ -1,6 +1,6 @@
-"""Progress of long work: a bar on a terminal, otherwise a line now and then.
+"""Progress of long work: a bar on a terminal, otherwise a line every half minute.
 
-A job's log then shows that it is alive, and how long it will take.
+The lines in a job's log show that it is alive, and how long it will take.
 """
 
 import sys
@@ -17,31 +17,31 @@ from mm.errors import printable
 Item = TypeVar("Item")
 
 EVERY_SECONDS = 30.0
-"""Between two lines where there is no terminal; shorter work prints none."""
+"""Seconds between two lines without a terminal; shorter work prints none."""
 _DELAY_SECONDS = 2.0
-"""Before a bar is shown."""
+"""Seconds before a bar appears."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Progress:
-    """Work of ``total`` parts, of which ``done`` are done before it begins; a context around it.
+    """Context that shows the progress of ``total`` parts of work, of which ``done`` are already done.
 
-    ``update`` may be called by any thread.
+    Any thread may call ``update``.
     """
 
     def __init__(
         self, what: str, total: int | None = None, unit: str = "", done: int = 0, is_shown: bool = True
     ) -> None:
-        """``unit``: "B" for bytes, else what is counted, such as "records".  ``total`` is None where it is not known.
+        """``unit``: "B" for bytes, else what is counted, such as "records".  ``total`` is None if unknown.
 
-        ``is_shown`` is False on the ranks that leave it to another one.
+        ``is_shown`` is False on ranks that show nothing, because another rank does.
         """
         self._what, self._total, self._unit, self._done = printable(what), total, unit, done
         self._lock, self._is_bytes = Lock(), unit == "B"
         has_terminal = sys.stderr.isatty()
         self._prints = is_shown and not has_terminal
-        self._began = self._told = time.monotonic()
-        self._has_told = False
+        self._began = self._last_print = time.monotonic()
+        self._has_printed = False
         self._bar = tqdm(total=total, initial=done, desc=self._what, unit="B" if self._is_bytes else f" {unit}",
                          unit_scale=self._is_bytes, unit_divisor=1024, delay=_DELAY_SECONDS,
                          disable=not (is_shown and has_terminal))
@@ -52,17 +52,17 @@ class Progress:
         return self._done
 
     def update(self, count: int = 1) -> None:
-        """``count`` parts more are done."""
+        """Count ``count`` more parts as done."""
         with self._lock:
             self._done += count
             self._bar.update(count)
             now = time.monotonic()
-            if self._prints and now - self._told >= EVERY_SECONDS:
-                self._told, self._has_told = now, True
+            if self._prints and now - self._last_print >= EVERY_SECONDS:
+                self._last_print, self._has_printed = now, True
                 self._print(now)
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """``items``, each of which counts as done when the next one is asked for."""
+        """Yield ``items``; each counts as done when the next one is requested."""
         with self:
             for item in items:
                 yield item
@@ -75,9 +75,9 @@ class Progress:
         self.close(is_whole=error is None)
 
     def close(self, is_whole: bool = True) -> None:
-        """Nothing more will be done."""
+        """Remove the bar, or print a last line if any was printed and the work ``is_whole``, not interrupted."""
         self._bar.close()
-        if self._has_told and is_whole:
+        if self._has_printed and is_whole:
             self._print(time.monotonic(), " in all")
 
     def _print(self, now: float, more: str = "") -> None:

@@ -18,12 +18,12 @@ class Histogram:
     title: str
     unit: str
     edges: tuple[float, ...]
-    """One more than there are counts; ascending.  A bin holds what is at its lower edge and below the next."""
+    """Ascending; one more than ``counts``.  A bin includes its lower edge and excludes its upper one."""
     counts: tuple[int, ...]
 
     @classmethod
     def of(cls, title: str, unit: str, values: np.ndarray, num_bins: int = 20) -> "Histogram":
-        """Bins of equal width, as wide as a round number of 1, 2 or 5 times a power of ten, of whole numbers."""
+        """Count integers in bins of equal width; the width is 1, 2 or 5 times a power of ten."""
         low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
         width = _round_width((high - low + 1) / num_bins)
         start = low // width * width
@@ -34,7 +34,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of formatted words and numbers below a header."""
+    """Rows of formatted cells below a header."""
 
     title: str
     header: tuple[str, ...]
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one sample, or with a file."""
+    """What is wrong with one sample or file."""
 
     where: str
     what: str
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said of a dataset."""
+    """Everything that is reported about a dataset."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -60,10 +60,10 @@ class Report:
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     parts: tuple["Report", ...] = ()
-    """For a dataset in parts, such as training and validation: a report on each, under its title."""
+    """Reports on the parts of a dataset, such as training and validation, each under its title."""
 
     def text(self) -> str:
-        """Text for the terminal; only the first of many problems."""
+        """Text for the terminal, with at most ``MAX_PROBLEMS`` problems."""
         blocks = [*self._blocks(), *(block for part in self.parts for block in part._blocks())]
         blocks.append([f"note: {note}" for note in self.notes])
         shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
@@ -73,7 +73,7 @@ class Report:
         return printable("\n\n".join("\n".join(block) for block in blocks if block))
 
     def _blocks(self) -> list[list[str]]:
-        """Lines that belong together: title, facts, each table and each histogram."""
+        """Blocks of lines: title, facts, each table and each histogram."""
         width = max((len(name) for name, _ in self.facts), default=0)
         return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
                 *map(_table_lines, self.tables), *map(_bars, self.histograms)]
@@ -86,7 +86,7 @@ class Report:
         return page(self.title, f"{self.body()}\n{problems}")
 
     def body(self) -> str:
-        """All but the problems, as a part of a page."""
+        """Everything except the problems, as a part of a page."""
         facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
         blocks = [f'<table class="facts">{facts}</table>'] if facts else []
         blocks += map(_html_table, self.tables)
@@ -104,7 +104,7 @@ def page(title: str, body: str) -> str:
 
 
 def _round_width(least: float) -> int:
-    """The least of 1, 2, 5, 10, 20 ... that is not below ``least``."""
+    """The smallest of 1, 2, 5, 10, 20 ... that is at least ``least``."""
     power = 1
     while True:
         for factor in (1, 2, 5):
@@ -136,7 +136,7 @@ def _html_table(table: Table) -> str:
 
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
-"""Size of a histogram in pixels; the last is for its axis."""
+"""Size of a histogram in pixels; ``_BOTTOM`` of the height is for the axis."""
 
 
 def _svg(histogram: Histogram) -> str:
@@ -156,9 +156,9 @@ def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale:
     floor = _HEIGHT - _BOTTOM
     for number, count in enumerate(counts):
         height = max(count * scale, 1.0 if count else 0.0)
-        told = f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}: {count:,}"
+        hover = f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}: {count:,}"
         yield (f'<rect x="{number * each + 1:.1f}" y="{floor - height:.1f}" width="{max(each - 2, 1):.1f}" '
-               f'height="{height:.1f}"><title>{told}</title></rect>')
+               f'height="{height:.1f}"><title>{hover}</title></rect>')
     yield f'<line x1="0" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>'
 
 

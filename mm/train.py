@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
-from mm.ending import end_with_launcher, is_first_rank, refused, run_command, say_notes, status_of, tell
+from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError, collected, printable, refuse
 from mm.training.claim import Claim, claim_problems
 
@@ -84,7 +84,7 @@ def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *checked.notes)), Claim(), opened
     notes = (*run.notes, *freeze_notes(run.model), *checked.notes)
-    say_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
+    print_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
     return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True)), opened
 
 
@@ -94,7 +94,7 @@ def check_node(run: Run) -> None:
 
     notes: list[str] = []
     refuse(node_problems(run, Node.here(), notes))
-    say_notes(notes)
+    print_notes(notes)
 
 
 def train(run: Run) -> int:
@@ -118,7 +118,7 @@ def train(run: Run) -> int:
             from mm.device.known import peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
-            tell((*device.notes, *peak_notes(device.platform, device.name)))
+            print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
             from mm.training.run import Trainer

@@ -86,7 +86,9 @@ def test_a_copy_that_differs_is_told_by_every_rank(results):
 
 @pytest.mark.parametrize("layout", ["dp4", "dp2-cp2", "tp2-dp2", "pp2-vpp2-dp2-bf16", "tied", "masters"])
 def test_replicas_read_a_model_once_and_hold_the_same_bits(layout, results):
-    """Of every kind of directory, and of adapters: as many bytes in all as one rank reads alone, in even shares."""
+    """For every kind of directory, and adapters: in total, replicas read as many bytes as one rank alone, in even
+    shares.
+    """
     directories = {"masters": {"training checkpoint"}}.get(layout, {"hf", *DIRECTORIES, "adapters"})
     assert set(results["replicas"][layout]) == directories
     for measured in results["replicas"][layout].values():

@@ -1,4 +1,4 @@
-"""How commands end: one line after Ctrl-C, status 130, a version, and nothing in a message that a terminal obeys."""
+"""How commands end: one line after Ctrl-C, status 130, a version, and no control characters in messages."""
 
 import json
 import os
@@ -14,25 +14,25 @@ import pytest
 
 from demo.tiny_checkpoint import build
 from mm.data.record_name import record_place
-from mm.ending import run_command, say_notes
+from mm.ending import print_notes, run_command
 from mm.errors import UserError, printable
 from mm.version import VERSION
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
 
-def test_what_a_terminal_would_obey_is_escaped(capsys) -> None:
+def test_control_characters_are_escaped(capsys) -> None:
     odd = "a\x1b[2Jb\rc\x00\x9b\u202e\ud83d\u2028d"
     escaped = r"a\x1b[2Jb\rc\x00\x9b\u202e\ud83d\u2028d"
     assert printable(odd) == escaped == printable(escaped)
     assert printable("tab\tand\nlines of 猫, é and 😀") == "tab\tand\nlines of 猫, é and 😀"
     assert UserError([odd]).problems == (escaped,)
-    say_notes([odd])
+    print_notes([odd])
     assert capsys.readouterr().out == f"note: {escaped}\n"
     assert record_place("a.json", 3, odd) == f"a.json: record 3 (id '{escaped}')"
 
 
-def test_an_interruption_is_told_with_what_is_kept(capsys) -> None:
+def test_an_interruption_is_reported_with_what_is_kept(capsys) -> None:
     def interrupted() -> int:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
@@ -49,7 +49,7 @@ def test_an_interruption_is_told_with_what_is_kept(capsys) -> None:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Far more records than are checked before a signal comes, with odd ids."""
+    """More records than can be checked before the signal arrives, with odd ids."""
     directory = tmp_path_factory.mktemp("interrupted")
     record = {"id": "\x1b[31m\ud83d", "messages": [{"role": "user", "content": "1? " * 50},
                                                    {"role": "assistant", "content": "2 " * 50}]}
@@ -60,13 +60,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
-    """As a terminal sends it: to the command and to all of its workers, while they check records."""
+    """As a terminal sends it, to the command and all of its workers, while they check records."""
     command = [sys.executable, "-m", "mm.data_tool.cli", "check", "--mm-data", str(inputs / "data.json"), "--mm-model",
                str(EXAMPLES / "model_tiny.json"), "--seq-length", "256"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     tool, until = psutil.Process(process.pid), time.monotonic() + 120
-    # Besides the fork server and the tracker of resources: its two workers.
+    # The fork server, the resource tracker, and two workers.
     while len(tool.children(recursive=True)) < 4 and time.monotonic() < until:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
@@ -79,17 +79,17 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
 @pytest.mark.parametrize(("module", "name"), [("mm.train", "mm.train"), ("mm.generate", "mm.generate"),
                                               ("mm.evaluate", "mm.evaluate"), ("mm.data_tool.cli", "mm-data"),
                                               ("checkpoint.cli", "mm-convert")])
-def test_every_command_says_its_version(module: str, name: str) -> None:
+def test_every_command_prints_its_version(module: str, name: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True,
                           timeout=120, check=True)
-    told = " ".join(done.stdout.split())  # argparse breaks lines
-    assert re.fullmatch(rf"\S*{name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)", told)
+    printed = " ".join(done.stdout.split())  # argparse breaks lines
+    assert re.fullmatch(rf"\S*{name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)", printed)
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("program", ["pretrain_vlm.py", "inference_vlm.py", "evaluate_vlm.py"])
-def test_a_python_without_the_packages_says_how_to_get_them(program):
-    """-S -E: without site-packages, as outside of the environment."""
+def test_a_python_without_the_packages_explains_how_to_install_them(program):
+    """-S -E: without site-packages, as outside the environment."""
     done = subprocess.run([sys.executable, "-S", "-E", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     missing = "'(pydantic|annotated_types)"  # whichever is imported first

@@ -1,4 +1,4 @@
-"""What is suggested for an unknown word."""
+"""Suggestions for an unknown word."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from mm.errors import nearest
     ("layers.9.mlp.up_proj", ["layers.3.mlp.up_proj"], "layers.3.mlp.up_proj"),
     ("embd", ["embedding", "norm"], "embedding"),
 ])
-def test_a_misspelling_has_its_word(word, known, expected):
+def test_a_misspelling_gets_a_suggestion(word, known, expected):
     assert nearest(word, known) == f" (did you mean {expected!r}?)"
 
 
@@ -22,6 +22,6 @@ def test_a_misspelling_has_its_word(word, known, expected):
     "--log-params-norm", "--fp8-format", "--fp8-param-gather", "--disable-mamba-mem-eff-path",
     "--microbatch-group-size-per-virtual-pipeline-stage", "--log-loss-scale-to-tensorboard",
 ])
-def test_a_flag_of_another_program_has_no_likeness(flag):
-    """Their letters are largely those of unrelated flags of ours, such as --lora-r."""
+def test_a_flag_of_another_program_gets_no_suggestion(flag):
+    """They share most letters with unrelated flags of this program, such as --lora-r."""
     assert nearest(flag, TRAIN.fields) == ""

@@ -1,4 +1,4 @@
-"""Small files are replaced as a whole; half a line is none."""
+"""Small files are replaced atomically; a partial line is ignored."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from mm.files import replace_file, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])
-def test_a_file_is_replaced_with_the_permissions_that_it_had(tmp_path: Path, syncs: bool) -> None:
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, syncs: bool) -> None:
     path = tmp_path / "folder" / "file"
     write_whole(path, b"old", syncs=syncs)
     path.chmod(0o604)
@@ -18,7 +18,7 @@ def test_a_file_is_replaced_with_the_permissions_that_it_had(tmp_path: Path, syn
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, b"old")
 
@@ -33,5 +33,5 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("content", "lines"), [
     (b"", []), (b"half", []), (b"1\n", [b"1\n"]), (b"1\n\n2\r\nhalf", [b"1\n", b"\n", b"2\r\n"])])
-def test_half_a_line_is_none(content: bytes, lines: list[bytes]) -> None:
+def test_a_partial_line_is_ignored(content: bytes, lines: list[bytes]) -> None:
     assert whole_lines(content) == lines

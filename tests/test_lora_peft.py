@@ -38,7 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def losses(inputs: Path) -> list[float]:
-    """Of PEFT before each step and after the last, on all samples; the adapters are left in ``adapters``."""
+    """PEFT's losses over all samples, before each step and after the last; the adapters are saved in ``adapters``."""
     data = read_data(inputs / "data.json").value
     encoder, dataset = SampleEncoder.from_config(data, read_model(inputs / "model_1.json").value, 512), Dataset(data)
     assert len(dataset) == NUM_SAMPLES

@@ -119,7 +119,7 @@ def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.C
     (found,) = refused(inputs, capsys, "--load", str(trained / "save"))
     assert "holds adapters (LoRA) of the model in" in found
     (found,) = refused(inputs, capsys, "--load", str(inputs / "hf"), *base, *LORA)
-    assert "is a whole model, and --load-base-model names another" in found
+    assert "is a whole model, but --load-base-model names another" in found
 
 
 def test_adapters_that_name_another_base_are_told(
@@ -159,8 +159,7 @@ def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(in
 def test_adapters_of_another_base_are_refused_before_the_run(
     adapters: str, inputs: Path, trained: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Of PEFT's directory and of a training checkpoint; the merged model is another one than they were trained beside.
-    """
+    """For a PEFT directory and a training checkpoint: neither was trained on the merged model."""
     start = ["--load", str(trained / adapters), "--load-base-model"]
     (found,) = refused(inputs, capsys, *start, str(trained / "merged"), *LORA)
     assert f"holds adapters of another base model than {trained / 'merged'}: its checksum was" in found
@@ -183,7 +182,7 @@ def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, caps
     assert "is a training checkpoint of MindSpeed-MM (iteration 6)" in found and "--no-load-optim" in found
     said = run(inputs, "went_on", 1, *start, "--no-load-optim", "--export-hf", str(inputs / "went_on" / "adapter"))
     assert f"loaded a converted checkpoint from {directory} beside {base}, iteration 6" in said
-    assert f"note: {base} keeps the ViT's qkv [Q; K; V] as a whole" in said
+    assert f"note: {base} has the ViT's qkv as a whole, [Q; K; V]" in said
     directories = trained / "adapter", inputs / "went_on" / "adapter"
     exports = [load_file(path / "adapter_model.safetensors") for path in directories]
     assert exports[0].keys() == exports[1].keys()

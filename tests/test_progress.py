@@ -1,4 +1,4 @@
-"""Long work without a terminal prints a line now and then, and short work none."""
+"""Without a terminal, long work prints a line every so often, and short work prints none."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from mm.progress import Progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A second passes with each look at it."""
+    """A clock that advances one second per call."""
     seconds = iter(range(1_000))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(seconds)))
 
 
-def test_a_line_now_and_then(clock, monkeypatch, capsys) -> None:
+def test_long_work_prints_lines(clock, monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 10.0)
     assert list(Progress("checking \x1b a.json", 25, "records").each(range(25))) == list(range(25))
     out, err = capsys.readouterr()
@@ -23,7 +23,7 @@ def test_a_line_now_and_then(clock, monkeypatch, capsys) -> None:
                                 "checking \\x1b a.json: 25 of 25 (100%) records, 26 s in all"]
 
 
-def test_bytes_and_no_total(clock, monkeypatch, capsys) -> None:
+def test_bytes_and_an_unknown_total(clock, monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 1.0)
     with Progress("writing", 3 << 30, "B", done=1 << 30) as work:
         work.update(1 << 29)

@@ -82,7 +82,7 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
         "adapter_config.json", "adapter_model.safetensors"}
     assert {"scores.json", "predictions.jsonl", "report.html"} <= {
         path.name for path in (tmp_path / "runs/tiny/scores").iterdir()}
-    assert "tensors are those of runs/tiny/hf" in told["verify"]
+    assert "tensors match those of runs/tiny/hf" in told["verify"]
     assert "vit_pp_layers [[8, 0, 0]], llm_pp_layers [[0, 2, 2]], tp_size 1" in told["show"]
     there, back = ({path.name: path.read_bytes() for path in (tmp_path / "runs/tiny" / name).iterdir()}
                    for name in ("hf", "back"))

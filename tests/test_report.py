@@ -1,4 +1,4 @@
-"""Reports: every number in text and page, histograms that lose nothing, and nothing that a browser would run."""
+"""Reports: text and page show every number, histograms count every value, and the page contains no script."""
 
 import re
 from html.parser import HTMLParser
@@ -34,7 +34,7 @@ REPORT = Report(
 )
 
 
-def test_text_has_all_of_it() -> None:
+def test_the_text_shows_everything() -> None:
     text = REPORT.text()
     for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "Tokens (a sample, from)", "note: one note",
                  "a.json:19: has", "... and 5 more problems; --html PAGE lists them all"):
@@ -43,7 +43,7 @@ def test_text_has_all_of_it() -> None:
 
 
 class Words(HTMLParser):
-    """Tags that stand open, and the text between them."""
+    """Collects open tags and the text between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Words(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_is_whole_and_runs_nothing() -> None:
+def test_the_page_is_well_formed_and_has_no_script() -> None:
     reader = Words()
     reader.feed(REPORT.html())
     reader.close()

@@ -47,7 +47,7 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
     said = launch(inputs, "restarted", 2)
     found = re.findall(r"loaded a (.+) checkpoint from \S+, iteration (\d)", said)
     assert found == [("Hugging Face", "0"), ("training", "2"), ("training", "4")], said
-    assert "holds a checkpoint: the run goes on from it, not from" in said
+    assert "holds a checkpoint: the run continues from it, not from" in said
     whole, restarted = metrics(inputs, "whole"), metrics(inputs, "restarted")
     assert [row["iteration"] for row in restarted] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "lr", "consumed_samples", "num_tokens"):

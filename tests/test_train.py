@@ -53,7 +53,7 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     # torchrun's own report names the mistake and our status, and the only traceback is torchrun's of its own failure
     report = done.stderr[done.stderr.index("Root Cause"):]
     assert "exitcode  : 2" in report
-    assert "traceback : --lr is 'x'; expected a number of at least 0 (1 more stand above)" in report
+    assert "traceback : --lr is 'x'; expected a number of at least 0 (1 more above)" in report
     assert done.stderr.count("Traceback") == done.stderr.count("\n    raise ChildFailedError(\n") == 1
 
 
@@ -144,7 +144,7 @@ def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path)
     (first,) = set(saved(save).values())
     assert list(saved(save)) == [3, 6] and first is not None and saved(inputs / "whole" / "save")[6] != first
     fresh = ("--load", str(inputs / "hf"), "--exit-interval", "3", "--keep-last-checkpoints", "1")
-    for flags, mend in ((fresh, f"give --load {save} to go on with that run, or another --save for a new one"),
+    for flags, mend in ((fresh, f"give --load {save} to continue that run, or another --save for a new one"),
                         (("--load", str(save), "--finetune"), f"leave it out and give --load {save}")):
         with pytest.raises(AssertionError) as failure:
             run(inputs, "used", 1, *flags)
@@ -159,7 +159,8 @@ def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path)
     found = saved(save)
     assert found[6] == first != found[3]  # 3 is replaced, as the flag says; 6 is not this run's to delete
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "3\n"
-    with pytest.raises(AssertionError, match=rf"another run \(iterations: 6\) than that of {save}/iter_0000003"):
+    with pytest.raises(AssertionError, match=rf"another run \(iterations: 6\), not of the run that "
+                                             rf"continues from {save}/iter_0000003"):
         run(inputs, "used", 1, "--load", str(save))
 
 
@@ -189,7 +190,7 @@ def test_another_seed_and_another_schedule_are_refused_or_chosen(inputs: Path) -
                  "the samples were shuffled by --seed 3, and are shuffled by --seed 5 now"):
         assert said.count(what) == 1
     said = run(inputs, "smaller", 1, *load, "--use-checkpoint-opt_param-scheduler", "--exit-interval", "5")
-    assert "note: --use-checkpoint-opt_param-scheduler goes on with the checkpoint's settings: the decay" in said
+    assert "note: --use-checkpoint-opt_param-scheduler continues with the checkpoint's settings: the decay" in said
     rows, whole = metrics(inputs, "smaller"), metrics(inputs, "whole")
     assert [row["consumed_samples"] for row in rows] == [14, 16]
     assert rows[0]["lr"] == whole[3]["lr"] > rows[1]["lr"] > whole[4]["lr"]  # after 12, 12, 14 and 16 samples
@@ -244,22 +245,22 @@ def test_the_same_command_begins_and_goes_on(inputs: Path) -> None:
     save = inputs / "same" / "save"
     same = ("--load", str(save), "--save-interval", "2", "--deterministic-mode")
     said = run(inputs, "same", 1, *same, "--exit-interval", "2")
-    base = f"the run begins with the weights of {inputs / 'hf'} (model_name_or_path of {inputs / 'data.json'})"
+    base = f"the run starts from the weights of {inputs / 'hf'} (model_name_or_path of {inputs / 'data.json'})"
     assert f"note: --load {save} holds no checkpoint yet, so {base}" in said
     said = run(inputs, "same", 1, *same)
-    assert f"loaded a training checkpoint from {save}, iteration 2" in said and "begins with the weights" not in said
+    assert f"loaded a training checkpoint from {save}, iteration 2" in said and "starts from the weights" not in said
     assert [row["loss"] for row in metrics(inputs, "same")] == [row["loss"] for row in metrics(inputs, "whole")]
     given = ("--load", str(inputs / "other" / "save"), "--load-base-model", str(inputs / "mm"), "--exit-interval", "1")
     said = run(inputs, "other", 1, *given)
-    assert f"begins with the weights of {inputs / 'mm'} (--load-base-model)" in said
+    assert f"starts from the weights of {inputs / 'mm'} (--load-base-model)" in said
     (first,) = metrics(inputs, "other")
     assert first["loss"] == metrics(inputs, "whole")[0]["loss"]
     again = ("--load", str(inputs / "third" / "save"), "--pretrained-checkpoint", str(inputs / "same" / "save"))
     said = run(inputs, "third", 1, *again, "--train-iters", "7")
-    assert f"begins with the weights of {inputs / 'same' / 'save'} (--pretrained-checkpoint)" in said
-    assert "--no-load-optim: the learning rate's schedule begins anew after iteration 6" in said
+    assert f"starts from the weights of {inputs / 'same' / 'save'} (--pretrained-checkpoint)" in said
+    assert "--no-load-optim: the learning-rate schedule restarts after iteration 6" in said
     said = run(inputs, "third", 1, *again, "--train-iters", "7", "--finetune", "--lr-decay-style", "cosine")
     assert f"loaded a training checkpoint from {inputs / 'third' / 'save'}, iteration 7" in said
-    assert "(--pretrained-checkpoint), so --finetune does not count either" in said
+    assert "(--pretrained-checkpoint), so --finetune is ignored as well" in said
     with pytest.raises(AssertionError, match=r"--load is '.*none', which is not a directory"):
         run(inputs, "other", 1, "--load", str(inputs / "none"))

@@ -213,6 +213,6 @@ def hf_loss(
 
 
 def _mean(losses: list[Tensor]) -> Tensor:
-    """Of all tokens; without any, a 0 that has a graph like every other."""
+    """Mean over all tokens; without any, a 0 with a graph."""
     tokens = torch.cat(losses)
     return tokens.mean() if len(tokens) else tokens.sum()

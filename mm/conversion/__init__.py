@@ -1,1 +1,1 @@
-"""Weights moved from one directory to another: what both mm-convert and the export of a run do."""
+"""Copies weights from one directory to another, for mm-convert and for a run's export."""

@@ -1,4 +1,4 @@
-"""Adapters and the models that they stand beside: opened together, exported for PEFT, and added to the weights."""
+"""Adapters and their base models: opens them together, exports adapters for PEFT, and merges them into the weights."""
 
 import os
 import zlib
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mm.config.model import ModelConfig
 from mm.conversion.convert import LAYOUT, Conversion, Options, check_replaceable, fingerprint_of, write
-from mm.ending import say_notes
+from mm.ending import print_notes
 from mm.errors import UserError, refuse
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
 from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
@@ -32,7 +32,7 @@ from mm.weights.views import View
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
-    """Whether the directory that ``flag`` gives holds adapters without the model that they stand beside.
+    """Whether the directory that ``flag`` gave holds adapters without their base model.
 
     Raises UserError as ``find_kind`` does.
     """
@@ -47,9 +47,9 @@ def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
 
 
 def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
-    """What ``holds_adapters``; raises UserError when they are not the adapters of ``model``.
+    """Open a directory of adapters; raises UserError if they are not the adapters of ``model``.
 
-    Those in MindSpeed-MM's layout without a manifest are read as they lie on ``layout``.
+    Adapters in MindSpeed-MM's layout without a manifest are read according to ``layout``.
     """
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
@@ -60,10 +60,10 @@ def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = 
 
 
 def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
-    """The adapters of a training checkpoint or in MindSpeed-MM's layout, which mostly say themselves what they are.
+    """Open the adapters of a training checkpoint or in MindSpeed-MM's layout.
 
-    Those in MindSpeed-MM's layout without a manifest say nothing: they are read as those of ``model`` on ``layout``.
-    Raises UserError where these are not given.
+    Adapters in MindSpeed-MM's layout without a manifest do not describe themselves: they are read as those of ``model``
+    on ``layout``.  Raises UserError if these are not given.
     """
     if find_kind(path) is not Kind.MINDSPEED:
         return open_training(TrainingDirectory.open(path), takes_adapters=True)
@@ -71,13 +71,13 @@ def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layou
     if directory.manifest is not None:
         return open_mindspeed(directory, None, None)
     if layout is None:
-        raise UserError(f"{path} has no manifest that says what its adapters are; make a PEFT directory of them with "
-                        f"mm-convert lora_mm_to_hf, and give that.")
+        raise UserError(f"{path} has no manifest that describes its adapters; make a PEFT directory with mm-convert "
+                        f"lora_mm_to_hf, and give that.")
     return open_mindspeed(directory, model, layout)
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
-    """Adapters in MindSpeed-MM's layout; without a manifest those of ``model`` on ``layout``.
+    """Open adapters in MindSpeed-MM's layout; without a manifest, as those of ``model`` on ``layout``.
 
     Raises UserError naming all tensors that are missing, left over or of another shape.
     """
@@ -88,14 +88,14 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
         names = placed.lora.target_modules
         others = f" and {len(names) - 3} more" if len(names) > 3 else ""
         problems.append(f"{directory.path} was read as the adapters of {', '.join(names[:3])}{others} on "
-                        f"{Layout.of(placed, tp_size)}; give the settings and the layout that it was trained with.")
+                        f"{Layout.of(placed, tp_size)}; give the settings and the layout of its training.")
     refuse(problems)
     return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory,
                   directory.storage, iteration=directory.iteration, consumed_samples=directory.consumed_samples)
 
 
 def open_beside(path: str | Path, base: ModelConfig) -> Source:
-    """What ``holds_adapters``, whatever they are; PEFT's, which do not say all of that, as adapters of ``base``."""
+    """Open any directory of adapters; PEFT's, which do not describe their model, as adapters of ``base``."""
     if not is_peft_directory(path):
         return open_saved(path)
     directory = AdapterDirectory.open(path)
@@ -103,34 +103,34 @@ def open_beside(path: str | Path, base: ModelConfig) -> Source:
 
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:
-    """How what a directory of adapters holds differs from what ``model`` trains."""
-    theirs, ours = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
+    """How the content of an adapter directory differs from what ``model`` trains."""
+    stored, trained = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
     flags = "give the --lora-* flags, lora_mixed_training and --trainable-modules of that run"
-    only = [("holds {}, which this run does not train", sorted(theirs.keys() - ours.keys())),
-            ("has no {}, which this run trains", sorted(ours.keys() - theirs.keys()))]
-    found = [f"{source.path} {text.format(names[0])}{f' ({len(names) - 1} more likewise)' if len(names) > 1 else ''}; "
+    only = [("holds {}, which this run does not train", sorted(stored.keys() - trained.keys())),
+            ("has no {}, which this run trains", sorted(trained.keys() - stored.keys()))]
+    found = [f"{source.path} {text.format(names[0])}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}; "
              f"{flags}." for text, names in only if names]
-    changed = [name for name in ours if name in theirs
-               and (ours[name].shape, ours[name].scale) != (theirs[name].shape, theirs[name].scale)]
+    changed = [name for name in trained if name in stored
+               and (trained[name].shape, trained[name].scale) != (stored[name].shape, stored[name].scale)]
     if changed:
-        one, other = theirs[changed[0]], ours[changed[0]]
+        one, other = stored[changed[0]], trained[changed[0]]
         found.append(f"{source.path} has {changed[0]} of shape {list(one.shape)} and scale {one.scale}, but this run "
                      f"{list(other.shape)} and {other.scale}; {flags}.")
     return found
 
 
 def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
-    """The whole model at ``path``, which the adapters of ``model`` stand beside.
+    """Open the base model of the adapters of ``model``.
 
-    Raises UserError when it is no whole model, or another one.
+    Raises UserError if ``path`` does not hold a whole model, or another one.
     """
     return open_to_train(path, model.base, needs_optimizer=False, qkv=qkv)
 
 
 def model_crc32(base: Source) -> int:
-    """A checksum by which adapters know their model: of qkv in the first and the last LLM layer, rounded to bfloat16.
+    """A checksum that identifies the base model of adapters: of qkv in the first and last LLM layer, as bfloat16.
 
-    It is the same for every kind of directory and layout, and for a copy in another precision; training changes it.
+    It does not depend on the kind of directory, the layout or the precision; training changes it.
     """
     last, crc32 = base.model.language.num_layers - 1, 0
     for weight in model_weights(base.model.base):
@@ -142,25 +142,25 @@ def model_crc32(base: Source) -> int:
 
 
 def check_base(adapters: Source | None, base: Source) -> int:
-    """The checksum of ``base``; raises UserError when ``adapters`` state that they were trained beside another."""
+    """The checksum of ``base``; raises UserError if ``adapters`` state that they were trained on another model."""
     found = model_crc32(base)
     if adapters is not None and adapters.base_crc32 not in (None, found):
         raise UserError(
             f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
-            f"{adapters.base_crc32}, and is {found} there. Give the model that they were trained beside: "
-            f"--load-base-model of a training, --model-name-or-path elsewhere."
+            f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained on, with "
+            f"--load-base-model for training, --model-name-or-path elsewhere."
         )
     return found
 
 
 def base_notes(adapters: Source, base: Source) -> list[str]:
-    """For the user: that ``adapters`` without a checksum, such as PEFT writes, name another model than ``base``."""
+    """A note if ``adapters`` have no checksum, as PEFT writes them, and name another model than ``base``."""
     name = adapters.base_name
     if adapters.base_crc32 is not None or not name:
         return []
     if Path(name).name in (base.path.absolute().name, base.path.resolve().name):
         return []
-    return [f"{adapters.path} names {name!r} as its base model, and {base.path} is given; nothing in the files tells "
+    return [f"{adapters.path} names {name!r} as its base model, and {base.path} is given; the files do not show "
             f"whether that is the same model, so make sure that it is"]
 
 
@@ -168,7 +168,7 @@ def base_notes(adapters: Source, base: Source) -> list[str]:
 
 
 def export_peft(adapters: Source, target: str | Path, base: str) -> Conversion:
-    """A PEFT directory of ``adapters``, and of what was trained beside them; ``base`` is what it names as its model."""
+    """Export ``adapters`` and fully trained weights to a PEFT directory, which names ``base`` as its base model."""
     views, file = adapter_targets(adapters.model, adapters.dtypes, adapters.base_crc32)
 
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
@@ -182,7 +182,7 @@ def export_peft(adapters: Source, target: str | Path, base: str) -> Conversion:
 
 @dataclass(frozen=True)
 class Merge:
-    """Writes a Hugging Face directory like ``like``: the weights of ``base`` with ``adapters`` added to them."""
+    """Writes a Hugging Face directory modelled on ``like``: the weights of ``base`` with ``adapters`` added."""
 
     adapters: Source
     base: Source
@@ -190,10 +190,10 @@ class Merge:
     target: Path
 
     def run(self, options: Options) -> None:
-        """Raises UserError when the target must not or cannot be written, or the adapters are of another model."""
+        """Write the target; raises UserError if it must not or cannot be written, or the model is another one."""
         model, target = self.adapters.model, self.target.resolve()
         check_base(self.adapters, self.base)
-        say_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
+        print_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)
         if options.dry_run:
@@ -231,16 +231,18 @@ class Merge:
         progress.close()
 
     def _values(self) -> Callable[[Weight, str], Tensor]:
-        """A Hugging Face tensor of the merged model, in the dtype of the base."""
+        """Returns a function for the Hugging Face tensors of the merged model, in the dtype of the base."""
         found = {f"{one.layer}.weight": one for one in model_adapters(self.adapters.model)}
         trained = {one.name for one in saved_weights(self.adapters.model) if not one.is_adapter}
 
         def values(weight: Weight, key: str) -> Tensor:
             number = weight.hf_names.index(key)
-            own = self.base.read_hf(weight, number)
+            base = self.base.read_hf(weight, number)
             if weight.name in trained:
-                return self.adapters.read_hf(weight, number).to(own.dtype)
-            return own if key not in found else (own.float() + self._product(found[key]).view(own.shape)).to(own.dtype)
+                return self.adapters.read_hf(weight, number).to(base.dtype)
+            if key not in found:
+                return base
+            return (base.float() + self._product(found[key]).view(base.shape)).to(base.dtype)
 
         return values
 
@@ -251,7 +253,7 @@ class Merge:
 
 
 def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Merge:
-    """``hf_dir`` is what the target is to be like; ``base`` may be of any kind."""
+    """Plan a merge.  ``hf_dir`` is the template of the target; ``base`` may be of any kind."""
     like = HFDirectory.open(hf_dir, weights_required=False)
     like.check(adapters.model.base)
     return Merge(adapters, base, like, Path(target))

@@ -1,4 +1,4 @@
-"""Compares two sources of weights to the last bit, in Hugging Face order: what differs, not why."""
+"""Compares two sources of weights bit by bit, in Hugging Face order.  It finds what differs, not why."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
 COMPARED_BYTES = 1 << 20
-"""How much of one tensor in one directory is read at a time by each worker."""
+"""Bytes of one tensor in one directory that each worker reads at a time."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,13 +33,13 @@ class Unequal:
     dtypes: tuple[torch.dtype, torch.dtype]
     """In the source and the target."""
     num_different: int
-    """Elements; with two dtypes, those that differ after the finer one is rounded to the coarser.  May be 0."""
+    """Number of elements; for two dtypes, after rounding the finer to the coarser.  May be 0."""
     largest: float
-    """Absolute difference; infinite when an element is infinite or no number in one directory only."""
+    """Absolute difference; infinite if an element is infinite or NaN in only one directory."""
     at: tuple[int, int]
     """The first element that differs: its index along ``cut_dim``, and its place in the other dimensions together."""
     num_bits: int
-    """Differing bits of that element."""
+    """Number of differing bits in that element."""
 
     @property
     def key(self) -> str:
@@ -47,7 +47,7 @@ class Unequal:
 
     @property
     def index(self) -> tuple[int, ...]:
-        """Where ``at`` is in the tensor."""
+        """``at`` as an index into the tensor."""
         index, place = self.at
         if cut_dim(self.part):
             return place, index
@@ -61,9 +61,9 @@ class Finding:
     weight: Weight
     unequal: list[Unequal] = field(default_factory=list)
     lacking: list[Weight] = field(default_factory=list)
-    """Those of ``hf_parts`` that cannot be compared."""
+    """The ``hf_parts`` that cannot be compared."""
     copies: list[tuple[Source, Stored, Stored]] = field(default_factory=list)
-    """Tensors of one directory that should be equal."""
+    """Tensors of one directory that should be equal, but are not."""
     padding: dict[Stored, Source] = field(default_factory=dict)
     """Stored tensors with padding that is not zero."""
     misfits: list[tuple[Source, Misfit]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Finding:
 
 
 def compare(weights: Sequence[Weight], source: Source, target: Source, num_workers: int) -> list[Finding]:
-    """A finding for each of ``weights``, in their order; most are empty."""
+    """A finding for each of ``weights``, in order; most are empty."""
     sides = [(source, _checks(source)), (target, _checks(target))]
     total = sum(math.prod(weight.shape) for weight in weights)
     with Progress("comparing", total, "elements") as bar, ThreadPoolExecutor(num_workers) as pool:
@@ -82,7 +82,7 @@ def compare(weights: Sequence[Weight], source: Source, target: Source, num_worke
 
 
 def hf_parts(weight: Weight) -> tuple[Weight, ...]:
-    """The Hugging Face tensors of ``weight``, each as a weight of its own with that one name and shape."""
+    """The Hugging Face tensors of ``weight``, each as a separate weight with one name and shape."""
     return stored_weights(weight, Structure.CANONICAL)
 
 
@@ -90,7 +90,7 @@ _Checks = dict[str, list[tuple[View, View] | Stretch | Misfit]]
 
 
 def _checks(source: Source) -> _Checks:
-    """Copies, padding and misfits by the first Hugging Face tensor of their weight, which files may keep as three."""
+    """Copies, padding and misfits, by the first Hugging Face tensor of their stored weight."""
     found: _Checks = {}
     for weight, check in (
         *((copies[0].weight, copies) for copies in source.index.copies),
@@ -103,7 +103,7 @@ def _checks(source: Source) -> _Checks:
 
 
 def held_dtype(source: Source, part: Weight) -> torch.dtype | None:
-    """The dtype in which ``source`` holds one of ``hf_parts``; None if not in whole, or in two dtypes."""
+    """The dtype in which ``source`` holds one of ``hf_parts``; None if incomplete, or held in two dtypes."""
     stretches, dim, shape = source.index.stretches(part.hf_names[0]), cut_dim(part), part.shape
     dtypes = {one.view.stored.dtype for one in stretches}
     fits = all(one.view.stored.shape[:dim] + one.view.stored.shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
@@ -153,7 +153,7 @@ def _compare_tensor(
         amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not num_different:
             row, index, place = first = tuple(unlike.nonzero()[0].tolist())
-            at = indices.start + index, rows.start + row + place  # one of row and place is always 0
+            at = indices.start + index, rows.start + row + place  # either row or place is 0
             num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
         num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
     return Unequal(part, dtypes, num_different, largest, at, num_bits)
@@ -171,7 +171,7 @@ def sample(source: Source, part: Weight, indices: range, places: range) -> Tenso
 
 
 def is_right(view: View, found: Source, expected: Source) -> bool:
-    """Whether dtype and every bit of a stored tensor, its padding included, are what ``expected`` gives."""
+    """Whether dtype and every bit of a stored tensor, including padding, match ``expected``."""
     alone = Index((view,))
     with Files(found.path) as files, Files(expected.path) as others:
         return all(map(files.is_zero, alone.padding)) and all(
@@ -187,7 +187,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers, so that equal means equal in every bit."""
+    """The same bytes as integers, so that comparisons are bitwise."""
     return tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize])
 
 

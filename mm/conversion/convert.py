@@ -1,6 +1,6 @@
 """The conversions: Hugging Face to MindSpeed-MM's layout, back, and from one layout to another.
 
-Each function makes the plan of one conversion; ``Conversion.run`` carries it out.
+Each function plans one conversion; ``Conversion.run`` executes it.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
 from mm.conversion.compare import is_right
-from mm.ending import say_notes
+from mm.ending import print_notes
 from mm.errors import UserError
 from mm.formats.atomic import (
     MEGATRON_MODES,
@@ -50,44 +50,44 @@ QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
 
 @dataclass(kw_only=True)
 class Options:
-    """How every conversion may be run."""
+    """Options of every conversion."""
 
     dry_run: bool = False
     """Print the plan with sizes, and write nothing."""
     overwrite: bool = False
     """Replace a target that is not empty."""
     num_workers: int = 0
-    """Threads; 0 = one for each core."""
+    """Threads; 0 = one per core."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that was found possible; nothing is written yet."""
+    """A planned conversion; nothing is written yet."""
 
     source: Source
     target: Path
     views: Sequence[View]
-    """What of the model each tensor of the target holds."""
+    """Which part of the model each tensor of the target holds."""
     plan: Plan
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
-    """Writes the small files of the finished directory; given the checksums by file and tensor."""
+    """Writes the small files into the finished directory, given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]
-    """Whether a directory is of the kind that is written, so that it may be replaced."""
+    """Whether a directory is of the target's kind, so that it may be replaced."""
     modes: Modes
-    """Permissions of that kind."""
+    """Permissions of the target."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of source and target, by which the journal of an interrupted conversion is known."""
+        """Digest of source and target; it identifies the journal of an interrupted conversion."""
         return fingerprint_of((self.source,), self.plan.files)
 
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
 
-        Raises UserError when the target must not or cannot be written, or the source is damaged.
+        Raises UserError if the target must not or cannot be written, or the source is damaged.
         """
         num_workers = num_threads(options.num_workers)
-        say_notes(self.source.notes)
+        print_notes(self.source.notes)
         if options.dry_run:
             print("\n".join(self.describe()))
             return
@@ -95,7 +95,7 @@ class Conversion:
         if is_complete(target, self.fingerprint, self.plan.files):
             tidy(target)
         elif not options.overwrite and self._is_done(target, num_workers):
-            print(f"{target} holds exactly this already; nothing was written.")
+            print(f"{target} is already identical; nothing was written.")
             return
         else:
             check_replaceable(target, (self.source,), self.plan.num_bytes, self.is_ours, options.overwrite)
@@ -105,7 +105,7 @@ class Conversion:
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
-        """Whether all files of the target are there, and every tensor in them is what the source gives."""
+        """Whether all files of the target exist, and all their tensors match the source."""
         if not self.is_ours(target):
             return False
         found = replace(self.source, path=target, views=tuple(self.views))
@@ -122,15 +122,14 @@ class Conversion:
             execute(self.plan, self.source.path, output, num_workers, progress.update)
 
     def describe(self) -> list[str]:
-        """What would be written, a line for every file."""
+        """The plan, with a line for every file."""
         files, num_copies = self.plan.files, len(self.source.index.copies)
         num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
         return [
             f"{self.source.path} -> {self.target}",
             *(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes" for file in files),
             f"{len(files)} files, {sum(len(file.tensors) for file in files)} tensors, {self.plan.num_bytes:,} bytes in "
-            f"{num_moves:,} ranges; {num_copies} copies in the source are compared, not read twice. Nothing was "
-            f"written.",
+            f"{num_moves:,} ranges; {num_copies} copies in the source are only compared. Nothing was written.",
         ]
 
 
@@ -141,9 +140,9 @@ def hf_to_mm(
     storage: Storage | None = None,
     language_dir: str | Path | None = None,
 ) -> Conversion:
-    """Hugging Face directory -> MindSpeed-MM's layout; the LLM is taken from ``language_dir`` if that is given.
+    """Hugging Face directory -> MindSpeed-MM's layout; the LLM comes from ``language_dir`` if given.
 
-    Raises UserError when the source is not complete, or the layout is not legal.
+    Raises UserError if the source is incomplete, or the layout is invalid.
     """
     source = open_hf(HFDirectory.open(hf_dir), language_dir)
     check_layout(layout, source.model, LAYOUT)
@@ -162,8 +161,8 @@ def resplit(
 ) -> Conversion:
     """From any layout, or a training checkpoint, to another layout.
 
-    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure stay what they are in the
-    source unless they are given.  Raises UserError when the source is not complete, or a layout is not legal.
+    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure are those of the source
+    unless given.  Raises UserError if the source is incomplete, or a layout is invalid.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     order = QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER)
@@ -184,11 +183,10 @@ def mm_to_hf(
     structure: Structure | None = None,
     vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
-    """Any layout, or a training checkpoint -> a Hugging Face directory like ``hf_dir``, whose other files are copied.
+    """Any layout, or a training checkpoint -> a Hugging Face directory modelled on ``hf_dir``.
 
-    The weights keep the dtype of the source, which config.json states, whatever the dtype of those in ``hf_dir``.
-    Raises UserError when the source is not complete or not of the stated ``structure``, or ``hf_dir`` is of another
-    model.
+    The other files of ``hf_dir`` are copied.  Weights keep the dtype of the source, and config.json states it.  Raises
+    UserError if the source is incomplete or not of the stated ``structure``, or ``hf_dir`` is of another model.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(
@@ -196,12 +194,12 @@ def mm_to_hf(
         qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
     if structure and source.storage and source.storage.structure is not structure:
         raise UserError(
-            f"--cfg.common_model_config.enable_canonical_hf_struct says that {source.path} has the {structure.value} "
-            f"structure, but its tensors are named as in the {source.storage.structure.value} one; leave the flag out, "
-            f"or give the right directory."
+            f"--cfg.common_model_config.enable_canonical_hf_struct means that {source.path} has the "
+            f"{structure.value} structure, but its tensors are named as in the {source.storage.structure.value} one; "
+            f"leave the flag out, or give the right directory."
         )
     if source.is_vit_only:
-        raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), which are no Hugging Face model.")
+        raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), not a Hugging Face model.")
     base.check(source.model)
     target_views, files = hf_targets(base, source.model, source.dtypes)
 
@@ -215,7 +213,7 @@ def mm_to_hf(
 
 
 def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
-    """The conversion of a source of any kind to MindSpeed-MM's layout; raises UserError where it is not possible."""
+    """A source of any kind -> MindSpeed-MM's layout; raises UserError if it is not possible."""
     model = layout.place(source.model)
     if storage.vit_only:
         source = replace(source, views=tuple(view for view in source.views if view.weight.part != "language"))
@@ -237,7 +235,7 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
 
 
 def fingerprint_of(sources: Sequence[Source], files: Sequence[TargetFile]) -> str:
-    """Digest of what is read and of what is written of it."""
+    """Digest of the sources and of the planned files."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.fingerprint.encode())
@@ -253,55 +251,57 @@ def write(
     """Write ``target``, a resolved path, which appears complete or not at all.
 
     ``fill`` writes those of ``files`` that no earlier run of the same ``fingerprint`` has finished.  Raises UserError
-    when they cannot be read or written.
+    if a file cannot be read or written.
     """
     output = Output.begin(target, fingerprint, modes)
     try:
         for name in output.drop_damaged(files):
-            print(f"note: {output.folder / name} is not as it was finished; it is written again")
+            print(f"note: {output.folder / name} changed after it was finished; it is written again")
         if output.finished:
-            print(f"note: {len(output.finished)} of {len(files)} files are finished from an earlier run")
+            print(f"note: an earlier run finished {len(output.finished)} of {len(files)} files")
         fill(output)
         output.commit(write_others)
     except OSError as error:
         raise UserError(
-            f"{error.filename or target} cannot be read or written ({error.strerror}); mend that and give the same "
-            f"command again, which goes on after the {len(output.finished)} of {len(files)} files that are finished."
+            f"{error.filename or target} cannot be read or written ({error.strerror}); fix that and run the same "
+            f"command again, which continues after the {len(output.finished)} of {len(files)} finished files."
         ) from error
     finally:
         output.close()
 
 
 def num_threads(num_workers: int) -> int:
-    """How many threads ``--cfg.num_workers`` asks for.
+    """The number of threads for ``--cfg.num_workers``; 0 means one per core.
 
-    Raises UserError when it is negative.
+    Raises UserError if it is negative.
     """
     if num_workers < 0:
-        raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread for each core) or more.")
+        raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread per core) or more.")
     return num_workers or len(os.sched_getaffinity(0))
 
 
 def check_replaceable(
     target: Path, sources: Sequence[Source], num_bytes: int, is_ours: Callable[[Path], bool], overwrite: bool
 ) -> None:
-    """Refuse a target, too, that is not apart from what is read, or, with ``overwrite``, is of another kind than what
-    ``is_ours`` finds."""
+    """Raise UserError for a target that overlaps a source, or that ``check_target`` rejects.
+
+    With ``overwrite``, a target that is not empty is rejected only if ``is_ours`` is false for it.
+    """
     for source in (one.path.resolve() for one in sources):
         if source.is_relative_to(target) or target.is_relative_to(source):
-            raise UserError(f"The target {target} is, contains or lies in the source {source}; give another target.")
+            raise UserError(f"The target {target} is, contains or is inside the source {source}; give another target.")
     if overwrite and not is_ours(target) and target.is_dir() and any(target.iterdir()):
         raise UserError(
-            f"The target {target} is not empty and holds something else than this command writes, so it is not "
-            f"overwritten; give another one."
+            f"The target {target} is not empty and was not written by this command, so it is not overwritten; give "
+            f"another one."
         )
     check_target(target, num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
 
 
 def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
-    """Refuse, before any work, a target (a resolved path) that must not or cannot be written.
+    """Raise UserError, before any work, for a target (a resolved path) that must not or cannot be written.
 
-    ``hint`` says what else can be done about a target that is not empty; with None it is replaced.
+    ``hint`` suggests what else to do about a target that is not empty; None means that it is replaced.
     """
     if target.exists() and not target.is_dir():
         raise UserError(f"The target {target} is a file; give a directory that does not exist yet.")

@@ -23,7 +23,7 @@ from mm.data_tool.llava import convert_llava, told
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import Found, look, survey
-from mm.ending import refused, say_notes
+from mm.ending import print_notes, refused
 from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
 from mm.files import write_whole
 from mm.report import Report
@@ -82,7 +82,7 @@ def _index(flags: argparse.Namespace) -> None:
               f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
               f"{lengths.num_patches.sum(dtype='int64')} patches")
     left_out = (f"left out: {one.told()}" for dataset in parts.values() for one in dataset.skipped)
-    say_notes(dict.fromkeys((*notes_of(parts), *left_out)))
+    print_notes(dict.fromkeys((*notes_of(parts), *left_out)))
 
 
 def _add_convert(commands: Any) -> None:

@@ -1,1 +1,1 @@
-"""Every kind of directory of weights, both ways."""
+"""Formats of weight directories, for reading and writing."""

@@ -1,6 +1,6 @@
-"""PEFT's directories of adapters: ``adapter_config.json`` beside ``adapter_model.safetensors``, read and laid out.
+"""PEFT adapter directories: reads and lays out ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Only headers are read here.  Which adapters a model has, and how its matrices are named, is ``mm.weights``'.
+Only headers are read here.  ``mm.weights`` defines which adapters a model has, and the names of their matrices.
 """
 
 import json
@@ -29,11 +29,11 @@ from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""How PEFT's names of tensors begin."""
+"""Prefix of PEFT's tensor names."""
 BASE_KEY = "base_crc32"
-"""In the header of the weights: which base model they were trained beside (``Source.base_crc32``)."""
+"""Key in the header of the weights: checksum of the base model they were trained on (``Source.base_crc32``)."""
 _DEFAULT = 8
-"""PEFT's rank and alpha."""
+"""PEFT's default rank and alpha."""
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (None, False), "bias": (None, "none"), "lora_bias": (None, False),
     "use_qalora": (None, False), "fan_in_fan_out": (None, False), "layer_replication": (None, []),
@@ -41,29 +41,29 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []), "arrow_config": (None,), "velora_config": (None,),
     "monteclora_config": (None,), "kasa_config": (None,),
 }  # fmt: skip
-"""Keys of adapter_config.json that ask for another kind of adapter, and the values that do not."""
+"""Keys of adapter_config.json that select another kind of adapter, and their values for plain LoRA."""
 
 
 def is_peft_directory(path: str | Path) -> bool:
-    """Whether a directory is one of PEFT's, which may also hold a tokenizer, but no model."""
+    """Whether this is a PEFT directory.  It may also hold a tokenizer, but not a model."""
     path = Path(path)
     return path.is_dir() and any(map(is_adapter_file, os.listdir(path))) and not (path / "config.json").is_file()
 
 
 @dataclass(frozen=True)
 class AdapterDirectory:
-    """One directory whose two files were found whole."""
+    """A PEFT directory whose two files are complete."""
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Stored]
-    """By the name that the table of weights has for them."""
+    """By their name in the weight table."""
     base_crc32: int | None
-    """Of the base model, where it is stated."""
+    """Checksum of the base model, if stated."""
 
     @classmethod
     def open(cls, path: str | Path) -> "AdapterDirectory":
-        """Raises UserError when a file is missing or damaged, or it is another kind of adapter than LoRA."""
+        """Read config and header.  Raises UserError if a file is missing or damaged, or the adapter is not LoRA."""
         directory = Path(path)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
@@ -75,7 +75,7 @@ class AdapterDirectory:
         except ValueError as error:
             raise UserError(f"{directory / CONFIG_FILE} is not valid JSON ({error}); download it again.") from error
         if not isinstance(config, dict):
-            raise UserError(f"{directory / CONFIG_FILE} is no object; download it again.")
+            raise UserError(f"{directory / CONFIG_FILE} is not a JSON object; download it again.")
         refuse(f"{directory / CONFIG_FILE}: {key} is {config[key]!r}; expected {legal[0]!r}: adapters of that kind are "
                f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
@@ -85,7 +85,7 @@ class AdapterDirectory:
 
     @property
     def base_name(self) -> str | None:
-        """What it names as its base model: a path, or a name on a hub."""
+        """The base model that the config names: a path, or a name on a hub."""
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) else None
 
@@ -95,17 +95,17 @@ class AdapterDirectory:
 
     @cached_property
     def settings(self) -> LoraConfig:
-        """What is said of every adapter.  Raises UserError where that is nothing possible."""
+        """Settings common to all adapters.  Raises UserError if they are invalid."""
         try:
             return LoraConfig(
                 r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
                 dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.path / CONFIG_FILE} has no possible r, lora_alpha or lora_dropout "
+            raise UserError(f"{self.path / CONFIG_FILE} has an invalid r, lora_alpha or lora_dropout "
                             f"({error}); download it again.") from error
 
     def scale(self, layer: str, rank: int) -> float:
-        """By which PEFT multiplies the adapter of ``layer``, named as in the live module."""
+        """PEFT's factor for the adapter of ``layer``, which is named as in the live module."""
         alpha = self.settings.alpha
         for pattern, one in (self.config.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", layer):
@@ -114,14 +114,14 @@ class AdapterDirectory:
         return self.settings.scale(rank, alpha)
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
-        """Views of what a checkpoint of ``model`` holds, and what does not fit."""
+        """Views of the weights that a checkpoint of ``model`` saves, and tensors that do not fit."""
         views, misfits, left_over = whole_views(
             saved_weights(model), self.tensors,
-            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: are "
-                            f"--lora-target-modules, lora_mixed_training or --trainable-modules others than then?",
+            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: did "
+                            f"--lora-target-modules, lora_mixed_training or --trainable-modules change?",
             lambda name, shape, stored: (
                 f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
-                f"{list(shape)}; is it the adapter of another base model, or of another rank?"))
+                f"{list(shape)}; does the adapter belong to another base model, or have another rank?"))
         whole = [name for name in left_over if ".lora_" not in name]
         for name in left_over:
             text = self._untrained(name, whole, model) if name in whole else (
@@ -131,8 +131,8 @@ class AdapterDirectory:
         return views, misfits
 
     def _untrained(self, name: str, whole: Sequence[str], model: ModelConfig) -> str:
-        """Why the tensor ``name``, one of those that PEFT has trained in ``whole``, does not fit, and what to do."""
-        text = (f"{self.path / WEIGHTS_FILE} holds {name}, which was trained in whole beside the adapters "
+        """Explain why the fully trained tensor ``name`` does not fit, and what to do.  ``whole``: all such tensors."""
+        text = (f"{self.path / WEIGHTS_FILE} holds {name}, which was fully trained along with the adapters "
                 f"(modules_to_save of {CONFIG_FILE})")
         weights = {one: weight for weight in model_weights(model.base) for one in weight.hf_names}
         merge = "merge adapters and model with PEFT (merge_and_unload), and train that model, saved, as --load"
@@ -140,14 +140,14 @@ class AdapterDirectory:
             return f"{text}, but the model has no such weight; {merge}"
         apart = [one for one in weights[name].hf_names if one not in self.tensors]
         if apart:
-            return (f"{text} without {apart[0]}; both are one weight here, {weights[name].name}, which is trained "
-                    f"together: {merge}")
-        ours = dict.fromkeys(weights[one].name for one in whole if one in weights)
+            return (f"{text} without {apart[0]}; here both are parts of one weight, {weights[name].name}, and can only "
+                    f"be trained together: {merge}")
+        modules = dict.fromkeys(weights[one].name for one in whole if one in weights)
         return (f"{text}, but this run would not train it; give --trainable-modules "
-                f"{' '.join((*model.trainable_modules, *ours))} to train it on, or {merge}")
+                f"{' '.join((*model.trainable_modules, *modules))} to continue training it, or {merge}")
 
     def model(self, base: ModelConfig) -> ModelConfig:
-        """``base`` with just these adapters, and with those weights trained that are kept in whole."""
+        """``base`` with exactly these adapters, and with the fully saved weights marked as trained."""
         whole = {name for name in self.tensors if ".lora_" not in name}
         trained = tuple(one.name for one in model_weights(base.base) if not whole.isdisjoint(one.hf_names))
         plain = replace(base.unfrozen, trainable_modules=trained)
@@ -160,20 +160,20 @@ class AdapterDirectory:
         return replace(plain, lora=replace(lora, alpha_pattern=alphas))
 
     def problems(self, model: ModelConfig) -> list[str]:
-        """How its adapters differ from those of ``model``: one sentence for all tensors of a kind."""
+        """How these adapters differ from those of ``model``: one sentence per kind of difference."""
         by_kind: dict[tuple[str, bool], list[str]] = {}
         for misfit in self.views(model)[1]:
             is_matrix = ".lora_" in (misfit.hf_name or "")
             by_kind.setdefault((misfit.kind, is_matrix), []).append(misfit.text)
-        found = [f"{texts[0]}{f' ({len(texts) - 1} more tensors likewise)' if len(texts) > 1 else ''}"
+        found = [f"{texts[0]}{f' (and {len(texts) - 1} more tensors)' if len(texts) > 1 else ''}"
                  for texts in by_kind.values()]
         if found:
             return found
         for adapter in model_adapters(model):
-            theirs = self.scale(live_name(adapter.layer), adapter.rank)
-            if not math.isclose(theirs, adapter.scale, rel_tol=1e-9):
-                return [f"{self.path / CONFIG_FILE} multiplies the adapter of {adapter.layer} by {theirs:g} (alpha "
-                        f"{theirs / adapter.scale * adapter.alpha:g} at rank {adapter.rank}), but this run by "
+            scale = self.scale(live_name(adapter.layer), adapter.rank)
+            if not math.isclose(scale, adapter.scale, rel_tol=1e-9):
+                return [f"{self.path / CONFIG_FILE} multiplies the adapter of {adapter.layer} by {scale:g} (alpha "
+                        f"{scale / adapter.scale * adapter.alpha:g} at rank {adapter.rank}), but this run by "
                         f"{adapter.scale:g}; give the same --lora-alpha, --lora-alpha-pattern and --lora-use-rslora"]
         return []
 
@@ -181,17 +181,17 @@ class AdapterDirectory:
 def adapter_targets(
     model: ModelConfig, dtypes: Mapping[str, torch.dtype], base_crc32: int | None
 ) -> tuple[list[View], TargetFile]:
-    """Views and layout of ``adapter_model.safetensors``; ``dtypes`` are those of the source by published name."""
+    """Views and layout of ``adapter_model.safetensors``; ``dtypes`` are the source's, by published name."""
     weights = {PREFIX + live_name(name): (name, weight, shape) for weight in saved_weights(model)
                for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)}
-    described = [(ours, dtypes[name], shape) for ours, (name, _, shape) in sorted(weights.items())]
+    described = [(peft_name, dtypes[name], shape) for peft_name, (name, _, shape) in sorted(weights.items())]
     stated = {} if base_crc32 is None else {BASE_KEY: str(base_crc32)}
     file = safetensors_file(WEIGHTS_FILE, described, stated)
     return [whole_view(stored, *weights[stored.name][:2]) for stored in file.tensors], file
 
 
 def config_text(model: ModelConfig, base: str) -> str:
-    """``adapter_config.json`` of the adapters of ``model``, with whole names: PEFT finds just these layers."""
+    """Text of ``adapter_config.json``.  It has full layer names, so that PEFT matches exactly these layers."""
     lora, found = model.lora, model_adapters(model)
     whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)
              if not weight.is_adapter for name in weight.hf_names}
@@ -209,6 +209,6 @@ def config_text(model: ModelConfig, base: str) -> str:
 
 
 def _plain(number: float) -> float | int:
-    """8 for 8.0, as PEFT writes it."""
+    """Return 8 for 8.0, as PEFT writes it."""
     rounded = round(number, 9)
     return int(rounded) if rounded == int(rounded) else rounded

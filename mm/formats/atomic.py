@@ -1,8 +1,8 @@
-"""A directory that appears complete or not at all, for conversions and training checkpoints.
+"""Directories that appear complete or not at all, for conversions and training checkpoints.
 
-Everything is written under a temporary sibling and renamed at the end.  A conversion also remembers what it finished:
-a journal beside its temporary directory ``.NAME.mm-convert`` says which files are on the disk, with the checksums of
-their tensors.  The same conversion goes on from there; another one starts anew.
+Everything is written to a temporary sibling, which is renamed at the end.  A conversion can also be resumed: a journal
+beside its temporary directory ``.NAME.mm-convert`` lists the finished files, with the checksums of their tensors.  The
+same conversion continues from there; a different one starts over.
 """
 
 import fcntl
@@ -26,20 +26,20 @@ Crc32s = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Modes:
-    """Permissions of what is written, before the umask takes its bits away."""
+    """Permissions of directories and files, before the umask is applied."""
 
     directory: int
     file: int
 
 
 MEGATRON_MODES = Modes(0o750, 0o640)
-"""Megatron's and MindSpeed-MM's for checkpoints."""
+"""Megatron's and MindSpeed-MM's permissions for checkpoints."""
 PLAIN_MODES = Modes(0o777, 0o666)
-"""Any program's for its files: only the umask decides."""
+"""Default permissions: only the umask restricts them."""
 
 
 def sync(path: Path) -> None:
-    """Put a file or directory on the disk for good."""
+    """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A file that must not exist yet, to be written; it is on the disk when the block is left."""
+    """Open a new file for writing, which must not exist yet.  It is flushed to disk when the block ends."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
         yield opened
         opened.flush()
@@ -57,7 +57,7 @@ def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def put_in_place(finished: Path, target: Path, aside: Path) -> None:
-    """Rename a directory, whose content is on the disk, to ``target``; what stood there is left ``aside``."""
+    """Rename a directory, already flushed to disk, to ``target``.  An existing target is renamed to ``aside``."""
     replaces = target.exists()
     if replaces:
         target.rename(aside)
@@ -71,7 +71,7 @@ def put_in_place(finished: Path, target: Path, aside: Path) -> None:
 
 
 class Output:
-    """The target of one conversion while it is written.  Safe to use from several threads."""
+    """The target of a conversion in progress.  Thread-safe."""
 
     def __init__(self, target: Path, fingerprint: str, modes: Modes, journal: BinaryIO) -> None:
         self.target = target
@@ -81,14 +81,14 @@ class Output:
         self._journal = journal
         self._lock = threading.Lock()
         self.finished: dict[str, dict[str, int]] = {}
-        """Checksums of the tensors of every file that is on the disk, by file."""
+        """Checksums of the tensors of each finished file, by file name."""
 
     @classmethod
     def begin(cls, target: Path, fingerprint: str, modes: Modes) -> "Output":
-        """Claim ``target`` (a resolved path) for the conversion ``fingerprint``, and take over what it finished before.
+        """Lock ``target`` (a resolved path) for the conversion ``fingerprint``, and reuse files that it has finished.
 
-        ``modes`` are those of its directories and weight files; the small files are ``commit``'s caller's.  Raises
-        UserError when another process is writing it.
+        ``modes``: permissions of directories and weight files; the caller of ``commit`` writes the small files.  Raises
+        UserError if another process is writing the target.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         path = _journal(target)
@@ -98,7 +98,7 @@ class Output:
             is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))
         except BlockingIOError:
             is_current = False
-        if not is_current:  # locked by, or just now removed by, a run that is about to be complete
+        if not is_current:  # locked by another run, or just removed by one that is completing
             journal.close()
             raise UserError(
                 f"Another mm-convert is writing {target} (it holds {path}); wait for it, or give another target."
@@ -106,13 +106,13 @@ class Output:
         output = cls(target, fingerprint, modes, journal)
         finished = _read_journal(path, fingerprint)
         if finished is None or not output.folder.is_dir():
-            output._start_anew()
+            output._start_over()
         else:
             output.finished = finished
             journal.truncate(len(b"".join(_journal_lines(path))))
         return output
 
-    def _start_anew(self) -> None:
+    def _start_over(self) -> None:
         self.finished = {}
         self._journal.truncate(0)
         os.fsync(self._journal.fileno())
@@ -122,7 +122,7 @@ class Output:
         self._append({"conversion": self._fingerprint})
 
     def drop_damaged(self, files: Sequence[TargetFile]) -> list[str]:
-        """Forget the finished files that are not, byte for byte, what the journal says; return their names."""
+        """Forget finished files whose bytes do not match the journal, and return their names."""
         damaged = [file.name for file in files if file.name in self.finished
                    and not is_intact(self.folder, file, self.finished[file.name])]
         for name in damaged:
@@ -130,9 +130,9 @@ class Output:
         return damaged
 
     def create(self, file: TargetFile) -> None:
-        """Make room for a file that is to be filled."""
+        """Create a file at its full size, to be filled."""
         path = self.folder / file.name
-        for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) would not give them the mode
+        for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) ignores the mode for parents
             (self.folder / parent).mkdir(mode=self._modes.directory, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._modes.file)
         try:
@@ -141,7 +141,7 @@ class Output:
             os.close(descriptor)
 
     def finish(self, file: TargetFile, crc32s: Crc32s) -> None:
-        """All tensors of ``file`` are written: add its frame, put it on the disk, and remember it."""
+        """Finish ``file`` once all its tensors are written: add its frame, flush it, and record it in the journal."""
         path = self.folder / file.name
         descriptor = os.open(path, os.O_WRONLY)
         try:
@@ -155,7 +155,7 @@ class Output:
             self._append({"file": file.name, "crc32": dict(crc32s)})
 
     def commit(self, write_others: Callable[[Path, Mapping[str, Crc32s]], None]) -> None:
-        """Write the small files, rename the whole into place, and remove what stood there and the journal."""
+        """Write the small files, rename the directory into place, and remove the old target and the journal."""
         write_others(self.folder, self.finished)
         for path in (*self.folder.rglob("*"), self.folder):
             sync(path)
@@ -165,7 +165,7 @@ class Output:
         tidy(self.target)
 
     def close(self) -> None:
-        """Let go of the target; what was finished stays for the next run."""
+        """Release the lock; finished files stay for the next run."""
         self._journal.close()
 
     def _append(self, entry: Mapping[str, object]) -> None:
@@ -175,7 +175,7 @@ class Output:
 
 
 def is_complete(target: Path, fingerprint: str, files: Sequence[TargetFile]) -> bool:
-    """Whether an earlier run of the same conversion was interrupted when only tidying up was left."""
+    """Whether an earlier run of the same conversion completed everything except the final cleanup."""
     finished = _read_journal(_journal(target), fingerprint)
     return (
         finished is not None
@@ -185,20 +185,20 @@ def is_complete(target: Path, fingerprint: str, files: Sequence[TargetFile]) -> 
 
 
 def tidy(target: Path) -> None:
-    """Remove what a complete conversion has no more use for."""
+    """Remove the old target and the journal after a complete conversion."""
     if _old(target).exists():
         shutil.rmtree(_old(target))
     _journal(target).unlink()
 
 
 def left_bytes(target: Path) -> int:
-    """Bytes on the disk of what an interrupted run left for ``target``: they will be used or freed."""
+    """Disk space of files that an interrupted run left for ``target``; they will be reused or freed."""
     folder = _temporary(target)
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
 def is_intact(folder: Path, file: TargetFile, crc32s: Crc32s | None = None) -> bool:
-    """Whether ``file`` in ``folder`` has its size, these checksums (None: any), and the frame of what it holds."""
+    """Whether ``file`` in ``folder`` has the right size, frame and checksums (None: any checksums)."""
     path = folder / file.name
     if not path.is_file() or path.stat().st_size != file.num_bytes:
         return False
@@ -221,12 +221,12 @@ def _old(target: Path) -> Path:
 
 
 def _journal_lines(path: Path) -> list[bytes]:
-    """Its whole lines: the last one is torn when the machine failed while it was written."""
+    """The complete lines of a journal; a crash while writing can leave a partial last line."""
     return whole_lines(path.read_bytes()) if path.is_file() else []
 
 
 def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | None:
-    """Finished files with their checksums; None when it is not the journal of the conversion ``fingerprint``."""
+    """Finished files with their checksums; None if the journal belongs to another conversion than ``fingerprint``."""
     lines = _journal_lines(path)
     if not lines or lines[0] != _line({"conversion": fingerprint}):
         return None

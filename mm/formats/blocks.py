@@ -1,7 +1,6 @@
-"""Writes tensors to a file block by block: while one block comes to the host, those before it are summed and written.
+"""Writes tensors to a file in a pipeline of blocks: one is copied to the host, one checksummed, one written.
 
-It knows nothing of devices and ranks: ``Host`` says how a tensor comes to the host.  Nothing here talks to other ranks,
-so that a save may run in any thread.
+``Host`` abstracts the copy from a device.  Nothing here communicates with other ranks, so a save may run in any thread.
 """
 
 import zlib
@@ -18,27 +17,27 @@ from torch import Tensor
 from mm.weights.memory import MemoryLayout
 
 BLOCK_BYTES = 16 << 20
-"""The size of a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB a rank."""
+"""Size of a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB per rank."""
 NUM_BLOCKS = 3
-"""In memory at a time: one comes to the host, one is summed, one is written."""
+"""Blocks in memory at a time: one being copied, one being checksummed, one being written."""
 _ALIGN_BYTES = 64
-"""Where a tensor begins in a buffer: any dtype may be read there."""
+"""Alignment of tensors in a buffer; enough for any dtype."""
 
 
 class Host(Protocol):
-    """How tensors come to the host from where they live; ``mm.device.device.Device`` is one."""
+    """Copies tensors to the host; ``mm.device.device.Device`` implements it."""
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
-        """Memory that ``start_copying_back`` fills; None where tensors are on the host already."""
+        """Memory for ``start_copying_back``; None if tensors are already on the host."""
         ...
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to copy ``tensor``; calling the result waits for the copy and gives it."""
+        """Begin to copy ``tensor``; calling the result waits for the copy and returns it."""
         ...
 
 
 class _SameMemory:
-    """Tensors are on the host already."""
+    """For tensors that are already on the host."""
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         return None
@@ -52,48 +51,48 @@ ON_HOST: Host = _SameMemory()
 
 @dataclass(frozen=True)
 class Values:
-    """The numbers of a tensor in a file, where they live: on any device, with padding that the file leaves out."""
+    """The values of a tensor to be saved: on any device, and with padding that the file omits."""
 
     live: Tensor
     memory: MemoryLayout | None = None
-    """How the parameter that ``live`` is of lies in memory; None: without padding."""
+    """Memory layout of the parameter that ``live`` belongs to; None: no padding."""
     start: int = 0
-    """Which element of the flattened parameter ``live`` begins with."""
+    """Index in the flattened parameter of the first element of ``live``."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Neighbouring elements of one tensor in a block."""
+    """Consecutive elements of one tensor in a block."""
 
     name: str
     values: Values
     elements: Tensor
     first: int
-    """Position of the first one in ``values.live``."""
+    """Index of the first element in ``values.live``."""
     offset: int
-    """Bytes of the block before it."""
+    """Byte offset in the block."""
 
     def start(self, host: Host, buffer: Tensor | None) -> Callable[[], Tensor]:
-        """Begin to copy it into ``buffer``; calling the result gives what the file holds of it."""
+        """Begin to copy it into ``buffer``; calling the result returns the elements without padding."""
         num_bytes = self.elements.nbytes
         into = None if buffer is None else buffer[self.offset : self.offset + num_bytes].view(self.elements.dtype)
         arrived, memory, first = host.start_copying_back(self.elements, into), self.values.memory, self.first
         return arrived if memory is None else lambda: memory.cut(arrived(), self.values.start + first)
 
 
-_Coming = list[tuple[str, Callable[[], Tensor]]]
-"""A block on its way to the host: for each part the name of its tensor, and what waits for it."""
+_Pending = list[tuple[str, Callable[[], Tensor]]]
+"""A block being copied to the host: for each part the name of its tensor, and a function that waits for the copy."""
 
 
 def write_tensors(
     opened: BinaryIO, tensors: Sequence[tuple[str, Values]], host: Host = ON_HOST, block_bytes: int = BLOCK_BYTES
 ) -> dict[str, int]:
-    """Write ``tensors`` one after the other and return the checksums of what was written, by name.
+    """Write ``tensors`` one after the other and return the checksums of the written bytes, by name.
 
-    Two threads sum and write the blocks; zlib and the system's write let others run.  On the host it takes at most
-    ``NUM_BLOCKS`` blocks, and about as much again for the moment in which padding is cut from one; where tensors are
-    there already and have no padding, nothing.  The file's position must be that of the first tensor.  Raises what
-    writing raises; nothing is written any more then.
+    Two threads checksum and write the blocks; zlib and the write call release the GIL.  Host memory: at most
+    ``NUM_BLOCKS`` blocks, and about as much again while padding is cut from one; none for tensors that are already on
+    the host and have no padding.  The file must be positioned at the first tensor.  Errors of the writer are raised,
+    and nothing more is written.
     """
     assert block_bytes % _ALIGN_BYTES == 0, block_bytes
     buffers = cycle([host.host_buffer(block_bytes) for _ in range(NUM_BLOCKS)])
@@ -101,33 +100,33 @@ def write_tensors(
     with ThreadPoolExecutor(1, "sum") as summing, ThreadPoolExecutor(1, "write") as writing:
         busy: deque[tuple[Future[None], ...]] = deque()
 
-        def hand_on(coming: _Coming) -> None:
-            block = [(name, _bytes(arrived())) for name, arrived in coming]
+        def submit(pending: _Pending) -> None:
+            block = [(name, _bytes(arrived())) for name, arrived in pending]
             busy.append((summing.submit(_sum, crc32s, block), writing.submit(_write, opened, block)))
 
         try:
-            before: _Coming = []
+            before: _Pending = []
             for parts in _blocks(tensors, block_bytes):
                 if len(busy) + bool(before) == NUM_BLOCKS:
-                    _finish(busy.popleft())  # its buffer is the next one
+                    _finish(busy.popleft())  # frees the next buffer
                 buffer = next(buffers)
-                coming = [(part.name, part.start(host, buffer)) for part in parts]
+                pending = [(part.name, part.start(host, buffer)) for part in parts]
                 if before:
-                    hand_on(before)
-                before = coming
+                    submit(before)
+                before = pending
             if before:
-                hand_on(before)
+                submit(before)
             while busy:
                 _finish(busy.popleft())
         except BaseException:
             for pool in (summing, writing):
-                pool.shutdown(wait=False, cancel_futures=True)  # leaving the block waits for what has begun
+                pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
             raise
     return crc32s
 
 
 def _blocks(tensors: Sequence[tuple[str, Values]], block_bytes: int) -> Iterator[list[_Part]]:
-    """The elements of all tensors in order, divided into blocks: small tensors share one, large ones take several."""
+    """Divide the elements of all tensors, in order, into blocks: small tensors share one, large ones span several."""
     parts: list[_Part] = []
     filled = 0
     for name, values in tensors:
@@ -146,7 +145,7 @@ def _blocks(tensors: Sequence[tuple[str, Values]], block_bytes: int) -> Iterator
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    if tensor.stride() != (1,):  # to torch one number with a gap behind it is contiguous, and yet no bytes
+    if tensor.stride() != (1,):  # torch calls one strided element contiguous, but cannot view it as bytes
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8).numpy().data
 
@@ -162,6 +161,6 @@ def _write(opened: BinaryIO, block: Sequence[tuple[str, memoryview]]) -> None:
 
 
 def _finish(work: Sequence[Future[None]]) -> None:
-    """Wait for it; raises what it raised."""
+    """Wait for ``work`` and raise its errors."""
     for future in work:
         future.result()

@@ -1,8 +1,8 @@
-"""Carries a byte plan out: reads, cuts and writes the bytes, with a checksum of every tensor that is written.
+"""Executes a byte plan: reads, cuts and writes the bytes, and computes a checksum of each written tensor.
 
-Memory is a few buffers for each worker, whatever the size of the model.  Data goes through small buffers that stay in
-the processor's cache between reading, checksum and writing; that is as fast as ``copy_file_range`` followed by a pass
-for the checksum, and what is summed is what is written.
+Memory is a few buffers per worker, whatever the size of the model.  Data passes through small buffers that stay in the
+processor's cache between reading, checksum and writing.  That is as fast as ``copy_file_range`` followed by a checksum
+pass, and the checksum covers exactly the written bytes.
 """
 
 import os
@@ -25,36 +25,34 @@ Advance = Callable[[int], object]
 
 
 def check_copies_and_padding(index: Index, root: Path) -> None:
-    """Make sure that stored tensors that should be equal are, and that padding, which is not read, is zero.
+    """Check that copies of a tensor are equal, and that padding, which is otherwise not read, is zero.
 
-    Raises UserError naming each pair that differs, and each tensor whose padding is not zero.
+    Raises UserError naming each pair that differs, and each tensor with padding that is not zero.
     """
     problems = []
     with Files(root) as files:
         for one, other in ((one.stored, other.stored) for one, other in index.copies):
             if not files.are_equal(one, other):
-                like = "the one" if one.name == other.name else one.name
+                original = "the one" if one.name == other.name else one.name
                 problems.append(
-                    f"{root / other.file}: {other.name} differs from {like} in {root / one.file}, of which it should "
-                    f"be a copy; one of the files is damaged or of another model{output_layer_hint(other.name)}."
+                    f"{root / other.file}: {other.name} differs from {original} in {root / one.file}, but should be a "
+                    f"copy of it; one of the files is damaged or of another model{output_layer_hint(other.name)}."
                 )
         for padding in index.padding:
             stored = padding.view.stored
             if not files.is_zero(padding):
                 problems.append(
-                    f"{root / stored.file}: the padding of {stored.name} is not zero, so it is no padding; the file "
-                    f"is damaged or was cut for another TP size."
+                    f"{root / stored.file}: the padding of {stored.name} is not zero; the file is damaged or was cut "
+                    f"for another TP size."
                 )
     refuse(problems)
 
 
 def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Advance) -> None:
-    """Write all files of ``plan`` that ``output`` has not finished; ``progress`` gets numbers of bytes, from
-    any thread.
+    """Write all files of ``plan`` that ``output`` has not finished.
 
-    Raises:
-        UserError: a source ends early.
-        OSError: the disk is full or fails.  What was finished stays finished.
+    ``progress`` is called with numbers of bytes, from any thread.  Raises UserError if a source file is too short, and
+    OSError if the disk is full or fails; finished files stay finished.
     """
     todo = _Todo(plan, output)
 
@@ -68,7 +66,7 @@ def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress
 
 
 def _run_workers(work: Callable[[Iterator[Job]], None], jobs: Sequence[Job], num_workers: int) -> None:
-    """Run ``work`` in threads, which share ``jobs``; when one fails, or the user interrupts, none gets another job."""
+    """Run ``work`` in threads that share ``jobs``.  After a failure or an interrupt, no thread gets another job."""
     left, lock, stop = iter(jobs), threading.Lock(), threading.Event()
 
     def shared() -> Iterator[Job]:
@@ -90,7 +88,7 @@ def _run_workers(work: Callable[[Iterator[Job]], None], jobs: Sequence[Job], num
 
 
 class _Todo:
-    """Knows the unfinished files, and finishes each after its last tensor."""
+    """Tracks unfinished files, and finishes each after its last tensor."""
 
     def __init__(self, plan: Plan, output: Output) -> None:
         self._output = output
@@ -104,7 +102,7 @@ class _Todo:
                 output.finish(file, {})
 
     def targets(self, job: Job) -> list[Stored]:
-        """Those of the job that are to be written."""
+        """The job's targets that are still to be written."""
         return [target for target in job.targets if target.file in self._files]
 
     def done(self, crc32s: dict[Stored, int]) -> None:
@@ -120,7 +118,7 @@ class _Todo:
 
 
 class _Worker:
-    """What one thread writes with."""
+    """The files and buffers of one thread."""
 
     def __init__(self, sources: Files, targets: Files, progress: Advance) -> None:
         self._sources, self._targets = sources, targets
@@ -128,7 +126,7 @@ class _Worker:
         self._progress = progress
 
     def run(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
-        """Write ``targets``, which are some of the job's or none; return their checksums."""
+        """Write ``targets``, a subset of the job's, and return their checksums."""
         if job.num_rows == len(job.targets) == 1:
             return {target: self._gather(job, target) for target in targets}
         return self._cut(job, targets) if targets else {}
@@ -154,7 +152,7 @@ class _Worker:
         return crc32
 
     def _cut(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
-        """Write tensors that take columns of the same rows, a block of rows at a time."""
+        """Write tensors that consist of columns of the same rows, a block of rows at a time."""
         moves = [move for move in job.moves if move.target in targets]
         widest = max(stored.num_bytes for stored in (*(move.source for move in moves), *targets)) // job.num_rows
         block = max(1, BUFFER_BYTES // widest)
@@ -181,7 +179,7 @@ class _Worker:
 
 
 def _pieces(job: Job) -> Iterator[tuple[Stored | None, int, int]]:
-    """(source or None for zeros, first byte in it, bytes) of a job with one row, in the order of its target."""
+    """(source or None for zeros, first byte, number of bytes) of a job with one row, in target order."""
     reached = 0
     for move in job.moves:
         if move.target_start > reached:

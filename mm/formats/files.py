@@ -1,4 +1,4 @@
-"""The open files of one directory: exact reads and writes of stored tensors, and what is asked of their bytes."""
+"""The open files of one directory: reads, writes, checksums and comparisons of stored tensors."""
 
 import os
 import zlib
@@ -16,11 +16,11 @@ from mm.weights.plan import Index, Stretch
 from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
-"""Size of one read or write: fits a second-level cache, where 4 MiB took twice the time."""
+"""Size of one read or write.  It fits a second-level cache; 4 MiB took twice as long."""
 
 
 class Files:
-    """The open files of one directory.  For one thread: readahead is per open file."""
+    """The open files of one directory.  Each thread needs its own, because readahead is per open file."""
 
     def __init__(self, directory: Path, flags: int = os.O_RDONLY) -> None:
         self.directory = directory
@@ -33,13 +33,13 @@ class Files:
         return self._descriptors[file]
 
     def read(self, stored: Stored, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a tensor from ``start`` on."""
+        """Fill ``into`` with the bytes of a tensor, beginning at ``start``."""
         done = 0
         while done < len(into):
             num_bytes = os.preadv(self._descriptor(stored.file), [into[done:]], stored.offset + start + done)
             if num_bytes == 0:
                 raise UserError(
-                    f"{self.directory / stored.file} ends within {stored.name}; it became shorter while it was read."
+                    f"{self.directory / stored.file} ends within {stored.name}; the file was truncated during reading."
                 )
             done += num_bytes
 
@@ -49,10 +49,10 @@ class Files:
             done += os.pwrite(self._descriptor(stored.file), data[done:], stored.offset + start + done)
 
     def read_columns(self, view: View, rows: range, indices: range) -> bytearray:
-        """Some indices of some rows of a stored tensor; only these are read."""
+        """Read only ``indices`` of ``rows`` of a stored tensor."""
         size, width, first = (number * view.unit_bytes for number in (len(indices), view.num_indices, indices.start))
         content = bytearray(len(rows) * size)
-        # Whole rows lie one after the other.
+        # Whole rows are contiguous, so they take one read.
         num_reads = 1 if size == width else len(rows)
         size *= len(rows) // num_reads
         for number, row in enumerate(rows[:num_reads]):
@@ -66,10 +66,10 @@ class Files:
         return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
     def block(self, index: Index, key: str, rows: range, indices: range) -> Tensor:
-        """[row, index, place] of the Hugging Face tensor ``key`` as it is stored, without looking at checksums.
+        """[row, index, place] of the Hugging Face tensor ``key`` as stored, without verifying checksums.
 
-        ``indices`` lie along the dimension that is cut, ``rows`` in those before it, places in those after it.  The
-        views of ``index`` must hold all of them, in one dtype, in files of this directory.
+        ``indices`` are along the cut dimension, ``rows`` along the dimensions before it, places along those after it.
+        The views of ``index`` must hold all of them, in one dtype, in files of this directory.
         """
         found = index.find(Span(key, indices.start, len(indices)))
         blocks = [self.tensor(one.view, rows, range(one.start, one.stop)) for one in found]
@@ -82,30 +82,30 @@ class Files:
             crc32 = zlib.crc32(block, crc32)
         return crc32
 
-    def check(self, stored: Stored, mend: str) -> None:
-        """Refuse a tensor that is not what its checksum, if it has one, says; ``mend`` ends the message."""
+    def check(self, stored: Stored, advice: str) -> None:
+        """Raise UserError if a tensor has a checksum and its bytes do not match; ``advice`` ends the message."""
         if stored.crc32 is not None:
-            self.compare(stored, self.crc32(stored), mend)
+            self.compare(stored, self.crc32(stored), advice)
 
-    def compare(self, stored: Stored, crc32: int, mend: str) -> None:
-        """Refuse a tensor whose bytes had the checksum ``crc32`` when they were read, if another one is stated."""
+    def compare(self, stored: Stored, crc32: int, advice: str) -> None:
+        """Raise UserError if a tensor has a checksum other than ``crc32``, that of the bytes read."""
         if stored.crc32 not in (None, crc32):
             raise UserError(f"{self.directory / stored.file}: {stored.name} is damaged (its crc32 differs from "
-                            f"{MANIFEST_FILE}); {mend}.")
+                            f"{MANIFEST_FILE}); {advice}.")
 
-    def read_checked(self, stored: Stored, mend: str) -> bytearray:
-        """The bytes of a tensor, read once and checked while they pass through the processor's cache."""
+    def read_checked(self, stored: Stored, advice: str) -> bytearray:
+        """Read the bytes of a tensor and verify its checksum in one pass, while they are in the processor's cache."""
         content = bytearray(stored.num_bytes)
         crc32 = 0
         for start in range(0, len(content), BUFFER_BYTES):
             block = memoryview(content)[start : start + BUFFER_BYTES]
             self.read(stored, start, block)
             crc32 = zlib.crc32(block, crc32)
-        self.compare(stored, crc32, mend)
+        self.compare(stored, crc32, advice)
         return content
 
     def are_equal(self, one: Stored, other: Stored) -> bool:
-        """Whether dtype, shape and every bit are the same."""
+        """Whether dtype, shape and every bit are equal."""
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
         return all(a == b for a, b in zip(self._blocks(one), self._blocks(other), strict=True))
@@ -116,7 +116,7 @@ class Files:
         return not any(any(self.read_columns(part.view, rows, indices)) for rows, indices in blocks)
 
     def _blocks(self, stored: Stored) -> Iterator[memoryview]:
-        """The bytes of a tensor in order; each block is gone when the next one is asked for."""
+        """The bytes of a tensor in order; the next block overwrites the previous one."""
         buffer = memoryview(bytearray(min(BUFFER_BYTES, stored.num_bytes)))
         for start in range(0, stored.num_bytes, BUFFER_BYTES):
             block = buffer[: stored.num_bytes - start]

@@ -1,6 +1,6 @@
-"""Hugging Face directories as a source of weights: their files found, checked and described as views.
+"""Hugging Face directories as a source of weights: finds and checks their files, and describes them as views.
 
-Only headers are read.  Every name and shape comes from ``mm.weights.table``.
+Only headers are read.  Names and shapes come from ``mm.weights.table``.
 """
 
 import json
@@ -25,11 +25,11 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def are_module_names(names: Iterable[str]) -> bool:
-    """Whether Hugging Face names are spelled as in the live module; raises UserError for names that mix the two."""
+    """Whether Hugging Face names are spelled as in the live module; raises UserError if both spellings occur."""
     examples = {published_name(name) != name: name for name in names if name.startswith(("visual.", "model."))}
     if len(examples) > 1:
         raise UserError(
-            f"The weights are named in two ways, for example {examples[False]!r} and {examples[True]!r}; expected "
+            f"The weights mix two naming schemes, for example {examples[False]!r} and {examples[True]!r}; expected "
             f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
         )
     return True in examples
@@ -37,7 +37,7 @@ def are_module_names(names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class HFDirectory:
-    """A Hugging Face directory whose files were found whole and consistent."""
+    """A Hugging Face directory whose files are complete and consistent."""
 
     path: Path
     config: Mapping[str, Any]
@@ -52,8 +52,8 @@ class HFDirectory:
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
         """Find and check config and shards; only headers are read.
 
-        With ``weights_required=False`` a directory without any weights is accepted too (``tensors`` is empty).  Raises
-        UserError when it is of another model, or its weights are incomplete, damaged or of another format.
+        With ``weights_required=False`` a directory without weights is accepted too (``tensors`` is empty).  Raises
+        UserError if it is of another model, or its weights are incomplete, damaged or in another format.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -84,7 +84,7 @@ class HFDirectory:
         return {file: found[file] for file in sorted(found)}
 
     def describe(self) -> list[str]:
-        """What it is, for ``show``."""
+        """Lines for ``show``."""
         return [f"{self.path}: Hugging Face directory", f"layers: {Layout.of(self.model_config(), 1)}"]
 
     def model_config(self) -> ModelConfig:
@@ -92,7 +92,7 @@ class HFDirectory:
         return model_from_hf(self.config, file=self.path / "config.json")
 
     def check(self, model: ModelConfig) -> None:
-        """Make sure that config.json describes ``model``, and that the weights, if there are any, are all of its.
+        """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's.
 
         Raises UserError with each setting that differs, else with each tensor that does not fit.
         """
@@ -104,16 +104,16 @@ class HFDirectory:
         refuse(hf_problems(model, self.path, "The model JSON", self.config_bytes))
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights of ``model``, and what does not fit.
+        """Views of all weights of ``model``, and tensors that do not fit.
 
-        A tied model may come with an ``lm_head.weight``, which is then a copy of the embedding.
+        A tied model may have an ``lm_head.weight``, which is then a copy of the embedding.
         """
         views, misfits, left_over = whole_views(
             model_weights(model), self.tensors,
             lambda name, shape: f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}.",
             lambda _, shape, stored: (
                 f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
-                f"{list(shape)}. Give the weights that belong to the model JSON."))
+                f"{list(shape)}. Give weights that match the model JSON."))
         for name in left_over:
             stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
@@ -121,14 +121,14 @@ class HFDirectory:
                 weight = next(view.weight for view in views if view.weight.hf_names == (HF_EMBEDDING_NAME,))
                 views.append(whole_view(stored, HF_EMBEDDING_NAME, weight))
             else:
-                text = (f"{self.path / stored.file} holds {stored.name}, which is no weight of the model"
+                text = (f"{self.path / stored.file} holds {stored.name}, which is not a weight of the model"
                         f"{output_layer_hint(name)}.")
                 misfits.append(Misfit("left over", text, hf_name=name, stored=stored))
         return views, misfits
 
 
 def output_layer_hint(name: str) -> str:
-    """Why an output layer may be missing or left over."""
+    """A hint on why an output layer may be missing or left over; empty for other names."""
     if published_name(name) != HF_OUTPUT_LAYER_NAME:
         return ""
     return (
@@ -140,17 +140,17 @@ def output_layer_hint(name: str) -> str:
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
     """Views and files of the LLM in ``path``, a text-only Qwen2.5 or a Qwen2.5-VL; paths are absolute.
 
-    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting in which the two differ,
-    or each tensor that is missing or has another shape.
+    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting that differs, or each
+    tensor that is missing or has another shape.
     """
     directory = Path(path).resolve()
     if not (directory / "config.json").is_file():
         raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
     config_bytes = (directory / "config.json").read_bytes()
     found = _parsed(directory / "config.json", config_bytes)
-    ours, theirs = (one.get("text_config") or one for one in (config, found))
-    refuse(f"{directory / 'config.json'}: {key} is {theirs.get(key)}, but the whole model has {ours.get(key)}; give "
-           f"the LLM of the same size." for key in LANGUAGE_KEYS if theirs.get(key) != ours.get(key))
+    expected, actual = (one.get("text_config") or one for one in (config, found))
+    refuse(f"{directory / 'config.json'}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
+           f"give an LLM of the same size." for key in LANGUAGE_KEYS if actual.get(key) != expected.get(key))
     tensors, index = _read_tensors(directory)
     located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
     language = HFDirectory(directory, found, located, index, config_bytes)
@@ -184,13 +184,13 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def is_model_weights(name: str) -> bool:
-    """Whether a file of this name holds, or lists, weights of a model (and not of an adapter)."""
+    """Whether a file of this name holds or lists weights of a model (not of an adapter)."""
     is_safetensors = name.endswith((".safetensors", ".safetensors.index.json"))
     return is_safetensors and not is_adapter_file(name)
 
 
 def is_adapter_file(name: str) -> bool:
-    """Whether PEFT calls the files of an adapter so."""
+    """Whether PEFT uses this name for a file of an adapter."""
     return name.startswith("adapter_")
 
 
@@ -207,7 +207,7 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
-            f"{directory / INDEX_FILE} has no 'weight_map' from tensor names to shard files; download it again."
+            f"{directory / INDEX_FILE} has no 'weight_map' of tensor names to shard files; download it again."
         )
     shards = list(dict.fromkeys(weight_map.values()))
     outside = [name for name in shards if Path(name).name != name]
@@ -232,15 +232,14 @@ def _no_weights(directory: Path, files: list[str]) -> str:
         )
     if pickled:
         return (
-            f"{directory} holds its weights only as {pickled[0]}, a pickle, which is not read because it can run "
-            f"code; convert it with transformers: from_pretrained, then save_pretrained, which writes "
-            f"{SINGLE_FILE}."
+            f"{directory} has weights only as a pickle, {pickled[0]}, which is not read because it can run code; "
+            f"convert it with transformers: from_pretrained, then save_pretrained, which writes {SINGLE_FILE}."
         )
     return f"{directory} holds no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards."
 
 
 def _read_tensors(directory: Path) -> tuple[dict[str, Stored], Mapping[str, Any] | None]:
-    """All tensors of the shards by published name, in the order of the files, and the index, which must agree."""
+    """All tensors of the shards by published name, in file order, and the index, which must match them."""
     index, shards = _find_shards(directory)
     tensors: dict[str, Stored] = {}
     problems: list[str] = []
@@ -249,10 +248,10 @@ def _read_tensors(directory: Path) -> tuple[dict[str, Stored], Mapping[str, Any]
         if index is not None:
             listed = {name for name, file in index["weight_map"].items() if file == shard}
             if absent := _some(listed - found.keys()):
-                problems.append(f"{directory / INDEX_FILE} says that {shard} holds {absent}, which it does not; "
+                problems.append(f"{directory / INDEX_FILE} lists {absent} in {shard}, which does not hold it; "
                                 f"download both again.")
             if extra := _some(found.keys() - listed):
-                problems.append(f"{directory / shard} holds {extra}, not listed for it in {INDEX_FILE}; download both "
+                problems.append(f"{directory / shard} holds {extra}, which {INDEX_FILE} does not list; download both "
                                 f"again.")
         for tensor in found.values():
             twin = tensors.setdefault(published_name(tensor.name), tensor)

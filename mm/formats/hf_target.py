@@ -1,4 +1,4 @@
-"""New Hugging Face directories like a base: which tensor goes into which file, and the files beside the weights."""
+"""New Hugging Face directories modelled on a base: which tensor goes into which file, and the other files."""
 
 import json
 import shutil
@@ -16,17 +16,17 @@ from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weig
 from mm.weights.views import View, whole_view
 
 _SHARD_BYTES = 5_000_000_000
-"""Size of a shard file where the base has none to follow; transformers 4 wrote 5 GB too."""
+"""Size of a shard file if the base has no weights; transformers 4 used 5 GB as well."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
 
 Dtypes = Mapping[str, torch.dtype]
 
 
 def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
-    """Views and files of a new directory: the shards of ``base`` where it has weights, else new ones.
+    """Views and files of a new directory: the shards of ``base`` if it has weights, else new ones.
 
-    ``dtypes`` are those of the source by published name: a conversion changes none.  A shard whose tensors have the
-    dtypes of the base's gets the base's header to the byte.
+    ``dtypes`` are the source's, by published name; a conversion keeps them.  A shard with the same dtypes as in the
+    base gets a byte-identical header.
     """
     weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
     shapes = {name: shape for weight in weights.values()
@@ -43,11 +43,11 @@ def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[l
 
 
 def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each file with the names in it, and the published name of what they hold."""
+    """Each file with its tensor names, and the published name of the weight that each holds."""
     if base.tensors:
         shards: dict[str, dict[str, str]] = {}
         for name, stored in base.tensors.items():
-            # A tied model's spare lm_head.weight stays, as what it is: the embedding.
+            # A tied model's redundant lm_head.weight is kept; it is the embedding.
             is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
             shards.setdefault(stored.file, {})[stored.name] = HF_EMBEDDING_NAME if is_copy else name
         yield from shards.items()
@@ -66,16 +66,16 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
 
 
 def is_hf_target(path: Path) -> bool:
-    """Whether a directory is of the kind that is written here, so that it may be replaced."""
+    """Whether a directory is of the kind written here, so that it may be replaced."""
     return (path / "config.json").is_file()
 
 
 def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
-    """Everything beside the weights ``files``: config.json, the index, and what the base has at its top.
+    """Write everything besides the weights ``files``: config.json, the index, and the base's other top-level files.
 
-    Neither weights nor pickles nor hidden files are copied.  config.json states the dtype of the weights, and gets what
-    one of transformers 4.57 and 5 would miss in it; where neither changes anything, it is the base's to the byte.  So
-    is the index of the same tensors; another one keeps further metadata of the base's.
+    Weights, pickles and hidden files are not copied.  config.json states the dtype of the weights, and gets the keys
+    that transformers 4.57 or 5 would miss; if nothing changes, it is copied byte for byte.  The index is copied too if
+    the tensors are the same; a new index keeps the base's other metadata.
     """
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)

@@ -1,6 +1,6 @@
 """Reads a pickle as data: numbers, strings, containers, and placeholders for everything else.
 
-**No global of the pickle is imported or called.**  A placeholder has the name of the global and its arguments.
+**No global of the pickle is imported or called.**  A placeholder records the name of the global and its arguments.
 """
 
 import pickle
@@ -20,16 +20,16 @@ _HARMLESS_STDLIB = {
     "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "types": ("SimpleNamespace",), "functools": ("partial",), "signal": ("Signals",),
 }  # fmt: skip
-"""What Megatron's args and rng_state bring along. Any *other* global of Python itself (os.system, eval) is a sign of
-code in the pickle: it could do no harm here, but such a file is refused, not quietly used."""
+"""Globals that Megatron's args and rng_state contain.  Any *other* global of Python itself (os.system, eval) suggests
+that the pickle contains code.  It could do no harm here, but such a file is rejected."""
 
 
 class CodeInPickle(Exception):
-    """The pickle asks for a global that runs code; the message is its name, such as ``posix.system``."""
+    """The pickle refers to a global that runs code; the message is its name, such as ``posix.system``."""
 
 
 class Opaque:
-    """Stands for an object of the pickle: the global that should have made it, what it was given, its state."""
+    """Placeholder for an object of the pickle: the name of its constructor, the arguments, and the state."""
 
     global_name: str
     args: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Opaque:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Items of a foreign mapping or list are dropped, also those of ``append`` and ``extend``."""
+        """Drop items of a foreign mapping or list, like ``append`` and ``extend``."""
 
     def append(self, item: Any) -> None:
         """See ``__setitem__``."""
@@ -53,7 +53,7 @@ class Opaque:
 
 
 class _InertUnpickler(pickle._Unpickler):
-    """Python's unpickler written in Python: that in C allocates gigabytes if a memo index in the file says so."""
+    """The pure-Python unpickler.  The C one allocates gigabytes if a file has a large memo index."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
@@ -72,19 +72,19 @@ class _InertUnpickler(pickle._Unpickler):
         return self._placeholders[full_name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """The description of the thing outside the pickle, for torch a storage, as it stands."""
+        """Return the description of an external object unchanged; torch uses them for storages."""
         return pid
 
 
 def load(data: bytes) -> Any:
-    """What the pickle describes; every object of a class is an ``Opaque``, every class or function a subclass of it.
+    """Load a pickle.  Objects of classes become instances of ``Opaque``, classes and functions subclasses of it.
 
-    Raises CodeInPickle, and for damaged data whatever the damage leads to.
+    Raises CodeInPickle, and any exception for damaged data.
     """
     return _InertUnpickler(data).load()
 
 
 def global_name(value: Any) -> str:
-    """The global that a placeholder, object or class, stands for; empty for anything else."""
+    """The name of the global that a placeholder, instance or class, represents; empty for anything else."""
     is_placeholder = isinstance(value, Opaque) or (isinstance(value, type) and issubclass(value, Opaque))
     return value.global_name if is_placeholder else ""

@@ -1,6 +1,6 @@
-"""Where the layers of a weight directory live: pipeline lists and tensor parallel size.
+"""The layout of a weight directory: pipeline lists and tensor-parallel size.
 
-The rules are those of ``mm.placement`` and ``mm.config.model``; only the names of the flags are added here.
+The rules are in ``mm.placement`` and ``mm.config.model``; this module adds the names of the flags.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from mm.placement import PipelineLayout, layout_problems
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the layers of a checkpoint live: ``[chunk][stage]`` lists, and the tensor parallel size."""
+    """Placement of a checkpoint's layers: ``[chunk][stage]`` lists, and the tensor-parallel size."""
 
     vision: PipelineLayout
     language: PipelineLayout
@@ -38,7 +38,7 @@ class Layout:
 
 
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
-    """Raise UserError for a layout on which ``model`` cannot be placed or cut; ``flag`` is where it was given."""
+    """Raise UserError if ``model`` cannot be placed or cut on ``layout``, which ``flag`` gave."""
     problems = layout_problems(
         layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
         f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers",

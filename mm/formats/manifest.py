@@ -1,6 +1,6 @@
-"""``manifest.json``: a list of tensors with checksums, and whatever else a directory states about itself.
+"""``manifest.json``: a list of tensors with checksums, and metadata of a directory.
 
-Conversions and training checkpoints both keep one.  A checksum of the whole shows damage and edits.
+Conversions and training checkpoints both write one.  A checksum of the manifest itself reveals damage and edits.
 """
 
 import json
@@ -20,26 +20,26 @@ MANIFEST_FILE = "manifest.json"
 
 
 def manifest_text(content: Mapping[str, Any], key: str, tensors: Sequence[Mapping[str, Any]]) -> str:
-    """JSON to be looked at: ``content``, and under ``key`` one line for each of ``tensors``."""
+    """Readable JSON: ``content``, and under ``key`` one line for each of ``tensors``."""
     whole = {**content, key: tensors}
     text = json.dumps({"crc32": _crc32(whole), **content, key: []}, indent=1)
     lines = ",\n  ".join(json.dumps(tensor) for tensor in tensors)
     return f"{text.removesuffix('[]' + chr(10) + '}')}[\n  {lines}\n ]\n}}\n"
 
 
-def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[str, Any]:
-    """What the manifest in ``folder`` states, without its format and version; ``mend`` ends the messages.
+def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[str, Any]:
+    """Read the manifest in ``folder``, without its format and version; ``advice`` ends the error messages.
 
-    Raises UserError when it is missing, damaged, or of another format or version.
+    Raises UserError if it is missing, damaged, or of another format or version.
     """
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {mend}.") from error
+        raise UserError(f"{path} cannot be read ({error}); {advice}.") from error
     crc32 = content.pop("crc32", None) if isinstance(content, dict) else None
     if crc32 is None or crc32 != _crc32(content):
-        raise UserError(f"{path} is damaged (its crc32 differs); {mend}.")
+        raise UserError(f"{path} is damaged (its crc32 differs); {advice}.")
     found = content.pop("format"), content.pop("version")
     if found != (format, version):
         raise UserError(f"{path} is {found[0]!r} version {found[1]!r}; expected {format!r} version {version}.")
@@ -47,9 +47,9 @@ def read_manifest(folder: Path, format: str, version: int, mend: str) -> dict[st
 
 
 def read_head(folder: Path, key: str) -> dict[str, Any]:
-    """What the manifest in ``folder`` states before its list ``key``, which is most of a large file.
+    """Read the manifest in ``folder`` up to the list ``key``, which is most of a large file.
 
-    The checksum is of the whole, so it is not compared.  Raises UserError when the file cannot be read.
+    The checksum covers the whole file, so it is not verified.  Raises UserError if the file cannot be read.
     """
     path, head = folder / MANIFEST_FILE, []
     try:
@@ -66,7 +66,7 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
 
 
 def tensor_json(stored: Stored) -> dict[str, Any]:
-    """A tensor as a manifest lists it."""
+    """A tensor's entry in a manifest."""
     return {
         "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
         "crc32": stored.crc32,
@@ -74,12 +74,12 @@ def tensor_json(stored: Stored) -> dict[str, Any]:
 
 
 def tensor_from_json(entry: Mapping[str, Any]) -> Stored:
-    """A tensor that a manifest lists; where in its file it lies, the file itself says."""
+    """A tensor from its manifest entry.  Its offset is 0: only the file itself has the offset."""
     return Stored(entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
 
 
 def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
-    """A ``ModelConfig`` from its ``asdict`` in JSON; raises UserError for other fields or values than ours can have."""
+    """A ``ModelConfig`` from its ``asdict`` in JSON; raises UserError for unknown fields or invalid values."""
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:

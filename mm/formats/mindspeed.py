@@ -1,7 +1,7 @@
 """Directories in MindSpeed-MM's layout, as a source of weights for any other layout.
 
-Reads what this project converts and what MindSpeed-MM converts or trains.  Without a manifest, files and names show the
-layout; what model it is must be given.
+Reads conversions by this project, and conversions and training checkpoints by MindSpeed-MM.  Without a manifest, the
+layout is inferred from file and tensor names, and the model must be given.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ _SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
 _ITERATION_NAME = re.compile(r"iter_(\d+)")
 _CHUNK = re.compile(r"model(\d*)[./]")
 _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
-"""What Megatron's training writes beside the weights: optimizer and random states."""
+"""Files that Megatron's training writes beside the weights: optimizer and random states."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a converted directory states about itself."""
+    """Metadata of a converted directory."""
 
     tool: str
     model: ModelConfig
@@ -63,9 +63,9 @@ class Manifest:
     tp_size: int
     storage: Storage
     source: Mapping[str, Any]
-    """"kind" and "fingerprint" of what was converted; for people, and to know one source from another."""
+    """"kind" and "fingerprint" of the converted source; for people, and to distinguish sources."""
     tensors: tuple[Stored, ...]
-    """Each with its checksum; files are relative to the directory of the manifest."""
+    """With checksums; file names are relative to the directory of the manifest."""
 
     @property
     def layout(self) -> Layout:
@@ -73,9 +73,9 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest | None":
-        """The manifest of ``directory``; None when it has none.
+        """The manifest of ``directory``, or None.
 
-        Raises UserError when it is damaged or of another format or version.
+        Raises UserError if it is damaged or of another format or version.
         """
         if not (directory / MANIFEST_FILE).is_file():
             return None
@@ -89,7 +89,7 @@ class Manifest:
         return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
 
     def text(self) -> str:
-        """The file."""
+        """The content of the manifest file."""
         model = dataclasses.asdict(self.model)
         layout = {
             "vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
@@ -107,25 +107,25 @@ class Manifest:
 
 @dataclass(frozen=True)
 class MindSpeedDirectory:
-    """A directory whose files were found whole; only headers were read."""
+    """A directory whose files are complete, as far as their headers show."""
 
     path: Path
     folder: str
-    """Holds the ranks, relative to ``path``: ``release`` or ``iter_0000010``."""
+    """The subdirectory of ``path`` with the ranks: ``release`` or ``iter_0000010``."""
     manifest: Manifest | None
     storage: Storage
     num_chunks: int
     """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
-    """Tensors by file, relative to ``path``, and name."""
+    """Tensors by file (relative to ``path``) and name."""
     notes: tuple[str, ...] = ()
-    """For the user; none, as every kind of directory has them."""
+    """Notes for the user, a field of every kind of directory; none here."""
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
-        """Find the ranks, the manifest and every tensor's place; no weights are read.
+        """Find the ranks, the manifest and the offset of every tensor; no weights are read.
 
-        Raises UserError when it is no such directory, and naming each file that is damaged.
+        Raises UserError if it is not such a directory, or naming each damaged file.
         """
         path = Path(path)
         if not path.is_dir():
@@ -145,19 +145,19 @@ class MindSpeedDirectory:
 
     @property
     def iteration(self) -> int | None:
-        """At which MindSpeed-MM's training wrote it; None for a conversion."""
+        """Iteration at which MindSpeed-MM's training wrote it; None for a conversion."""
         match = _ITERATION_NAME.fullmatch(self.folder)
         return match and int(match[1])
 
     @property
     def consumed_samples(self) -> int | None:
-        """How many samples that training had consumed; None for a conversion, and where its files don't say."""
+        """Samples that the training had consumed; None for a conversion, or if its files do not say."""
         file = next((file for file in self.files if file.suffix == ".pt"), None)
         return read_consumed_samples(file) if file is not None and self.iteration is not None else None
 
     @property
     def layout(self) -> Layout:
-        """The layout that names of files and tensors show."""
+        """The layout inferred from file and tensor names."""
         names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
         ranks = {file: rank_of(Path(file).parent.name) or (0, 0) for file in self.contents}
         last_tp_rank, last_stage = (max(rank[axis] for rank in ranks.values()) for axis in range(2))
@@ -173,13 +173,13 @@ class MindSpeedDirectory:
     def placed_model(
         self, given: Layout | None, flag: str, model: ModelConfig | None = None
     ) -> tuple[ModelConfig, int]:
-        """The model on the layout of this directory, and its tensor parallel size.
+        """The model on the layout of this directory, and its tensor-parallel size.
 
-        Model and layout are the manifest's; without a manifest the model is ``model``, and the layout is what the files
-        show.  A ``given`` layout, which ``flag`` gives, must be the same.  Raises UserError when given and found layout
-        differ, the model is not given, or the files do not hold all of it.
+        Model and layout come from the manifest; without one, the model is ``model``, and the layout is inferred from
+        the files.  A layout ``given`` by ``flag`` must match.  Raises UserError if the layouts differ, the model is not
+        given, or the files do not hold all of it.
         """
-        adapters_only = self.storage.adapters_only  # whose files may leave layers out, and so don't show the layout
+        adapters_only = self.storage.adapters_only  # adapter files may omit layers, so they do not show the layout
         found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
@@ -190,12 +190,12 @@ class MindSpeedDirectory:
             return self.manifest.model, self.manifest.tp_size
         if model is None:
             raise UserError(
-                f"{self.path} has no manifest that says what model it is; give --cfg.hf_config.hf_dir, the Hugging "
+                f"{self.path} has no manifest that describes its model; give --cfg.hf_config.hf_dir, the Hugging "
                 f"Face directory that it was converted from."
             )
         if self.storage.vit_only:
             raise UserError(
-                f"{self.path} holds no LLM and no manifest that says on how many stages one would be; convert from the "
+                f"{self.path} has neither an LLM nor a manifest, so its number of stages is unknown; convert from the "
                 f"Hugging Face directory instead."
             )
         where = f"{self.path / self.folder}: "
@@ -205,13 +205,13 @@ class MindSpeedDirectory:
             has_end = any("final_layernorm" in name for stored in self.contents.values() for name in stored)
             stages = [count for chunk in found.vision for count in chunk]
             cause = (
-                "every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it.  Give the directory that "
-                "convert_base_to_hetero was given, or the Hugging Face directory."
+                "every stage holds the whole ViT, as with MindSpeed-MM's --hetero-parallel.  Give the directory that "
+                "was the input of convert_base_to_hetero, or the Hugging Face directory."
                 if len(stages) > 1 and set(stages) == {model.vision.num_layers} else
-                "MindSpeed-MM's converter from 26.0.0 on loses the last LLM layers, final norm and output layer where "
+                "since 26.0.0, MindSpeed-MM's converter loses the last LLM layers, final norm and output layer if "
                 "the list of LLM layers begins with 0.  Convert again with mm-convert hf_to_mm."
                 if found.language[0][0] == 0 and not has_end
-                else "some are missing or incomplete, or they are of another model."
+                else "some files are missing or incomplete, or belong to another model."
             )
             raise UserError([*problems, f"{where}this layout is what the files hold; {cause}"])
         check_layout(found, model, where.rstrip(": "))
@@ -220,7 +220,7 @@ class MindSpeedDirectory:
     def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and what does not fit; ``model`` is on the layout of this directory.
 
-        Views have the checksums of the manifest.  Raises UserError when the manifest describes other files.
+        Views have the checksums of the manifest.  Raises UserError if the manifest describes other files.
         """
         if self.manifest is not None and self.manifest.storage != self.storage:
             raise UserError(
@@ -256,7 +256,7 @@ class MindSpeedDirectory:
         if not stored.dtype.is_floating_point:
             text = f"{where}; expected floating-point numbers."
         elif self.manifest is not None and stated is None:
-            text = f"{where}, but {MANIFEST_FILE} does not name it; convert again."
+            text = f"{where}, but {MANIFEST_FILE} does not list it; convert again."
         elif stated is not None and stated.dtype != stored.dtype:
             text = f"{where}, but {MANIFEST_FILE} says {dtype_name(stated.dtype)}; convert again."
         else:
@@ -268,10 +268,10 @@ class MindSpeedDirectory:
         for file, contents in sorted(self.contents.items()):
             path = self.path / file
             if file not in known:
-                misfits.append(Misfit("left over", f"{path} belongs to no rank of the layout; remove it."))
+                misfits.append(Misfit("left over", f"{path} does not belong to any rank of the layout; remove it."))
                 continue
             for name in sorted(contents.keys() - known[file]):
-                text = f"{path} holds {name}, which has no place on this rank{nearest(name, known[file])}."
+                text = f"{path} holds {name}, which does not belong on this rank{nearest(name, known[file])}."
                 misfits.append(Misfit("left over", text, stored=contents[name]))
         return misfits
 
@@ -290,10 +290,10 @@ class MindSpeedDirectory:
         return tuple(self.path / file for file in sorted(self.contents))
 
     def describe(self) -> list[str]:
-        """What it is, for ``show``."""
+        """Lines for ``show``."""
         lines = [f"{self.path}: MindSpeed-MM's layout, {self.folder}, {self.storage}"]
         if self.manifest is None:
-            return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; as the files show it)"]
+            return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; inferred from the files)"]
         return [*lines, f"layout: {self.manifest.layout}",
                 f"source: {self.manifest.source['kind']}, written by {self.manifest.tool}"]
 
@@ -312,8 +312,8 @@ def _folder(path: Path) -> str:
     folder = iteration_name(int(text)) if text.isdecimal() else text
     if Path(folder).name != folder or not (path / folder).is_dir():
         raise UserError(
-            f"{latest} says {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the one "
-            f"to use there."
+            f"{latest} contains {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the "
+            f"directory to use into that file."
         )
     if not any((path / folder).glob("mp_rank_*")):
         raise UserError(f"{path / folder} holds no mp_rank_* directories; expected one for every rank.")
@@ -321,18 +321,18 @@ def _folder(path: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """All weight files of all ranks; anything else that has no business there is a problem."""
+    """All weight files of all ranks; raises UserError for unexpected files."""
     found, problems = [], []
     for rank in sorted(folder.iterdir()):
         if rank.is_dir() and rank_of(rank.name) is None and rank.name.startswith("mp_rank_"):
-            problems.append(f"{rank} is no mp_rank_TT or mp_rank_TT_PPP; this model has no expert ranks.")
+            problems.append(f"{rank} is not named mp_rank_TT or mp_rank_TT_PPP; this model has no expert ranks.")
         if not rank.is_dir() or rank_of(rank.name) is None:
             continue
         for file in sorted(rank.iterdir()):
             if file.name == TORCH_FILE or _SAFETENSORS_FILE.fullmatch(file.name):
                 found.append(f"{rank.name}/{file.name}")
             elif not _NO_WEIGHTS.fullmatch(file.name):
-                problems.append(f"{file} is no file of weights (model.safetensors or {TORCH_FILE}); remove it.")
+                problems.append(f"{file} is not a weight file (model.safetensors or {TORCH_FILE}); remove it.")
     if not found:
         problems.append(f"{folder} holds no weights; expected model.safetensors or {TORCH_FILE} in every mp_rank_*.")
     refuse(problems)
@@ -343,8 +343,7 @@ def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storag
     formats = {Format.TORCH if file.endswith(".pt") else Format.SAFETENSORS: file for file in contents}
     if len(formats) > 1:
         raise UserError(
-            f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the format that is out of "
-            f"date."
+            f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the outdated format."
         )
     names = [name for stored in contents.values() for name in stored]
     if names and all(".lora_" in name for name in names):

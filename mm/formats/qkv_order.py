@@ -1,7 +1,7 @@
-"""In which order a directory of MindSpeed-MM keeps the ViT's qkv, which no file of it says.
+"""The row order of the ViT's qkv in a directory by MindSpeed-MM, which no file states.
 
-Its converters of 2.1.0 and from 26.0.0 on write it per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave it
-[Q; K; V] and cut that as a whole.  A Hugging Face directory of the same model shows which of them it was.
+Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave it
+as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the same model shows which it is.
 """
 
 from collections.abc import Sequence
@@ -24,22 +24,22 @@ from mm.weights.views import View
 
 @dataclass(frozen=True)
 class QkvOrder:
-    """How the order is found: it is stated, or compared."""
+    """How the order is determined: stated by the user, or by comparison with a Hugging Face directory."""
 
     stated: VitQkvOrder | None = None
-    """By the user."""
+    """The order that the user states."""
     base: str | Path | None = None
-    """A Hugging Face directory of the model, or what it was trained from."""
+    """A Hugging Face directory of the model, or of the model that the training started from."""
     flag: str = ""
-    """What states it; empty where nothing can, and then nothing is said of it."""
+    """The flag that states the order; if empty, the order is not examined."""
 
 
 def in_qkv_order(
     directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
 ) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
-    """``directory`` with the order in which it is to be read, and notes for the user.
+    """``directory`` with the order to read it in, and notes for the user.
 
-    What this project wrote, and the canonical structure, have one order.
+    Directories by this project, and those of the canonical structure, have one possible order.
     """
     if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
         return directory, ()
@@ -48,19 +48,19 @@ def in_qkv_order(
         found = _shown(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
     if found is None:
         return directory, (
-            f"{directory.path} has no manifest, and nothing shows in which order it keeps the ViT's qkv; it is read "
-            f"per head, as MindSpeed-MM 2.1.0 and those from 26.0.0 on write it.  If 2.2.0 or 2.3.0 converted it, give "
+            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head, as "
+            f"MindSpeed-MM 2.1.0 and releases since 26.0.0 write it.  If 2.2.0 or 2.3.0 converted it, give "
             f"{order.flag} whole",)
     if found == "per_head":
         return directory, ()
     storage = replace(directory.storage, whole_vision_qkv=True)
     return replace(directory, storage=storage), (
-        f"{directory.path} keeps the ViT's qkv [Q; K; V] as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0 "
-        f"leave it, where its runtime expects it per head; it is read rightly here",)
+        f"{directory.path} has the ViT's qkv as a whole, [Q; K; V], as the converters of MindSpeed-MM 2.2.0 and 2.3.0 "
+        f"write it, although its runtime expects it per head; it is read correctly here",)
 
 
 def _shown(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> VitQkvOrder | None:
-    """The order in which the first qkv of the ViT is much nearer to that of ``base``; None where nothing shows it."""
+    """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
     weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
     either = [replace(directory, storage=replace(directory.storage, whole_vision_qkv=is_whole))
               for is_whole in (False, True)]
@@ -75,7 +75,7 @@ def _shown(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base
 
 
 def _rows(root: Path, views: Sequence[View], weight: Weight) -> Tensor | None:
-    """The whole Hugging Face tensor of ``weight`` in fp32; None where ``views`` lack some of it."""
+    """The whole Hugging Face tensor of ``weight`` in fp32; None if ``views`` lack part of it."""
     index, rows = Index(views), Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
     if sum(one.span.length for one in index.find(rows)) != rows.length:
         return None

@@ -1,4 +1,4 @@
-"""Safetensors files as byte ranges: their headers read and written, and their names of dtypes.
+"""Safetensors files as byte ranges: reads and writes headers, and maps dtype names.
 
 Format: 8 bytes little-endian header length, JSON header, data (https://huggingface.co/docs/safetensors).
 """
@@ -19,23 +19,23 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "U8": torch.uint8,
 }  # fmt: skip
-"""Everything that we write."""
+"""All dtypes that this project writes."""
 FLOAT_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LFS_MAGIC = b"version https://git-lfs"
 """First bytes of a Git-LFS pointer: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
 _HEADER_LIMIT_BYTES = 100_000_000
-"""The safetensors library refuses longer headers."""
+"""The safetensors library rejects longer headers."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors spells it; a dtype that it does not know in torch's words."""
+    """The safetensors name of a dtype, or torch's name if safetensors has none."""
     return DTYPE_NAMES.get(dtype, str(dtype))
 
 
 def refuse_lfs_pointer(path: Path, start: bytes) -> None:
-    """Raise UserError when a file that begins with ``start`` is a Git-LFS pointer."""
+    """Raise UserError if a file that begins with ``start`` is a Git-LFS pointer."""
     if start.startswith(_LFS_MAGIC):
         raise UserError(f"{path} is a Git-LFS pointer, not the file itself; run 'git lfs pull' in {path.parent}.")
 
@@ -43,9 +43,9 @@ def refuse_lfs_pointer(path: Path, start: bytes) -> None:
 def read_header(
     path: Path, file: str | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> dict[str, Stored]:
-    """The tensors of one file by name, in its order; ``file`` is what they call it (default: its name).
+    """The tensors of one file by name, in file order; ``file`` is the file name they record (default: its own).
 
-    Raises UserError when the file is truncated or damaged, or has a tensor that is of none of ``dtypes``.
+    Raises UserError if the file is truncated or damaged, or has a tensor of a dtype not in ``dtypes``.
     """
     header, header_bytes = _read_json(path)
     size_bytes = path.stat().st_size
@@ -65,13 +65,13 @@ def read_header(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file states beside its tensors; raises UserError when it is truncated or damaged."""
+    """The metadata in a file's header; raises UserError if the file is truncated or damaged."""
     stated = _read_json(path)[0].get("__metadata__")
     return {str(key): str(value) for key, value in stated.items()} if isinstance(stated, dict) else {}
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and its length in bytes."""
+    """The parsed header of a file, and its length in bytes."""
     size_bytes = path.stat().st_size
     with path.open("rb") as opened:
         start = opened.read(len(_LFS_MAGIC))
@@ -101,7 +101,7 @@ def _stored(
     stored = Stored(file, name, dtypes[entry["dtype"]], tuple(entry["shape"]), data_start + start)
     if stop - start != stored.num_bytes:
         raise UserError(
-            f"{path}: {name} has {stop - start} bytes, which is not {list(stored.shape)} of {entry['dtype']}; "
+            f"{path}: {name} has {stop - start} bytes, which does not match {list(stored.shape)} of {entry['dtype']}; "
             f"download it again."
         )
     return stored
@@ -114,9 +114,9 @@ Description = tuple[str, torch.dtype, tuple[int, ...]]
 def safetensors_file(
     name: str, tensors: Iterable[Description], metadata: Mapping[str, str] | None = None
 ) -> TargetFile:
-    """A file to write: ``tensors`` one after the other, wider dtypes first, which keeps every tensor aligned.
+    """A file to write: ``tensors`` one after the other, wider dtypes first, so that every tensor is aligned.
 
-    ``metadata`` is stated in the header.
+    ``metadata`` goes into the header.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -132,7 +132,7 @@ def safetensors_file(
 
 
 def safetensors_file_like(path: Path) -> TargetFile:
-    """A file to write with the same header, to the byte, as that at ``path``."""
+    """A file to write with a header byte-identical to that of ``path``."""
     stored = tuple(read_header(path).values())
     with path.open("rb") as file:
         length = file.read(8)

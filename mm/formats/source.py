@@ -1,7 +1,7 @@
-"""Opens a directory of weights of any kind, and reads any weight of it for any layout.
+"""Opens a weight directory of any kind, and reads any of its weights for any layout.
 
-A source is a set of views that cover the model, whether it is a Hugging Face directory, one in MindSpeed-MM's layout or
-a training checkpoint.  Opening reads headers only.
+A source is a set of views that cover the model: a Hugging Face directory, one in MindSpeed-MM's layout, a training
+checkpoint or a PEFT directory.  Opening reads headers only.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, View
 
 BLOCK_BYTES = 1 << 26
-"""How much of a tensor is read at once: the memory that reading takes beside the weight itself."""
+"""Bytes of a tensor read at once: the memory that reading takes besides the weight itself."""
 
 
 Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
@@ -45,7 +45,7 @@ Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
 
 
 class Kind(Enum):
-    """What a directory of weights is."""
+    """Kinds of weight directories."""
 
     HUGGING_FACE = "Hugging Face directory"
     MINDSPEED = "MindSpeed-MM's layout"
@@ -55,13 +55,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A set of weights on the disk; only headers were read."""
+    """A set of weights on disk, of which only headers were read."""
 
     path: Path
-    """What the files of the views are relative to."""
+    """The files of the views are relative to this directory."""
     kind: Kind
     model: ModelConfig
-    """On the layout of the directory."""
+    """The model, on the layout of the directory."""
     tp_size: int
     views: tuple[View, ...]
     files: tuple[Path, ...]
@@ -69,21 +69,21 @@ class Source:
     directory: Directory | AdapterDirectory
     """What was opened at ``path``."""
     storage: Storage | None = None
-    """How a directory in MindSpeed-MM's layout keeps the weights."""
+    """How a directory in MindSpeed-MM's layout stores the weights."""
     problems: tuple[Misfit, ...] = ()
     """What does not fit the model; empty unless opened leniently."""
     is_stated: bool = True
-    """Whether the directory itself says what model it holds."""
+    """Whether the directory itself describes its model."""
     iteration: int | None = None
-    """At which a training wrote it; None for what no training wrote."""
+    """Iteration of the training that wrote it; None if no training did."""
     consumed_samples: int | None = None
-    """By that training; None where nothing says."""
+    """Samples consumed by that training; None if unknown."""
     notes: tuple[str, ...] = ()
-    """For the user: what an interrupted save left behind, or how the order of the ViT's qkv was found."""
+    """Notes for the user: leftovers of an interrupted save, or how the order of the ViT's qkv was determined."""
     base_crc32: int | None = None
-    """The checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if it is stated."""
+    """Checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if stated."""
     base_name: str | None = None
-    """The directory of that model, or its name on the hub, if PEFT's adapters state it."""
+    """Directory of that model, or its name on the hub, if PEFT's adapters state it."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -92,17 +92,17 @@ class Source:
 
     @property
     def is_vit_only(self) -> bool:
-        """Whether there is no LLM in it (``save_vit_only``)."""
+        """Whether it lacks the LLM (``save_vit_only``)."""
         return self.storage is not None and self.storage.vit_only
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a manifest states the checksum of every tensor: then its writer compared copies and padding."""
+        """Whether a manifest has the checksum of every tensor; then its writer has checked copies and padding."""
         return all(view.stored.crc32 is not None for view in self.views)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """By published name; where one tensor is held in two dtypes, a plan refuses it."""
+        """Dtypes by published name.  If a tensor is stored in two dtypes, making a plan raises an error."""
         return {span.key: view.stored.dtype for view in self.views for span in view.spans if span.key is not None}
 
     @property
@@ -111,7 +111,7 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Tells two versions of the same files apart without reading their weights: sizes, headers, times of change."""
+        """Identifies a version of the files without reading their weights: sizes, headers, modification times."""
         digest = hashlib.sha256()
         for path in sorted(self.files):
             state = path.stat()
@@ -122,18 +122,18 @@ class Source:
 
     @cached_property
     def index(self) -> Index:
-        """Who holds which range of the model, what must be equal, and what must be zero."""
+        """Which tensor holds which range of the model, which must be equal, and which must be zero."""
         return Index(self.views)
 
     def check(self) -> None:
-        """Make sure that copies are equal and padding is zero, which ``read`` does not look at.
+        """Check that copies are equal and padding is zero, which ``read`` does not check.
 
-        Raises UserError naming each tensor that is not as it should be.
+        Raises UserError naming each tensor that is wrong.
         """
         check_copies_and_padding(self.index, self.path)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Make sure that ``model``, on any layout, is what is stored.
+        """Check that ``model``, on any layout, is the stored model.
 
         Raises UserError naming every field that differs.
         """
@@ -148,11 +148,11 @@ class Source:
                 refuse(self.directory.problems(model))
 
     def check_optimizer(self) -> None:
-        """Raise UserError where a training wrote it, whose optimizer state cannot be read."""
+        """Raise UserError if a training of MindSpeed-MM wrote it, because its optimizer state cannot be read."""
         if self.iteration is not None and self.kind is Kind.MINDSPEED:
             raise UserError(
                 f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration {self.iteration}), whose "
-                f"optimizer state cannot be read here; add --no-load-optim to go on from that iteration with new "
+                f"optimizer state cannot be read here; add --no-load-optim to continue from that iteration with new "
                 f"optimizer state, or --finetune to start at step 0 from its weights."
             )
 
@@ -161,8 +161,8 @@ class Source:
     ) -> Tensor:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
-        A stored tensor with a checksum is read in whole and checked; of others only what the rank needs is read.
-        Raises UserError when a tensor is damaged; the message names it and its file.
+        A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read. Raises
+        UserError naming the tensor and file if a tensor is damaged.
         """
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
         spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
@@ -183,7 +183,7 @@ class Source:
         return shard
 
     def read_hf(self, weight: Weight, number: int) -> Tensor:
-        """The Hugging Face tensor ``number`` of ``weight`` as it is stored, without looking at checksums."""
+        """The Hugging Face tensor ``number`` of ``weight`` as stored, without verifying checksums."""
         key, shape, dim = weight.hf_names[number], weight.hf_shapes[number], cut_dim(weight)
         with Files(self.path) as files:
             return files.block(self.index, key, range(math.prod(shape[:dim])), range(shape[dim])).reshape(shape)
@@ -193,9 +193,9 @@ class Source:
 
 
 def find(path: str | Path, flag: str = "--load") -> Directory:
-    """The directory at ``path``, which ``flag`` gives: complete and undamaged as far as its headers show.
+    """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked.
 
-    Raises UserError when it is of no kind, incomplete or damaged.
+    Raises UserError if it is of no known kind, incomplete or damaged.
     """
     classes = {
         Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
@@ -213,12 +213,12 @@ def open(
     qkv: QkvOrder | None = None,
     lenient: bool = False,
 ) -> Source:
-    """A directory of weights of any kind as a source; ``flag`` gives it.
+    """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
-    ``layout`` is the layout that the user states with ``layout_flag``.  ``model`` says what model it is, where a
-    directory in MindSpeed-MM's layout has no manifest, and ``qkv`` how the order of its ViT's qkv is found.  With
-    ``lenient``, what does not fit that model is collected in ``problems`` instead of raised, and the views are those of
-    what fits.  Raises UserError when it is of no kind, incomplete, damaged, or not on the given layout.
+    ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
+    without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  With ``lenient``,
+    tensors that do not fit the model are collected in ``problems`` instead of raised, and the views cover the others.
+    Raises UserError if the directory is of no known kind, incomplete, damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
@@ -240,22 +240,22 @@ def open(
 def open_to_train(
     path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
 ) -> Source:
-    """What ``--load`` gives, found to be a whole ``model``.
+    """Open the directory of ``--load``, which must hold all of ``model``.
 
-    Raises UserError when it is of no kind, incomplete or of another model, or MindSpeed-MM trained it and the training
-    is to go on with its optimizer state.
+    Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
+    MindSpeed-MM trained it.
     """
     source = open(path, "--load", model=model, qkv=qkv)
     if needs_optimizer:
         source.check_optimizer()
     if source.is_vit_only:
-        raise UserError(f"--load {path} holds no LLM (it was made with save_vit_only); give a whole model.")
+        raise UserError(f"--load {path} holds no LLM (it was written with save_vit_only); give a whole model.")
     source.check_model(model)
     return source
 
 
 def open_hf(directory: HFDirectory, language_path: str | Path | None = None, lenient: bool = False) -> Source:
-    """A Hugging Face directory; with ``language_path``, ViT and projector of it and the LLM of another one."""
+    """A Hugging Face directory as a source; with ``language_path``, the LLM comes from that directory."""
     model = directory.model_config()
     views, misfits = directory.views(model)
     source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, misfits), lenient)
@@ -269,14 +269,14 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
 def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
     """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
 
-    Raises UserError where there are adapters in place of a whole model, unless ``takes_adapters``.
+    Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
     """
     manifest = directory.manifest
     if manifest.model.lora.is_on and not takes_adapters:
         base = (manifest.base or {}).get("path")
         raise UserError(
-            f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; train on with the "
-            f"--lora-* flags that it was trained with, or make a whole model of it with mm-convert merge_lora."
+            f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; continue training "
+            f"with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
         )
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
@@ -284,9 +284,9 @@ def open_training(directory: TrainingDirectory, lenient: bool = False, takes_ada
 
 
 def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
-    """A PEFT directory as the adapters, and modules trained in whole, of ``model``.
+    """A PEFT directory as a source: the adapters and fully trained modules of ``model``.
 
-    Raises UserError for each way in which they are not.
+    Raises UserError with all mismatches.
     """
     refuse(directory.problems(model))
     return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
@@ -300,7 +300,7 @@ def _open_mindspeed(
     if directory.storage.adapters_only:
         raise UserError(
             f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
-            f"that they were trained with, or make a PEFT directory of them with mm-convert lora_mm_to_hf."
+            f"of their training, or make a PEFT directory with mm-convert lora_mm_to_hf."
         )
     is_stated = directory.manifest is not None
     if not is_stated and model is None:
@@ -328,9 +328,9 @@ def _source(
 
 
 def holds_nothing(path: str | Path) -> bool:
-    """Whether ``path`` is missing, or a directory without anything that is, or was to be, weights of any kind.
+    """Whether ``path`` is missing, or a directory without weights of any kind, complete or not.
 
-    What an interrupted first save left is nothing.
+    Leftovers of an interrupted first save do not count.
     """
     path = Path(path)
     names = (MANIFEST_FILE, LATEST_FILE, "config.json")
@@ -341,9 +341,9 @@ def holds_nothing(path: str | Path) -> bool:
 
 
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:
-    """What ``path``, which ``flag`` gives, holds.  Only names are looked at.
+    """Determine the kind of ``path``, which ``flag`` gave, from file names only.
 
-    Raises UserError when there is nothing that weights are read from; the message says what was found.
+    Raises UserError if it holds no weights; the message describes what was found.
     """
     path = Path(path)
     if not path.is_dir():
@@ -359,9 +359,9 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
         return Kind.HUGGING_FACE
     if is_peft_directory(path):
         raise UserError(f"{flag} {path} holds a LoRA adapter, not a model; give the directory of its base model, or "
-                        f"--lora-target-modules and what else it was trained with.")
+                        f"--lora-target-modules and the other settings of its training.")
     if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
-        find_checkpoint(path)  # says what is wrong with it
+        find_checkpoint(path)  # raises an error that explains the problem
     names = sorted(entry.name for entry in path.iterdir())
     raise UserError(
         f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "

@@ -1,12 +1,12 @@
-"""Which file of a directory in MindSpeed-MM's layout holds which weights, and how: for reading and for writing.
+"""Which file in MindSpeed-MM's layout holds which weights, and in which form; for reading and for writing.
 
-``<dir>/latest_checkpointed_iteration.txt`` says ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds what one
-rank owns: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
-``model_optim_rng.pt`` with the keys ``model`` (``model0``, ``model1``...).  Names in the files are MindSpeed-MM's,
-whose layers count from 0 in every slot.
+``<dir>/latest_checkpointed_iteration.txt`` contains ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds one
+rank's weights: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
+``model_optim_rng.pt`` with the keys ``model`` (``model0``, ``model1``...).  Tensor names are MindSpeed-MM's, which
+count layers from 0 in every slot.
 
-MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up apart, and the ViT's qkv
-in Hugging Face's order; the rest is as in the fused one, which is the trainer's.  Pure: opens no file.
+MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up separate, and the ViT's
+qkv in Hugging Face's order; the rest equals the fused structure, which the trainer uses.  Pure: opens no file.
 """
 
 import re
@@ -30,14 +30,14 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 class Format(Enum):
-    """Kind of files: ``--cfg.save_format``."""
+    """File format: ``--cfg.save_format``."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
 
 
 class Structure(Enum):
-    """How the weights of a directory are kept."""
+    """Whether q, k, v and gate, up are stored fused or separate (canonical)."""
 
     FUSED = "fused"
     CANONICAL = "canonical"
@@ -45,17 +45,16 @@ class Structure(Enum):
 
 @dataclass(frozen=True)
 class Storage:
-    """How the weights of a directory are kept, apart from where."""
+    """How a directory stores the weights, besides the layout."""
 
     format: Format = Format.SAFETENSORS
     structure: Structure = Structure.FUSED
     vit_only: bool = False
-    """Whether the LLM is left out (``--cfg.save_vit_only``)."""
+    """Whether the LLM is omitted (``--cfg.save_vit_only``)."""
     whole_vision_qkv: bool = False
-    """Whether the ViT's qkv stays [Q; K; V] and is cut as a whole, as the converters of MindSpeed-MM 2.2.0 and 2.3.0
-    leave it by mistake."""
+    """Whether the ViT's qkv is [Q; K; V] and cut as a whole, a mistake of MindSpeed-MM's converters 2.2.0 and 2.3.0."""
     adapters_only: bool = False
-    """Whether it holds adapters, in the canonical structure, and not the model beside which they stand."""
+    """Whether it holds adapters, in the canonical structure, without their base model."""
 
     def __str__(self) -> str:
         return (f"{self.format.value} files, {self.structure.value} structure" + ", no LLM" * self.vit_only
@@ -64,7 +63,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one slot holds for one tensor-parallel rank."""
+    """One slot's weights of one tensor-parallel rank."""
 
     file: str
     """Relative to the directory of the ranks.  The chunks of a stage share a torch file."""
@@ -72,11 +71,11 @@ class RankFile:
     """``model``, or ``model0``, ``model1``... with virtual chunks."""
     tp_rank: int
     weights: Mapping[str, Weight]
-    """By name as ``mm.weights.views.Stored`` has it."""
+    """By name, as in ``mm.weights.views.Stored``."""
 
 
 def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:
-    """Everything that ``model`` consists of on its layout, in the order of stage, rank and chunk."""
+    """The files of ``model`` on its layout, ordered by stage, rank and chunk."""
     placement = model.placement()
     for stage in range(placement.num_stages):
         for tp_rank in range(tp_size):
@@ -96,7 +95,7 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
 
 
 def mindspeed_name(name: str) -> str:
-    """MindSpeed-MM's name of a tensor: PEFT's for adapters, beside the layers of the canonical structure."""
+    """MindSpeed-MM's name of a tensor.  Adapters have PEFT's names, with the layers of the canonical structure."""
     if ".lora_" not in name:
         return name
     linear, word, matrix, kind = name.rsplit(".", 3)
@@ -105,7 +104,7 @@ def mindspeed_name(name: str) -> str:
 
 
 def _kept(weight: Weight, storage: Storage) -> tuple[Weight, ...]:
-    """``stored_weights``, with the ViT's qkv cut like one matrix where it is kept as a whole."""
+    """``stored_weights``, but the ViT's qkv is cut like one matrix if stored as a whole."""
     if storage.whole_vision_qkv and weight.fusion is Fusion.PER_HEAD_QKV:
         return (replace(weight, fusion=Fusion.COPY, num_units=3 * weight.num_units),)
     return stored_weights(weight, storage.structure)
@@ -114,7 +113,7 @@ def _kept(weight: Weight, storage: Storage) -> tuple[Weight, ...]:
 def mindspeed_targets(
     model: ModelConfig, tp_size: int, storage: Storage, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[View], list[TargetFile]]:
-    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published Hugging Face name."""
+    """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published name."""
     by_file: dict[str, list[RankFile]] = {}
     for part in rank_files(model, tp_size, storage):
         by_file.setdefault(f"{RELEASE}/{part.file}", []).append(part)
@@ -141,16 +140,16 @@ def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFi
 
 
 def rank_of(directory_name: str) -> tuple[int, int] | None:
-    """(tensor-parallel rank, stage) of a rank's directory; None for another name, with an expert rank for example."""
+    """(tensor-parallel rank, stage) of a rank's directory; None for other names, for example with an expert rank."""
     match = _RANK_NAME.fullmatch(directory_name)
     return match and (int(match[1]), int(match[2] or 0))
 
 
 def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
-    """The tensors as which ``weight`` is kept, in the order of its Hugging Face tensors.
+    """The tensors that store ``weight``, in the order of its Hugging Face tensors.
 
-    Each is a ``Weight`` itself, which the functions of ``mm.weights.table`` cut like any other.  The ViT's qkv is cut
-    within each of its three parts, so that a rank's shard is [Q; K; V] of that rank's heads.
+    Each is a ``Weight`` that the functions of ``mm.weights.table`` can cut.  In the canonical structure, the ViT's qkv
+    is cut within each of its three parts, so a rank's shard is [Q; K; V] of that rank's heads.
     """
     if structure is Structure.FUSED or weight.fusion is Fusion.COPY:
         return (weight,)
@@ -165,13 +164,13 @@ def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
     return tuple(parts)
 
 
-# What the names in the files show
+# Inferring the layout from tensor names
 
 _LAYER = re.compile(r"(?:model\d*/)?(image_encoder\.encoder\.blocks|text_decoder\.decoder)\.layers\.(\d+)\.")
 
 
 def num_layers(names: Iterable[str]) -> tuple[int, int]:
-    """(ViT layers, LLM layers) of the slot whose tensors have these names."""
+    """(ViT layers, LLM layers) of a slot with these tensor names."""
     counts = {"image_encoder.encoder.blocks": 0, "text_decoder.decoder": 0}
     for name in names:
         match = _LAYER.match(name)
@@ -181,5 +180,5 @@ def num_layers(names: Iterable[str]) -> tuple[int, int]:
 
 
 def is_canonical_name(name: str) -> bool:
-    """Whether a stored tensor of this name is found in the canonical structure only."""
+    """Whether only the canonical structure has a tensor of this name."""
     return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _SEPARATE

@@ -1,11 +1,11 @@
-"""``model_optim_rng.pt``, the torch.save file of Megatron and MindSpeed-MM: where its tensors lie.
+"""Locates the tensors in ``model_optim_rng.pt``, the torch.save file of Megatron and MindSpeed-MM.
 
-A file is a zip archive of uncompressed records: ``data.pkl`` (the pickled dictionary, whose tensors point to storages
-by number) and ``data/<number>`` (the bytes of one storage).  Headers and pickle say where each tensor's bytes lie; no
+The file is a zip archive of uncompressed records: ``data.pkl`` (the pickled dictionary, whose tensors refer to storages
+by number) and ``data/<number>`` (the bytes of one storage).  Headers and pickle give the byte range of each tensor; no
 tensor is read and no code of the pickle is run.
 
-``torch.load(weights_only=True)`` is not used, because it calls classes of torch and Python with arguments of the file
-(30 bytes make it take 8 GB) and refuses some of what Megatron saves beside the model, such as a deque.
+``torch.load(weights_only=True)`` is not used: it calls classes of torch and Python with arguments from the file (30
+bytes can make it allocate 8 GB), and rejects some objects that Megatron saves beside the model, such as a deque.
 """
 
 import os
@@ -25,12 +25,12 @@ from mm.formats.safetensors import refuse_lfs_pointer
 from mm.weights.views import Stored
 
 _MAX_PICKLE_BYTES = 1 << 28
-"""A few hundred bytes per tensor are normal; this bounds what a hostile file makes us read."""
+"""A few hundred bytes per tensor are normal; the limit protects against hostile files."""
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_SIGNATURE = 0x04034B50
 
 _LEGACY_TORCH_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""``torch.serialization.MAGIC_NUMBER`` pickled: how torch.save's files began before torch 1.6."""
+"""``torch.serialization.MAGIC_NUMBER`` pickled: the first bytes of torch.save's files before torch 1.6."""
 
 STORAGES = {
     "torch.BFloat16Storage": torch.bfloat16, "torch.HalfStorage": torch.float16, "torch.FloatStorage": torch.float32,
@@ -38,29 +38,29 @@ STORAGES = {
     "torch.ShortStorage": torch.int16, "torch.IntStorage": torch.int32, "torch.LongStorage": torch.int64,
     "torch.BoolStorage": torch.bool, "torch.storage.UntypedStorage": torch.uint8,
 }  # fmt: skip
-"""Kinds of storages by the name that a pickle has for them; other dtypes lie in the last one."""
+"""Dtypes of storage classes, by the class names in pickles; all other dtypes use the last one."""
 _DTYPE_OF_NAME = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 _REBUILD_V2 = "torch._utils._rebuild_tensor_v2"
 _REBUILD_V3 = "torch._utils._rebuild_tensor_v3"
 _REBUILD_NPU = "torch_npu.utils.storage._rebuild_npu_tensor"
-"""torch_npu moves the tensor to the CPU, so into row-major order, before it is written."""
+"""torch_npu moves the tensor to the CPU, which makes it row-major, before writing it."""
 _REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _EXTRA_STATE = "_extra_state"
-"""How the names of what a module's ``get_extra_state`` returns end."""
+"""Suffix of the names of modules' ``get_extra_state`` values."""
 
 
 class _Unusable(Exception):
-    """Why one tensor is no byte range of the file; the rest of a sentence that starts with its name."""
+    """A tensor is not a byte range of the file; the message continues a sentence that starts with the tensor's name."""
 
 
 def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
-    ``name`` is what the result calls the file.  Tensors are row-major and little-endian; those that share a storage
-    (tied weights) have overlapping ranges.  A chunk may have no tensors.  Raises UserError when it is no whole, plain
-    torch.save file: another format, truncated, a pickle with code in it, tensors that are not contiguous.
+    ``name`` is the file name that the tensors record.  Tensors are row-major and little-endian; those that share a
+    storage (tied weights) have overlapping ranges.  A chunk may have no tensors.  Raises UserError if the file is not a
+    complete, plain torch.save file: another format, truncated, code in the pickle, tensors that are not contiguous.
     """
     content, records = _read(path)
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", key)}
@@ -87,14 +87,14 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
 
 
 def read_consumed_samples(path: Path) -> int | None:
-    """How many samples the training had consumed that wrote this file, as its ``args`` say; None where they don't."""
+    """Samples that the training had consumed, from the file's ``args``; None if they do not say."""
     state = getattr(_read(path)[0].get("args"), "state", None)
     found = state.get("consumed_train_samples") if isinstance(state, dict) else None
     return found if type(found) is int else None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, range]]:
-    """The pickled dictionary, whose objects are placeholders, and where the records lie."""
+    """The pickled dictionary, with placeholders for objects, and the byte ranges of the records."""
     _refuse_other_formats(path)
     with path.open("rb") as file:
         try:
@@ -112,7 +112,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, range]]:
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Make sure that the first bytes are those of a zip archive."""
+    """Raise UserError unless the first bytes are those of a zip archive."""
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -133,7 +133,7 @@ def _refuse_other_formats(path: Path) -> None:
 def _read_directory(
     path: Path, file: BinaryIO, archive: zipfile.ZipFile
 ) -> tuple[dict[str, range], zipfile.ZipInfo]:
-    """Where the bytes of each record lie, by name without the archive's folder, and which is the pickle."""
+    """The byte range of each record, by name without the archive's folder, and the record of the pickle."""
     infos, data_end = archive.infolist(), archive.start_dir
     pickled = next((info for info in infos if re.fullmatch(r"[^/]*/data\.pkl", info.filename)), None)
     if pickled is None:
@@ -144,7 +144,7 @@ def _read_directory(
         if info.compress_type or info.flag_bits & 1:
             raise UserError(f"{path}: the record {name} is compressed or encrypted; torch.save writes neither.")
         if name in records or offset + info.file_size > data_end:
-            raise UserError(f"{path}: the record {name} is there twice or ends beyond the data; the file is damaged.")
+            raise UserError(f"{path}: the record {name} occurs twice or ends beyond the data; the file is damaged.")
         records[name] = range(offset, offset + info.file_size)
     order = records.get("byteorder")  # absent before torch 2.1
     if order is not None and (found := os.pread(file.fileno(), len(order[:16]), order.start)) != b"little":
@@ -153,36 +153,37 @@ def _read_directory(
 
 
 def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Only the record itself says how long its header is."""
+    """Where a record's data begins.  Only the record itself has the length of its header."""
     header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if info.header_offset >= 0 else b""
     if len(header) < _LOCAL_HEADER.size or _LOCAL_HEADER.unpack(header)[0] != _LOCAL_SIGNATURE:
-        raise UserError(f"{path}: the record {info.filename} is not where the zip directory says; the file is damaged.")
+        raise UserError(f"{path}: the zip directory has a wrong offset for {info.filename}; the file is damaged.")
     name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)[-2:]
     return info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
 
 
 def _read_pickle(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Any:
-    """What data.pkl holds, with placeholders for all that is not a plain value; zipfile compares its checksum."""
+    """The content of data.pkl, with placeholders for everything but plain values; zipfile verifies its checksum."""
     if record.file_size > _MAX_PICKLE_BYTES:
         raise UserError(f"{path}: data.pkl has {record.file_size} bytes; expected at most {_MAX_PICKLE_BYTES}.")
     try:
         return load(archive.read(record))
     except CodeInPickle as error:
         raise UserError(
-            f"{path}: its pickle asks for {error}, which no checkpoint needs and which can run code. Nothing was "
-            f"executed. Do not load this file with other tools; get the checkpoint again from where you trust it."
+            f"{path}: its pickle refers to {error}, which no checkpoint needs and which can run code. Nothing was "
+            f"executed. Do not load this file with other tools; get the checkpoint again from a source you trust."
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise UserError(f"{path}: data.pkl is damaged ({type(error).__name__}: {error}); get it again.") from error
+        raise UserError(f"{path}: data.pkl is damaged ({type(error).__name__}: {error}); copy the file "
+                        f"again.") from error
 
 
 def _is_no_tensor(name: str, value: Any) -> bool:
-    """Whether this is the extra state, None or a buffer of FP8 scales, of a module that has weights as well."""
+    """Whether this is the extra state of a module with weights: None, or a buffer of FP8 scales."""
     return name.endswith(_EXTRA_STATE) and (value is None or global_name(value) in ("_io.BytesIO", "io.BytesIO"))
 
 
 def _locate(file: str, name: str, value: Any, records: Mapping[str, range]) -> Stored:
-    """The byte range of one tensor, from the arguments that torch's rebuilding function was to get."""
+    """The byte range of one tensor, from the arguments of torch's rebuild function."""
     function, args = _rebuild_call(value)
     _require(len(args) >= (7 if function == _REBUILD_V3 else 6), f"is a {_kind(value)}; expected a tensor.")
     storage, start, shape, stride = args[:4]
@@ -195,7 +196,7 @@ def _locate(file: str, name: str, value: Any, records: Mapping[str, range]) -> S
         dtype = _DTYPE_OF_NAME.get(global_name(args[6]))
         if dtype is None:
             raise _Unusable(f"has the unknown dtype {_kind(args[6])}.")
-    # Strides of a contiguous tensor; as in torch, an empty dimension counts as 1.
+    # Strides of a contiguous tensor; as in torch, an empty dimension counts as size 1.
     expected = tuple(accumulate((max(size, 1) for size in shape[:0:-1]), int.__mul__, initial=1))[::-1][: len(shape)]
     contiguous = 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
     _require(contiguous, f"has the strides {stride} for the shape {shape}; expected {expected}: save it .contiguous().")
@@ -209,7 +210,7 @@ def _locate(file: str, name: str, value: Any, records: Mapping[str, range]) -> S
 
 
 def _rebuild_call(value: Any) -> tuple[str, tuple]:
-    """The function that rebuilds a tensor and its arguments; parameters and subclasses are unwrapped."""
+    """The function that rebuilds a tensor, and its arguments; parameters and subclasses are unwrapped."""
     while isinstance(value, Opaque):
         function, args = value.global_name, value.args
         if function in (_REBUILD_V2, _REBUILD_V3, _REBUILD_NPU):

@@ -1,6 +1,6 @@
-"""New torch.save files whose tensors are copied in, so that no model is ever held in memory.
+"""Creates torch.save files whose tensors are filled in later, so that no model is held in memory.
 
-torch.save itself writes them around the tensors, which it is told to leave out.
+torch.save itself writes everything except the tensors' data, which it is configured to skip.
 """
 
 import os
@@ -20,51 +20,51 @@ from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
 _NUM_RECORDS_BEFORE = 4
-"""Those of torch.save before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
+"""torch.save's records before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape by name."""
 
 
 @dataclass(frozen=True)
 class TorchFile(TargetFile):
-    """A file to write.
+    """A torch.save file to write.
 
-    It is what torch.save would have written, byte for byte, but for one record: ``.data/serialization_id``, a hash
-    that torch makes of the checksums, which are not known yet.  Readers treat it as optional.
+    It is byte-identical to torch.save's own, except for one record: ``.data/serialization_id``, a hash that torch
+    computes from the checksums, which are not known yet.  Readers treat it as optional.
     """
 
     @classmethod
     def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
         """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``.
 
-        Depends on the arguments alone, so that a file begun by one process can be completed by another.  Raises
-        UserError for a dtype that torch saves in another way.
+        The result depends only on the arguments, so that another process can complete the file.  Raises UserError for a
+        dtype that torch saves differently.
         """
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
         unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in STORAGES.values()]
         if unknown:
             known = ", ".join(map(str, dict.fromkeys(STORAGES.values())))
             raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
-        # Interned, because pickle writes a name that two chunks share as a reference only if it is one object.
+        # Interned: pickle writes a name shared by two chunks as a reference only if both are the same object.
         content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}
                    for chunk, tensors in chunks.items()}
         space = _Space()
         with torch.serialization.skip_data():
-            torch.save(content | {"checkpoint_version": 3.0}, cast(Any, space))  # Megatron wants to see the version
+            torch.save(content | {"checkpoint_version": 3.0}, cast(Any, space))  # Megatron expects the version
         starts = space.starts[_NUM_RECORDS_BEFORE:]
         stored = (Stored(name, key, dtype, tuple(shape), at)
                   for (key, dtype, shape), at in zip(specs, starts, strict=False))
         return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(part)) for at, part in space.parts))
 
     def frame(self, crc32s: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """``parts`` with the checksums, which torch.load does not compare, but zipfile and every unzip do."""
+        """``parts`` with the checksums.  torch.load does not verify them, but zipfile and every unzip do."""
         filled = [(number, tensor) for number, tensor in enumerate(self.tensors) if tensor.num_bytes]
         parts = [(offset, bytearray(part)) for offset, part in self.parts]
         last_offset, last = parts[-1]
-        # The last part ends with three records of 56, 20 and 22 bytes; the first says where the directory begins.
+        # The last part ends with three records of 56, 20 and 22 bytes; the first has the offset of the directory.
         at = struct.unpack_from("<Q", last, len(last) - 50)[0] - last_offset
         for (number, tensor), (_, part) in zip(filled, parts[1:], strict=True):
-            # In the descriptor behind the data, and in the directory 30 bytes before the record's name.
+            # In the descriptor after the data, and in the directory 30 bytes before the record's name.
             struct.pack_into("<I", part, 4, crc32s[tensor.name])
             at = last.index(f"archive/data/{number}".encode(), at)
             struct.pack_into("<I", last, at - 30, crc32s[tensor.name])
@@ -72,7 +72,7 @@ class TorchFile(TargetFile):
 
 
 class _Space:
-    """A file for torch.save that keeps what is written, and notes where the data of each record begins."""
+    """A file object for torch.save that keeps the written bytes, and records where each record's data begins."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, bytearray]] = [(0, bytearray())]
@@ -82,24 +82,24 @@ class _Space:
     def write(self, content: bytes | memoryview) -> int:
         self.parts[-1][1].extend(content)
         self.num_bytes += len(content)
-        if content[:2] == b"FB":  # the field that pads a record's header, so that its data is aligned
+        if content[:2] == b"FB":  # the padding field in a record's header, which aligns its data
             self.starts.append(self.num_bytes)
         return len(content)
 
     def seek(self, num_bytes: int, whence: int) -> int:
-        assert whence == os.SEEK_CUR  # over a tensor
+        assert whence == os.SEEK_CUR  # skips a tensor
         self.num_bytes += num_bytes
         self.parts.append((self.num_bytes, bytearray()))
         return self.num_bytes
 
     def flush(self) -> None:
-        """For torch.save."""
+        """Do nothing; torch.save requires the method."""
 
 
 class _Absent:
-    """Pickled as a contiguous tensor on the CPU, without any memory.
+    """A stand-in that is pickled as a contiguous CPU tensor, but takes no memory.
 
-    torch saves its fake tensors in the same way, but these cost 2.5 seconds and 70 MiB at their first use.
+    torch saves its fake tensors in the same way, but these cost 2.5 seconds and 70 MiB at first use.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -107,5 +107,5 @@ class _Absent:
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         tensor, storage = self._tensor, self._tensor._typed_storage()
-        storage._fake_device = cast(Any, "cpu")  # one string, which pickle writes once, as that of real tensors
+        storage._fake_device = cast(Any, "cpu")  # one string object, so pickle writes it once, as for real tensors
         return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())

@@ -1,10 +1,10 @@
-"""Training checkpoints on disk: names, manifest, how they are written, and which one to load.
+"""Training checkpoints on disk: their names and manifest, how they are written, and which one to load.
 
 ``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
-directory ``<dir>/iter_0000010`` with a ``manifest.json`` that lists every tensor with its place, shape and crc32.  A
-directory of that name is complete: it is written under another name (``.tmp-``) and renamed.
+directory ``<dir>/iter_0000010`` with a ``manifest.json`` that lists every tensor with its file, shape and crc32.  A
+directory of that name is complete: it is written under another name (``.tmp-``) and then renamed.
 
-``mm.training.checkpoint`` decides which rank saves what; ``training_reader.py`` reads it for any layout.
+``mm.training.checkpoint`` decides which rank saves what; ``training_reader.py`` reads checkpoints for any layout.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ from mm.weights.views import Stored
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 FORMAT, VERSION = "mm training checkpoint", 1
 USE_ANOTHER = "use another checkpoint"
-"""How most messages about damage end."""
+"""Advice that ends most messages about damage."""
 UNREADABLE = ""
-"""In place of a run's id, where the manifest cannot be read: no run has it."""
+"""Stands for the run id if the manifest cannot be read; no run has this id."""
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
@@ -50,23 +50,23 @@ _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
 
 @dataclass(frozen=True)
 class Piece:
-    """What a stored tensor is: a weight of one tensor-parallel rank, or a flat range of something of the same size."""
+    """A stored tensor: a weight of one tensor-parallel rank, or a flat range of a state of the same size."""
 
     name: str
     """Name of the weight, with the global layer number."""
     part: str
-    """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, no weight)."""
+    """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
     tp_rank: int
-    """0 for what is the same on all tensor-parallel ranks: it is stored once."""
+    """0 for tensors that are equal on all tensor-parallel ranks and therefore stored once."""
     start: int
-    """Position of the first element in the flattened shard of that rank, as files hold it (``local_shape``)."""
+    """Index of the first element in the rank's flattened shard, without padding (``local_shape``)."""
     stored: Stored
 
     @classmethod
     def of(
         cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, part: str, tp_rank: int = 0, start: int = 0
     ) -> "Piece":
-        """A piece to be written; its checksum is found then."""
+        """A piece to be written; its checksum is computed then."""
         return cls(name, part, tp_rank, start, Stored(file, _key(name, part), dtype, tuple(shape), 0))
 
     @property
@@ -87,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.  ``facts`` are for people; nothing is read back from them."""
+    """The content of a checkpoint.  ``facts`` are for people and never read back."""
 
     iteration: int
     consumed_samples: int
@@ -95,25 +95,25 @@ class Manifest:
     tp_size: int
     pp_size: int
     model: ModelConfig
-    """On the layout of the run that saved it."""
+    """The model, on the layout of the run that saved it."""
     optimizer: Mapping[str, Any] | None
-    """"step" and "grad_scaler" (or None); None when no optimizer state was saved."""
+    """"step" and "grad_scaler" (or None); None if no optimizer state was saved."""
     facts: Mapping[str, Any]
     pieces: tuple[Piece, ...]
     data: Mapping[str, Any] | None = None
-    """Which samples it was trained on; None where an older version saved it."""
+    """The samples it was trained on; None if an older version saved it."""
     base: Mapping[str, Any] | None = None
-    """Of adapters: "path" and "crc32" of the model that they stand beside, whose frozen weights are not in here."""
+    """For adapters: "path" and "crc32" of their base model, whose frozen weights are not saved here."""
     best: Mapping[str, Any] | None = None
-    """What the run remembers of its validations; None in checkpoints of before there were any."""
+    """The best validation so far; None in checkpoints from versions without it."""
     run_id: str | None = None
-    """The same in all checkpoints that one run saved into one directory; None where an older version saved it."""
+    """The same in all checkpoints that one run saves into one directory; None if an older version saved it."""
     schedule: Mapping[str, Any] | None = None
     """The schedule of learning rates and weight decay; None if an older version saved it."""
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises UserError when it is missing, damaged or of another version."""
+        """Read the manifest; raises UserError if it is missing, damaged or of another version."""
         content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
         pieces = tuple(Piece.from_json(piece) for piece in content["pieces"])
         outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
@@ -124,14 +124,14 @@ class Manifest:
         return cls(**content | {"model": model_from_json(content["model"]), "pieces": pieces})
 
     def text(self) -> str:
-        """The file."""
+        """The content of the manifest file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
         del content["pieces"]  # they come last, a line for each
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 
 def _key(name: str, part: str) -> str:
-    """How a piece is called in its safetensors file."""
+    """The name of a piece in its safetensors file."""
     return name if part == "weight" else f"{name}:{part}"
 
 
@@ -139,7 +139,7 @@ def _key(name: str, part: str) -> str:
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """Make the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
+    """Create the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
@@ -155,9 +155,9 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
 def write_pieces(
     folder: Path, file: str, pieces: Sequence[tuple[Piece, Values]], host: Host = ON_HOST
 ) -> list[Piece]:
-    """Write one safetensors file through to the disk and return its pieces with their checksums.
+    """Write one safetensors file, flush it to disk, and return its pieces with their checksums.
 
-    A block is copied to the host while others are summed and written.  Raises UserError when the file cannot be
+    A block is copied to the host while others are checksummed and written.  Raises UserError if the file cannot be
     written.
     """
     by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
@@ -171,7 +171,7 @@ def write_pieces(
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Make a written checkpoint the newest one: manifest, rename, then ``latest``.  An older twin is replaced."""
+    """Make a written checkpoint the newest: manifest, rename, then ``latest``.  Replaces one of the same iteration."""
     with _new_file(temporary / MANIFEST_FILE) as opened:
         opened.write(manifest.text().encode())
     sync(temporary)
@@ -186,21 +186,21 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     try:
         if old.exists():
             shutil.rmtree(old)
-    except OSError as error:  # the new one is complete all the same
+    except OSError as error:  # the new checkpoint is complete anyway
         warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=2)
     return final
 
 
 def purge(directory: Path, newest: int, keep_last: int, run_id: str | None) -> list[str]:
-    """Delete the checkpoints of one run before ``newest`` except the last ``keep_last - 1``; returns what went wrong.
+    """Delete a run's checkpoints before ``newest`` except the last ``keep_last - 1``; return problems as messages.
 
-    Later ones, and those of other runs, are not touched.  One that cannot be deleted does not keep the others.
+    Later checkpoints, and those of other runs, are kept.  If one cannot be deleted, the others still are.
     """
     problems = []
     earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
     for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
         doomed = directory / iteration_name(iteration)
-        renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # never half a directory of that name
+        renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # so iter_* is never half deleted
         try:
             doomed.rename(renamed)
             shutil.rmtree(renamed)
@@ -210,9 +210,9 @@ def purge(directory: Path, newest: int, keep_last: int, run_id: str | None) -> l
 
 
 def tidy(directory: Path) -> list[str]:
-    """Delete what interrupted saves and deletions left in ``directory``, which no run may be writing; says what it did.
+    """Delete leftovers of interrupted saves and deletions in ``directory``, which no run may be writing.
 
-    A checkpoint that was put aside is kept while nothing stands in its place.
+    A checkpoint that was moved aside is kept if its replacement does not exist.  Returns notes on what was deleted.
     """
     notes = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -223,14 +223,14 @@ def tidy(directory: Path) -> list[str]:
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            notes.append(f"{path} was left over from an interrupted save; it is deleted")
+            notes.append(f"{path} was left over from an interrupted save and has been deleted")
         except OSError as error:
-            notes.append(f"{path} was left over from an interrupted save, and cannot be deleted: {error}")
+            notes.append(f"{path} is left over from an interrupted save and cannot be deleted: {error}")
     return notes
 
 
 def remove(directory: str | Path) -> None:
-    """Delete every checkpoint in ``directory``, and the directory itself when nothing else is in it."""
+    """Delete every checkpoint in ``directory``, and the directory itself if it is then empty."""
     directory = Path(directory)
     (directory / LATEST_FILE).unlink(missing_ok=True)
     for path in directory.iterdir():
@@ -242,14 +242,14 @@ def remove(directory: str | Path) -> None:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is on the disk when the block is left; failing is a UserError that names it."""
+    """Open a new file, which is flushed to disk when the block ends; failures raise UserError with its name."""
     try:
         with new_file(path, MEGATRON_MODES.file) as opened:
             yield opened
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({error.strerror}), so this checkpoint is given up; earlier ones are as they "
-            f"were. Make room, or give another --save that every machine can write."
+            f"{path} cannot be written ({error.strerror}), so this checkpoint is abandoned; earlier ones are "
+            f"unchanged. Make room, or give another --save that every machine can write."
         ) from error
 
 
@@ -261,18 +261,18 @@ def iteration_name(iteration: int) -> str:
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """Iterations of the complete checkpoints, ascending."""
+    """Iterations of complete checkpoints, ascending."""
     matches = [_ITERATION_NAME.fullmatch(path.parent.name) for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def run_ids(directory: Path) -> dict[int, str | None]:
-    """Which run saved each complete checkpoint, by iteration, ascending: ``Manifest.run_id``, or ``UNREADABLE``."""
+    """``Manifest.run_id`` of each complete checkpoint, or ``UNREADABLE``, by ascending iteration."""
     return {iteration: run_id_of(directory / iteration_name(iteration)) for iteration in complete_iterations(directory)}
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The same of one checkpoint."""
+    """``Manifest.run_id`` of one checkpoint, or ``UNREADABLE``."""
     try:
         return stated(folder).get("run_id")
     except UserError:
@@ -280,15 +280,15 @@ def run_id_of(folder: Path) -> str | None:
 
 
 def stated(folder: Path) -> Mapping[str, Any]:
-    """What the manifest of a checkpoint states beside its pieces, as JSON; raises UserError when it cannot be read."""
+    """The manifest of a checkpoint without its pieces, as JSON; raises UserError if it cannot be read."""
     return read_head(folder, "pieces")
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint to load, and notes for the user: what was left behind by an interrupted save.
+    """The checkpoint to load, and notes for the user on leftovers of an interrupted save.
 
-    ``directory`` is the directory of all checkpoints, of which ``latest_checkpointed_iteration.txt`` names one, or one
-    of them.  Raises UserError when there is none.
+    ``directory`` is one checkpoint, or the directory of all of them, in which ``latest_checkpointed_iteration.txt``
+    names one.  Raises UserError if there is none.
     """
     directory = Path(directory)
     if (directory / MANIFEST_FILE).is_file():
@@ -306,17 +306,16 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
     else:
         raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
     chosen = directory / iteration_name(iteration)
-    # a save over an existing checkpoint that was killed between its two renames leaves the complete old one aside
+    # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
     asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
     if not (chosen / MANIFEST_FILE).is_file():
         if not asides:
             raise UserError(
                 f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in {directory}: "
-                f"{', '.join(map(str, complete)) or 'none'}. Write one of these numbers into {LATEST_FILE} there to "
-                f"use it."
+                f"{', '.join(map(str, complete)) or 'none'}. To use one, write its number into {LATEST_FILE} there."
             )
         chosen = asides[-1]
-        notes.append(f"{chosen} is used: the save that was to replace it was interrupted")
+        notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
     notes += [
         f"{path} is left over from an interrupted save and is not used; delete it"
         for path in sorted(directory.iterdir())

@@ -24,22 +24,22 @@ from mm.weights.views import Misfit, Stored, View, shard_view
 
 @dataclass(frozen=True)
 class TrainingDirectory:
-    """One complete checkpoint, read for any layout; every byte that is read is checked."""
+    """One complete checkpoint, read for any layout; every byte that is read is verified."""
 
     path: Path
     manifest: Manifest
     notes: tuple[str, ...] = ()
-    """For the user: what an interrupted save left behind."""
+    """Notes for the user on leftovers of an interrupted save."""
 
     @classmethod
     def open(cls, path: str | Path) -> "TrainingDirectory":
-        """The checkpoint that ``find_checkpoint`` finds; raises UserError for none and for a damaged manifest."""
+        """Open the checkpoint of ``find_checkpoint``; raises UserError if there is none or its manifest is damaged."""
         folder, notes = find_checkpoint(path)
         return cls(folder, Manifest.read(folder), notes)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The manifest and all files of weights."""
+        """The manifest and all weight files."""
         names = {piece.stored.file for piece in self.manifest.pieces if piece.part == "weight"}
         return self.path / MANIFEST_FILE, *(self.path / name for name in sorted(names))
 
@@ -50,17 +50,18 @@ class TrainingDirectory:
 
     @cached_property
     def contents(self) -> Mapping[str, Mapping[str, Stored]]:
-        """Tensors by file and name, also those that the manifest does not list."""
+        """Tensors by file and name, including those that the manifest does not list."""
         return {path.name: read_header(path) for path in sorted(self.path.glob("*.safetensors"))}
 
     def describe(self) -> list[str]:
-        """What it is, for ``show``."""
+        """Lines for ``show``."""
         manifest = self.manifest
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
                 f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights, and what is missing; UserError names each tensor that is not as the manifest says."""
+        """Views of all weights, and missing ones; raises UserError naming each tensor that differs from the
+        manifest."""
         views, misfits, problems = [], [], []
         for weight in saved_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
@@ -71,7 +72,7 @@ class TrainingDirectory:
                     continue
                 with collected(problems):
                     stored = self._located(pieces[0])
-                    # Parameters may have another shape than the weight, such as a flattened patch embedding.
+                    # A parameter's shape may differ from the weight's, as for a flattened patch embedding.
                     shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
                     assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
                     views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
@@ -84,20 +85,20 @@ class TrainingDirectory:
     def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
-        Raises UserError with file and tensor when something is missing or damaged.
+        Raises UserError with file and tensor if something is missing or damaged.
         """
         name, stored_size = stored_name(weight), self.manifest.tp_size
         if weight.tp_dim is None or tp_size == stored_size:
             return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
         shape = local_shape(weight, stored_size)
-        nothing = torch.zeros(()).expand(shape)  # of a shard of which this rank needs none
+        nothing = torch.zeros(()).expand(shape)  # for shards that this rank does not need
         shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape)
                   if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank)) else nothing
                   for rank in range(stored_size)]
         return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
 
     def read_random(self, name: str) -> Tensor | None:
-        """A random state; None when it was not saved."""
+        """A random state; None if it was not saved."""
         pieces = self._pieces.get((name, "random", 0))
         return self._tensor(pieces[0]) if pieces else None
 
@@ -110,18 +111,18 @@ class TrainingDirectory:
 
     @cached_property
     def _header(self) -> Callable[[str], Mapping[str, Stored]]:
-        """The tensors of a file, which is read when they are first needed: a rank reads few of the files."""
+        """The tensors of a file.  Headers are read when first needed, because a rank reads few of the files."""
         return cache(lambda file: read_header(self.path / file))
 
     def _located(self, piece: Piece) -> Stored:
-        """The piece as its file has it, with the manifest's checksum."""
+        """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
         if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
-            raise UserError(f"{path}: {stated.name} is not as {MANIFEST_FILE} says; {USE_ANOTHER}.")
+            raise UserError(f"{path}: {stated.name} differs from {MANIFEST_FILE}; {USE_ANOTHER}.")
         return dataclasses.replace(found, crc32=stated.crc32)
 
     def _range(self, name: str, part: str, tp_rank: int, start: int, stop: int) -> Tensor:
@@ -139,7 +140,7 @@ class TrainingDirectory:
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def _tensor(self, piece: Piece) -> Tensor:
-        """All of a piece, flat."""
+        """All elements of a piece, flat."""
         stored = self._located(piece)
         with Files(self.path) as files:
             return torch.frombuffer(files.read_checked(stored, USE_ANOTHER), dtype=stored.dtype)

@@ -1,1 +1,1 @@
-"""Memory and cost of a layout, computed before it runs."""
+"""Memory and sizes of a layout, computed before it runs."""

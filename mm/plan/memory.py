@@ -1,7 +1,7 @@
-"""Formulas for the memory that one rank needs besides its states: activations, logits, and the layer that is running.
+"""Formulas for the memory one rank needs besides its states: activations, logits, and the working set of a layer.
 
-Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it with what a traced step keeps.  Not
-counted: what the driver and the communication library allocate, and the allocator's fragmentation.
+Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it with a traced step.  Not counted:
+allocations of the driver and the communication library, and the allocator's fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from mm.weights.table import Fusion, Place, Weight, stage_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a weight and of an activation, by precision."""
+"""Bytes per element of weights and activations, by precision."""
 FP32, INT64 = 4, 8
 
 
@@ -37,7 +37,7 @@ class Keeps:
     """Which tensors a layer keeps from its forward pass for the backward pass."""
 
     input: bool = False
-    """Its input, for full recompute; then nothing else is kept."""
+    """The layer's input, for full recompute; then nothing else is kept."""
     num_residuals: int = 0
     """Inputs of norms."""
     num_norm_outputs: int = 0
@@ -54,27 +54,33 @@ ALL = Keeps(False, 2, 2, True, True, True)
 
 
 def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
-    """For the base weights among ``weights``, in model order: whether each, or an adapter of it, is trained; the
-    indices of those of linear layers; and for each of these the sum of its adapters' ranks."""
-    own = [weight for weight in weights if not weight.is_adapter]
-    ranks = dict.fromkeys((weight.name for weight in own), 0)
+    """Describe the base weights among ``weights``, in model order.
+
+    Returns for each whether it or an adapter of it is trained; the indices of linear layers' matrices; and for each of
+    these matrices the sum of its adapters' ranks.
+    """
+    base_weights = [weight for weight in weights if not weight.is_adapter]
+    ranks = dict.fromkeys((weight.name for weight in base_weights), 0)
     for base, a, _ in matrix_pairs(weights):
         ranks[base.name] += a.shape[0]
-    linear = [index for index, weight in enumerate(own) if len(weight.shape) > 1]
-    trained = [ranks[weight.name] > 0 or not is_frozen(weight, model) for weight in own]
-    return trained, linear, [ranks[own[index].name] for index in linear]
+    linear = [index for index, weight in enumerate(base_weights) if len(weight.shape) > 1]
+    trained = [ranks[weight.name] > 0 or not is_frozen(weight, model) for weight in base_weights]
+    return trained, linear, [ranks[base_weights[index].name] for index in linear]
 
 
 def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, recompute: RecomputeConfig) -> Keeps:
-    """``weights`` of one layer, in model order.  ``passes``: its input needs a gradient.
+    """What one layer keeps, given its ``weights`` in model order.  ``passes``: the layer's input needs a gradient.
 
-    Two conditions: a linear layer is *trained* (it or an adapter), so it keeps its input; a gradient is *needed* before
-    it (``needs_gradient``: the layer's input or an earlier weight needs one), so what it works on is kept.
+    Two conditions matter.  A linear layer that is *trained* (itself or an adapter) keeps its input.  A gradient that is
+    *needed* before an operation (``needs_gradient``: the layer's input or an earlier weight needs one) makes the
+    operation keep its operands.
 
-    - residuals: a norm's input, if needed before the linear layer behind it, or its output or the MLP is recomputed
-    - norm outputs: if the linear layer behind is trained, unless recomputed
+    - residuals (inputs of norms): if needed before the next linear layer, or if the norm's output or the MLP is
+      recomputed
+    - norm outputs: if the next linear layer is trained, unless recomputed
     - attention: if needed before or in qkv
-    - SwiGLU's input: if needed before fc2, or its output is recomputed for a trained fc2; not if the MLP is recomputed
+    - SwiGLU's input: if needed before fc2, or if its output is recomputed for a trained fc2; not if the MLP is
+      recomputed
     - SwiGLU's output: if fc2 is trained, unless recomputed
     """
     trained, (qkv, _, fc1, fc2), ranks = trained_layers(weights, model)
@@ -98,20 +104,20 @@ def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, rec
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per row of each tensor that a layer's forward pass makes and its backward pass reads."""
+    """Bytes per row of each tensor that a layer's forward pass creates and its backward pass reads."""
 
     input: int
     residuals: int
-    """Inputs of both norms, and the norms' factors."""
+    """Inputs of both norms, and the norms' scale factors."""
     norm_outputs: int
     attention: int
     """q, k, v, the output and the log-sum-exp."""
     swiglu_input: int
     swiglu_output: int
     gathered: int
-    """All rows of a linear layer's input, where each rank keeps a piece of them."""
+    """All rows of a linear layer's input, gathered under sequence parallelism."""
     adapter_number: int
-    """A hidden number of an adapter."""
+    """One hidden element of an adapter."""
 
     def kept(self, keeps: Keeps) -> int:
         norms = keeps.num_residuals * self.residuals + keeps.num_norm_outputs * self.norm_outputs
@@ -120,23 +126,26 @@ class LayerBytes:
         return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu + hidden
 
     def working(self, keeps: Keeps) -> int:
-        """Bytes per row needed while the layer runs, besides what is kept: its other activations and, in backward, the
-        gradients of its input and of SwiGLU's output and input, and the intermediates of SwiGLU's backward."""
-        own = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
+        """Bytes per row needed while the layer runs, besides what is kept.
+
+        These are its other activations and, in the backward pass, the gradients of its input and of SwiGLU's output and
+        input, and the intermediates of SwiGLU's backward.
+        """
+        activations = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
         gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
-        return own + gradients + self.gathered
+        return activations + gradients + self.gathered
 
 
 def layer_bytes(
     tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1,
     ulysses_size: int = 1,
 ) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output.  The last two are as ``ChunkMemory`` has them."""
+    """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``, ``ulysses_size``: see ``ChunkMemory``."""
     whole = tower.hidden_size * width
     hidden = whole // num_pieces
     q = tower.num_attention_heads * tower.head_dim // tp_size * width
     k = max(tower.num_query_groups // tp_size, ulysses_size) * tower.head_dim * width
-    exchanged = q if ulysses_size > 1 else 0  # attention's output as it was made, and as it is used
+    exchanged = q if ulysses_size > 1 else 0  # attention's output before and after the all-to-all
     return LayerBytes(
         input=hidden,
         residuals=2 * hidden + 2 * FP32 // num_pieces,
@@ -151,7 +160,7 @@ def layer_bytes(
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """One rank's memory for the slot ``spec`` besides its states.  ``rows`` are those of every microbatch."""
+    """One rank's memory for the slot ``spec``, besides its states.  ``rows``: sizes of each microbatch."""
 
     model: ModelConfig
     placement: Placement
@@ -159,18 +168,19 @@ class ChunkMemory:
     tp_size: int
     precision: str
     num_pieces: int = 1
-    """Into how many the rows between two linear layers are cut: ``tp_size`` under sequence parallelism."""
+    """Ranks that share the rows between two linear layers: ``tp_size`` under sequence parallelism, else 1."""
     ulysses_size: int = 1
-    """Context-parallel ranks that exchange heads for tokens; a ring's ranks keep no more than one rank does."""
+    """Context-parallel ranks that exchange heads for tokens; 1 for a ring, whose ranks keep no more than one rank
+    does."""
     keeps_features: bool = False
-    """Whether ViT features may come from disk: whole rows then take the place of pixels or a message."""
+    """Whether ViT features may come from disk: whole rows then replace pixels or a message."""
 
     @property
     def width(self) -> int:
         return WIDTHS[self.precision]
 
     def kept_bytes(self, rows: Rows) -> int:
-        """Bytes that one microbatch keeps from its forward to its backward step, without logits."""
+        """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
         vision = self._vision_per_patch() * rows.num_patches
         return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
 
@@ -187,12 +197,12 @@ class ChunkMemory:
         return rows.num_patches * per_patch + rows.num_tokens * per_token + media
 
     def ahead_bytes(self, rows: Rows) -> int:
-        """Bytes of a microbatch's sent message, if no gradient comes back that the slot would wait for."""
+        """Bytes of a microbatch's message to the next stage, or 0 if the slot waits for a gradient in return."""
         waits = self._path.comes_back(self.spec, rows.num_patches > 0)
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def kept_logit_bytes(self, rows: Rows) -> int:
-        """Bytes of the logits that one microbatch also keeps: those of its last chunk, as CUDA's kernels keep them."""
+        """Bytes of logits that one microbatch also keeps: those of its last chunk, as CUDA's kernels do."""
         if not rows.num_targets:
             return 0
         return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
@@ -200,13 +210,14 @@ class ChunkMemory:
     def logit_bytes(self, rows: Rows) -> int:
         """Peak bytes of logits: in 16-bit precision one chunk in fp32 and one in 16 bits, as on NPUs.
 
-        CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``)."""
+        CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``).
+        """
         if self.width == FP32:  # logits and their gradient
             return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
 
     def working_bytes(self, rows: Rows) -> int:
-        """Bytes that the most demanding layer needs while it runs, besides what is kept."""
+        """Bytes that the largest layer needs while it runs, besides what is kept."""
         vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
         language = [layer.working(keeps) for layer, keeps in self._layers("language")]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
@@ -263,7 +274,7 @@ class ChunkMemory:
         return kept
 
     def _projector_per_patch(self) -> int:
-        """The norm's input and output, GELU's input and output, and the index of the rows."""
+        """Bytes per patch of the norm's input and output, GELU's input and output, and the row index."""
         weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
         trained, (first, second), ranks = trained_layers(weights, self.model)
         passes = self._path.needs_input_gradient(Place.PROJECTOR)
@@ -283,7 +294,7 @@ class ChunkMemory:
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
 
     def _head_per_target(self) -> int:
-        """The final norm's input and output (from which the loss recomputes logits), and the index of the rows."""
+        """Bytes of the final norm's input and output (from which the loss recomputes logits), and of the row index."""
         if not self.spec.has_head:
             return 0
         norm, hidden = self._of(Place.HEAD)[0], self.model.language.hidden_size * self.width
@@ -308,13 +319,13 @@ class StageMemory:
             for spec in specs))
 
     def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
-        """By chunk: number of microbatches whose activations are kept at the schedule's peak."""
+        """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
         kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
         moments = in_flight(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
         return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
 
     def kept_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Activations at that moment, and what is already allocated for the next microbatch."""
+        """Bytes of activations at the schedule's peak, and of what is already allocated for the next microbatch."""
         kept, counts = (chunk.kept_bytes(rows) for chunk in self.chunks), self.in_flight(rows, num_microbatches)
         is_last = sum(counts) == num_microbatches * len(self.chunks)
         coming = 0 if is_last else max(chunk.coming_bytes(rows) for chunk in self.chunks)
@@ -327,8 +338,7 @@ class StageMemory:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
     def ahead_bytes(self, rows: Rows, num_microbatches: int) -> int:
-        """Bytes of messages that the next stage has not received, if this one runs ahead: the most that may be in
-        flight, and the one being started."""
+        """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
         placement = self.chunks[0].placement
         most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
         messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
@@ -336,13 +346,13 @@ class StageMemory:
 
     def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
         """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer."""
-        at_work = max(self.logit_bytes(rows), self.working_bytes(rows))
+        working = max(self.logit_bytes(rows), self.working_bytes(rows))
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
-        return state_bytes + held + at_work
+        return state_bytes + held + working
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:
-    """Per patch: tables of cos and sin in both row orders, and the indices to both orders and back."""
+    """Bytes per patch of the cos and sin tables in both row orders, and of the indices between the orders."""
     return 2 * 2 * vision.head_dim * FP32 + 2 * INT64
 
 

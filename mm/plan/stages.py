@@ -1,4 +1,4 @@
-"""The report of a dry run: what each pipeline stage would hold, its size in bytes, and what crosses each boundary.
+"""The report of a dry run: what each pipeline stage holds, its size in bytes, and what crosses each boundary.
 
 Sizes come from the weight table, the placement and the formulas of ``mm.plan.memory``; nothing is measured.
 """
@@ -34,9 +34,9 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class StageSize:
-    """The states that one rank of a stage holds; frozen weights have neither gradients nor optimizer state.
+    """States of one rank of a stage.  Frozen weights have neither gradients nor optimizer state.
 
-    The two Adam moments and, beside weights in bf16 or fp16, their copy are fp32, and so are gradients unless they are
+    The two Adam moments are fp32, and so is the copy of weights in bf16 or fp16.  Gradients are fp32 unless they are
     reduced in bf16.
     """
 
@@ -46,7 +46,7 @@ class StageSize:
     gradient_bytes: int
     optimizer_bytes: int
     update_bytes: int
-    """In the update alone, when no activation is left: fp32 copies of gradients in bf16.  Not among the states."""
+    """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
 
     @property
     def total_bytes(self) -> int:
@@ -57,7 +57,7 @@ class StageSize:
 
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
-    """Parameters and bytes that one rank holds of ``spec``, tensor-parallel cut and padding in memory included."""
+    """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
     sizes = [(math.prod(memory_shape(weight, run.tp_size)), is_frozen(weight, run.model))
              for weight in stage_weights(run.model, spec)]
     num_params = sum(size for size, _ in sizes)
@@ -75,13 +75,13 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
 
 
 def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
-    """Size of one rank of each stage, over all of its chunks."""
+    """Size of one rank of each stage: the sum over its chunks."""
     return [reduce(StageSize.__add__, (chunk_size(run, placement[stage, chunk]) for chunk in range(run.num_chunks)))
             for stage in range(run.num_stages)]
 
 
 def num_model_params(run: Run) -> int:
-    """Parameters of the whole model, each once: no adapters, no padding, no second copy of a tied embedding."""
+    """Parameters of the whole model, each counted once: no adapters, no padding, no second copy of a tied embedding."""
     return sum(math.prod(weight.shape) for weight in model_weights(run.model.base))
 
 
@@ -167,7 +167,7 @@ def _name(spec: StageSpec, run: Run) -> str:
 
 
 def _contents(spec: StageSpec, model: ModelConfig) -> str:
-    """In words: neighbouring layers of which the same is frozen together, and how many weights where not all are."""
+    """Contents of a slot in words; consecutive layers with the same frozen state are merged."""
     frozen: dict[tuple[Place, int | None], list[bool]] = {}
     adapted: set[tuple[Place, int | None]] = set()
     for weight in stage_weights(model, spec):
@@ -177,15 +177,15 @@ def _contents(spec: StageSpec, model: ModelConfig) -> str:
     words = {at: "" if not any(flags) else " (frozen)" if all(flags) else (
         " (adapters)" if at in adapted else " (partly frozen)") for at, flags in frozen.items()}
     parts: list[str] = []
-    for (place, said), group in groupby(words.items(), key=lambda item: (item[0][0], item[1])):
+    for (place, suffix), group in groupby(words.items(), key=lambda item: (item[0][0], item[1])):
         layers = [layer for (_, layer), _ in group if layer is not None]
         span = f" {layers[0]}{f'-{layers[-1]}' if len(layers) > 1 else ''}" if layers else ""
-        parts.append(f"{_PLACES[place]}{span}{said}")
-    return ", ".join(parts) or "nothing (hands on what it receives)"
+        parts.append(f"{_PLACES[place]}{span}{suffix}")
+    return ", ".join(parts) or "nothing (forwards what it receives)"
 
 
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:
-    """What each boundary carries per microbatch, and when a gradient comes back over it."""
+    """What crosses each boundary per microbatch, and when a gradient comes back."""
     vision, language = run.model.vision, run.model.language
     merged = vision.spatial_merge_size**2
     shapes = {
@@ -211,7 +211,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
     fullest = max(range(len(sizes)), key=lambda index: sizes[index].total_bytes)
     return [
         f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",
-        f"In all    {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {run.world_size} ranks",
+        f"Total     {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {run.world_size} ranks",
     ]
 
 
@@ -219,9 +219,10 @@ TEXT, VISUAL, STATED = "text", "visual", "stated"
 
 
 def longest_microbatches(run: Run) -> dict[str, Rows]:
-    """One rank's rows of the two extreme longest microbatches: all text, with every token a target, and all visual
-    tokens, which are never targets.  A mixture needs an amount of memory between theirs.  With ``--dry-run-patches``:
-    one microbatch with that many patches, and text otherwise.
+    """One rank's rows of the longest microbatch, in its two extremes.
+
+    One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
+    memory between the two.  With ``--dry-run-patches``: one microbatch with that many patches, the rest text.
 
     Context-parallel ranks get whole images, so a rank may have one more than its share.
     """
@@ -243,7 +244,7 @@ def longest_microbatches(run: Run) -> dict[str, Rows]:
 
 
 def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
-    """Peak bytes of the stage that needs most, by kind of microbatch."""
+    """Peak bytes of the largest stage, by kind of microbatch."""
     return {
         kind: max(
             _peak_bytes(_memory(run, placement, stage), rows, run, size)
@@ -266,7 +267,7 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """Peak memory of each stage, and what it is made of."""
+    """Peak memory of each stage, and its parts."""
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
               "peak")
     rows: list[tuple[str, ...]] = [header]
@@ -280,29 +281,31 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
     return [
-        "Memory at the worst moment (one rank each; GiB; by formula, not measured):",
+        "Peak memory (one rank each; GiB; computed, not measured):",
         *_aligned(rows),
         *_microbatch_lines(run, kinds),
-        "The peak has the logits or a layer's work, whichever is more.  Sent ahead: the most messages that a slow next",
-        "stage can leave waiting.  Not counted: the driver, communication buffers and gaps between allocations.",
+        "The peak includes the logits or a layer's work, whichever is larger.  Sent ahead: the most messages that a",
+        "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
     ]
 
 
 def _microbatch_lines(run: Run, kinds: dict[str, Rows]) -> list[str]:
-    """Which microbatches the memory is for."""
+    """The microbatches that the memory is computed for."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
-    start = f"Each microbatch in flight is taken to have {num_tokens:,} tokens (--seq-length x --micro-batch-size):"
+    start = f"Each microbatch in flight is assumed to have {num_tokens:,} tokens (--seq-length x --micro-batch-size):"
     if STATED in kinds:
-        lines = [start, f"{run.args.dry_run_patches:,} patches (--dry-run-patches), and text, every token a target."]
+        lines = [start,
+                 f"{run.args.dry_run_patches:,} patches (--dry-run-patches), the rest text, every token a target."]
     else:
         num_patches = num_tokens * run.model.vision.spatial_merge_size**2
         lines = [start, f"all text, every token a target, or all visual ({num_patches:,} patches); a mixture needs",
-                 "something between."]
+                 "an amount in between."]
     if run.cp_size > 1:
         held = kinds.get(STATED, kinds.get(VISUAL))
-        assert held is not None, "one of the two is asked for"
-        lines += [f"Of it a context-parallel rank holds {held.num_tokens:,} tokens and at most {held.num_patches:,} "
-                  f"patches: its share, and one image of", "image_max_pixels more, because images are dealt whole."]
+        assert held is not None, "kinds has one of the two"
+        lines += [f"Each context-parallel rank holds {held.num_tokens:,} of the tokens and at most "
+                  f"{held.num_patches:,} patches: its share, and one",
+                  "image of image_max_pixels, because images stay whole."]
     return lines
 
 
@@ -332,7 +335,7 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
 
 
 def _group_lines(run: Run) -> list[str]:
-    """Optimizer groups, if there are more than those with and without weight decay."""
+    """Optimizer groups, if there are more than the usual two, with and without weight decay."""
     args, groups = run.args, optimizer_groups(run.args, run.model)
     if {Group(args.lr, args.weight_decay), Group(args.lr, 0.0)} >= groups.keys():
         return []
@@ -341,7 +344,7 @@ def _group_lines(run: Run) -> list[str]:
         num_params = sum(math.prod(weight.shape) for weight in weights)
         rows.append((f"{group.max_lr:g}", f"{group.weight_decay:g}", str(len(weights)), f"{num_params:,}",
                      ", ".join(dict.fromkeys(weight.part for weight in weights))))
-    return ["Groups of the optimizer (highest learning rates):", *_aligned(rows)]
+    return ["Optimizer groups (maximum learning rates):", *_aligned(rows)]
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
-"""Saves and restores training: weights, optimizer, random states, and how far it has come.
+"""Saves and restores training: weights, optimizer, random states, and progress.
 
-Every rank calls these functions together; a mistake or failed write on one is the same UserError on all.  The
-files are those of ``mm.formats``, the optimizer's insides those of ``optimizer_state.py``.
+All ranks call these functions together; an error on one raises the same UserError on all.  ``mm.formats`` defines the
+files, ``optimizer_state.py`` accesses the optimizer's internals.
 """
 
 import dataclasses
@@ -40,20 +40,20 @@ from mm.weights.trained import saved_among, saved_weights
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come.  The learning rate and the order of the data are functions of it."""
+    """Progress of the training, which determines the learning rate and the order of the data."""
 
     iteration: int
     consumed_samples: int
     data: TrainedOn | None = None
-    """None on ranks that read none, and where a checkpoint does not say."""
+    """None on ranks that read no data, and if a checkpoint does not say."""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What ``load`` reports to the user."""
+    """Notes for the user from ``load``."""
     best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
     """The best validation so far."""
     run_id: str | None = None
     """The id of the run that saves; None if an older version began it."""
     schedule: Schedule | None = None
-    """The learning-rate schedule; ``load`` leaves it to ``mm.training.schedule``, which asks the settings too."""
+    """The learning-rate schedule; not set by ``load`` but by ``mm.training.schedule``, which needs the settings too."""
 
 
 # Saving
@@ -70,17 +70,17 @@ def save(
     keep_last: int | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of ``progress.iteration`` and make it the newest; returns its directory.
+    """Write the checkpoint of ``progress.iteration``, make it the newest, and return its directory.
 
-    It appears complete or not at all, also when it replaces one of the same iteration; until then the older ones
-    stay as they are.  ``run_facts`` is kept for people and must be JSON-ready.  With ``keep_last``, older
-    checkpoints of the same run beyond that many are deleted; failing to is only a warning.  ``base``: of adapters, as
-    ``Manifest`` has it.  Raises UserError on every rank when any cannot write.
+    It appears complete or not at all, even if it replaces one of the same iteration; until then the older ones are
+    unchanged.  ``run_facts`` is for people and must be JSON-serializable.  With ``keep_last``, older checkpoints of the
+    same run beyond that number are deleted; a failure to do so is only a warning.  ``base``: see ``Manifest``.  Raises
+    UserError on every rank if any rank cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     for model in parts.models:
         if model.ddp_config.overlap_param_gather:
-            model.start_param_sync(force_sync=True)  # other ranks' last updates may not have arrived yet
+            model.start_param_sync(force_sync=True)  # the last updates of other ranks may not have arrived yet
     owned = owned_states(parts.optimizer, parts.models) if save_optim else []
     planned = _planned(parts, owned, save_rng)
     num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
@@ -120,10 +120,10 @@ def save(
 
 
 def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Values]]:
-    """What this rank writes, file by file; the tensors are the live ones, whose padding is cut as they are written.
+    """What this rank writes, file by file.  Tensors are the live ones; their padding is removed during writing.
 
-    Everything once: no second replica, and no second copy of a tied embedding or of what all TP ranks hold; and
-    nothing of the frozen model beside which adapters are trained.
+    Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
+    The frozen base model of adapters is not written.
     """
     mesh, saved = parts.mesh, {weight.name for weight in saved_weights(parts.stage.model)}
     rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
@@ -142,7 +142,7 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
             memory = stored[state.name]
             start, stop = memory.real_range(state.start, state.stop)
             if start == stop:
-                continue  # nothing but padding
+                continue  # only padding
             for part, tensor in state.tensors().items():
                 piece = Piece.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
                 planned.append((piece, Values(tensor, memory, state.start)))
@@ -155,7 +155,8 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
 
 
 def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:
-    """From every rank's number of updates and loss scale; a rank that trains nothing has none."""
+    """The manifest's optimizer facts, from every rank's update count and loss scale; ranks without training have none.
+    """
     steps = {step for _, step, _ in gathered if step is not None}
     assert len(steps) <= 1, f"ranks made different numbers of updates: {steps}"
     scalers = [scaler for _, _, scaler in gathered if scaler is not None]
@@ -182,7 +183,7 @@ def load(
     """
     mesh, stage, stored = parts.mesh, parts.stage, source.directory
     assert isinstance(stored, TrainingDirectory), "nothing else holds the state of a training"
-    # a run in fp32 goes on from the fp32 copies of one in bf16
+    # a run in fp32 continues from the fp32 copies of a bf16 run
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
     held = saved_among(stage.weights, stored.manifest.model)
@@ -195,7 +196,7 @@ def load(
     read_once(stage, from_master, read_master, mesh)
 
     def restore() -> tuple[Sequence[tuple[OwnedState, int]], tuple[str, ...]]:
-        parts.optimizer.reload_model_params()  # fp32 copies follow the weights, until their own values replace them
+        parts.optimizer.reload_model_params()  # initialize fp32 copies from the weights; saved copies replace them
         shared = _load_optimizer(stored, source, parts) if load_optim and not finetune else ()
         return shared, _load_random(stored, parts) if load_rng and not finetune else ()
 
@@ -211,12 +212,15 @@ def load(
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> Sequence[tuple[OwnedState, int]]:
-    """Restore this rank's optimizer state.  Where replicas hold the same, each reads a share of it and returns, for all
-    of it, which of them read it: the others have memory for it, and get it by ``_broadcast``."""
+    """Restore this rank's optimizer state.
+
+    If replicas hold the same state, each reads a share of it.  The result lists all states with the replica that read
+    each; the others have allocated memory, which ``_broadcast`` fills.
+    """
     facts = stored.manifest.optimizer
     if facts is None:
         raise UserError(
-            f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to go on with "
+            f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to continue with "
             f"new optimizer state, or --finetune to start at step 0 from its weights."
         )
     by_name = {weight.name: weight for weight in parts.stage.weights}
@@ -225,9 +229,9 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
     if untrained:
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""
         raise UserError(
-            f"{stored.path} has no optimizer state of {untrained[0]}{more}, frozen then and trained now; freeze the "
-            f"same weights as then, add --no-load-optim to go on with new optimizer state, or --finetune to start at "
-            f"step 0 from the weights."
+            f"{stored.path} has no optimizer state of {untrained[0]}{more}, which was frozen when it was saved and is "
+            f"trained now; freeze the same weights as before, add --no-load-optim to continue with new optimizer "
+            f"state, or --finetune to start at step 0 from the weights."
         )
     copies = parts.mesh.groups.dp_cp
     is_shared = not is_split(parts.optimizer) and copies.size() > 1
@@ -255,7 +259,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
 
 
 def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
-    """Give the replicas the optimizer state that each of them has read, once all have read theirs."""
+    """Broadcast each optimizer state from the replica that read it, after all have finished reading."""
     group = mesh.groups.dp_cp
     for state, reader in shared:
         for tensor in state.tensors().values():
@@ -263,7 +267,7 @@ def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
 
 
 def _load_random(stored: TrainingDirectory, parts: Parts) -> tuple[str, ...]:
-    """Returns notes for the user."""
+    """Restore random states; return notes for the user."""
     manifest, mesh, device = stored.manifest, parts.mesh, parts.stage.device
     if (manifest.world_size, manifest.tp_size, manifest.pp_size) != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)

@@ -1,12 +1,12 @@
-"""One run at a time in each directory: a file in it says which process has it, on which host, and since when.
+"""One run at a time per directory: a lock file in it names the process that writes there, its host and start time.
 
-The first rank holds the file for all ranks, and removes it when the run ends.  A run that finds such a file asks
-whether its owner is still there.  Under the same kernel the process itself answers.  For another host the file does:
-its owner renews it every ``BEAT_SECONDS``, and one that is not renewed for ``SILENT_SECONDS`` has no owner any more.
-That is watched, not computed from the time in the file: the clocks of two hosts may differ by any amount.
+Rank 0 holds the lock for all ranks, and removes it when the run ends.  A run that finds a lock file checks whether its
+owner is still alive.  On the same kernel it looks up the process.  On another host it watches the file: the owner
+renews it every ``BEAT_SECONDS``, and after ``SILENT_SECONDS`` without renewal the owner counts as dead.  The time in
+the file is not used, because clocks of two hosts may differ by any amount.
 
-The directory may be on any disk where creating a file exclusively works, as on NFS, Lustre and GPFS; the operating
-system's own locks do not work across hosts on each of them.
+The directory may be on any disk with exclusive file creation, such as NFS, Lustre and GPFS; the operating system's
+locks do not work across hosts on all of them.
 """
 
 import fcntl
@@ -28,23 +28,23 @@ from mm.errors import UserError, collected, refuse, writing
 LOCK_FILE = ".mm-train.lock"
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
-"""Six beats: a shared disk may take some seconds for one, and a restart on another host waits no longer than this."""
+"""Six beats: one may take some seconds on a shared disk, and a restart on another host waits this long at most."""
 _RELEASE_SECONDS = 5.0
-"""How long the end of a run waits for a disk that does not answer."""
+"""How long the end of a run waits for an unresponsive disk."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as its file says."""
+    """The process that holds a lock, as stated in the lock file."""
 
     token: str
-    """Never the same twice."""
+    """A unique random id."""
     host: str
     pid: int
     kernel: str
-    """Which kernel, and which of its process tables, ``pid`` is of: containers have tables of their own."""
+    """The kernel, and the process namespace in it, that ``pid`` belongs to: containers have their own namespaces."""
     started: str
-    """When the process began, in ticks of that kernel: numbers of processes are used again."""
+    """When the process started, in ticks of that kernel, because process ids are reused."""
     since: str
     """Local time, for people."""
 
@@ -57,28 +57,28 @@ class Owner:
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
-        """Whose the file is; None for one that is not written yet."""
+        """The owner in a lock file's ``content``; None if it is not written yet."""
         try:
             return cls(**json.loads(content)["owner"])
         except (ValueError, KeyError, TypeError):
             return None
 
     def is_here(self) -> bool:
-        """Whether it is a process of this kernel, so that one can ask whether it is still there."""
+        """Whether it is a process of this kernel, so that ``is_alive`` can look it up."""
         return self.kernel != "" and self.kernel == _kernel()
 
     def is_alive(self) -> bool:
-        """Of a process that ``is_here``."""
+        """Whether the process still runs; only for a process that ``is_here``."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's
+        except PermissionError:  # another user's process
             return True
         return _started(self.pid) == self.started
 
     def content(self) -> bytes:
-        """The file now; always of the same length, so that renewing it is one write."""
+        """The lock file's content now, always of the same length, so that renewing is a single write."""
         return json.dumps({"owner": asdict(self), "renewed": f"{time.time():.1f}"}).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -86,19 +86,19 @@ class Owner:
 
 
 class Lock:
-    """This process's hold on one directory, which a thread renews."""
+    """This process's lock on one directory, which a thread renews."""
 
     def __init__(self, path: Path, flag: str, say: Callable[[str], None]) -> None:
-        """Create the lock file at ``path`` in the directory that ``flag`` gives, once nobody has it.
+        """Create the lock file at ``path`` in the directory that ``flag`` gave, as soon as it is free.
 
-        Raises UserError when another process has it.
+        Raises UserError if another process holds it.
         """
         self.path, self._flag, self._owner = path, flag, Owner.here()
         while True:
             left = _left(path, flag, say)
             if left is not None:
                 _remove(path, left)
-            with suppress(FileExistsError):  # somebody was faster: ask again
+            with suppress(FileExistsError):  # another process was faster: try again
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
                 break
         os.write(self._file, self._owner.content())
@@ -108,21 +108,21 @@ class Lock:
 
     def _renew(self) -> None:
         while not self._has_ended.wait(BEAT_SECONDS):
-            with suppress(OSError):  # one beat less; if the lock gets lost by it, ``check`` says so
+            with suppress(OSError):  # one missed beat; if the lock is lost because of it, ``check`` reports that
                 os.pwrite(self._file, self._owner.content(), 0)
                 os.fsync(self._file)
         os.close(self._file)
 
     def check(self) -> None:
-        """Raise UserError when another run took this one for dead, because it was stopped or cut off from the disk."""
+        """Raise UserError if the lock is lost, because this run was suspended or cut off from the disk for too long."""
         content = _content(self.path)
         if content is None or self._owner.token.encode() not in content:
-            raise UserError(f"{self._flag}: {self.path} is not this run's any more: it was not renewed for "
+            raise UserError(f"{self._flag}: {self.path} no longer belongs to this run: it was not renewed for "
                             f"{SILENT_SECONDS:.0f} s, or was removed, so another run may be writing there; this run "
-                            f"writes no more")
+                            f"stops writing")
 
     def release(self) -> None:
-        """Let others have the directory; again is fine."""
+        """Release the directory; may be called again."""
         if not self._has_ended.is_set():
             self._has_ended.set()
             with suppress(UserError, OSError):
@@ -131,16 +131,16 @@ class Lock:
 
 
 class Claim:
-    """The directories that a run holds; on most ranks none."""
+    """The directories that a run has locked; none on most ranks."""
 
     def __init__(self, locks: Sequence[Lock] = ()) -> None:
         self._locks = locks
 
     @classmethod
     def take(cls, directories: Mapping[str, str], say: Callable[[str], None]) -> Self:
-        """Hold the directories that these flags give, making them where they are missing; ``say`` tells of a wait.
+        """Lock the directories that these flags gave, creating missing ones; ``say`` reports a wait.
 
-        Raises UserError when another run has one of them, or it cannot be written.
+        Raises UserError if another run holds one of them, or it cannot be written.
         """
         locks: list[Lock] = []
         try:
@@ -154,7 +154,7 @@ class Claim:
         return cls(locks)
 
     def check(self) -> None:
-        """Raise UserError when one of them is not this run's any more."""
+        """Raise UserError if any lock is lost."""
         problems: list[str] = []
         for lock in self._locks:
             with collected(problems):
@@ -162,7 +162,7 @@ class Claim:
         refuse(problems)
 
     def release(self) -> None:
-        """Let others have the directories; does not wait long for a disk that does not answer."""
+        """Release the directories, waiting only ``_RELEASE_SECONDS`` for an unresponsive disk."""
         threads = [threading.Thread(target=lock.release, name="release", daemon=True) for lock in self._locks]
         for thread in threads:
             thread.start()
@@ -178,9 +178,9 @@ class Claim:
 
 
 def claim_problems(directories: Mapping[str, str]) -> list[str]:
-    """Which of the directories that these flags give another run on this host is writing; nothing is claimed.
+    """Report directories that another run on this host is writing, without locking any.
 
-    Of another host's that is found out when the run claims them.
+    Runs on other hosts are found when the directories are locked.
     """
     problems: list[str] = []
     for path, flag in _lock_files(directories).items():
@@ -193,7 +193,7 @@ def claim_problems(directories: Mapping[str, str]) -> list[str]:
 
 
 def _lock_files(directories: Mapping[str, str]) -> dict[Path, str]:
-    """Of each directory once, with the first flag that gives it."""
+    """The lock file of each directory, once, with the first flag that gave it."""
     found: dict[Path, str] = {}
     for flag, directory in directories.items():
         found.setdefault(Path(directory).resolve() / LOCK_FILE, f"{flag} {directory}")
@@ -201,9 +201,9 @@ def _lock_files(directories: Mapping[str, str]) -> dict[Path, str]:
 
 
 def _left(path: Path, flag: str, say: Callable[[str], None]) -> bytes | None:
-    """The content of a lock file whose owner is gone; None where there is no file.
+    """The content of a lock file whose owner is dead; None if there is no file.
 
-    Raises UserError when its owner is there.  Of another host's that takes up to ``SILENT_SECONDS`` to find out.
+    Raises UserError if its owner is alive.  For an owner on another host this takes up to ``SILENT_SECONDS``.
     """
     content = _content(path)
     if content is None:
@@ -227,12 +227,12 @@ def _left(path: Path, flag: str, say: Callable[[str], None]) -> bytes | None:
 
 
 def _busy(path: Path, flag: str, owner: Owner | None) -> UserError:
-    return UserError(f"{flag} is being written by another run, {owner or 'which has just begun'} ({path}); wait for "
-                     f"its end, or give another directory")
+    return UserError(f"{flag} is being written by another run, {owner or 'which has just begun'} ({path}); wait until "
+                     f"it ends, or give another directory")
 
 
 def _content(path: Path) -> bytes | None:
-    """Opened anew each time: that is when a shared disk asks its server; None where there is no file."""
+    """Read the file, reopening it each time so that a shared disk asks its server; None if there is no file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -240,10 +240,10 @@ def _content(path: Path) -> bytes | None:
 
 
 def _remove(path: Path, left: bytes) -> None:
-    """Remove the lock file ``left``, and no other that another process may have put in its place meanwhile.
+    """Remove the lock file if its content is still ``left``, not one that another process has created meanwhile.
 
-    Of processes that want to remove the same file, one at a time compares and removes.  Where the disk has no locks
-    across hosts, two hosts may do so at once; then ``Lock.check`` finds out.
+    A file lock lets one process at a time compare and remove.  If the disk has no locks across hosts, two hosts may do
+    so at once; then ``Lock.check`` finds the loss.
     """
     with suppress(FileNotFoundError), path.open("r+b") as file:
         with suppress(OSError):  # the disk has no locks at all
@@ -253,7 +253,7 @@ def _remove(path: Path, left: bytes) -> None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began; None for one that is not there, or has ended and is still listed."""
+    """When a process started; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -262,7 +262,7 @@ def _started(pid: int) -> str | None:
 
 
 def _kernel() -> str:
-    """Empty where the system does not say."""
+    """Id of this kernel and process namespace; empty if the system does not provide it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

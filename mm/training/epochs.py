@@ -1,4 +1,4 @@
-"""How many steps ``--num-train-epochs`` takes: known once the training samples are counted.
+"""The number of steps for ``--num-train-epochs``, known once the training samples are counted.
 
 Neither megatron nor a device is needed.
 """
@@ -40,16 +40,16 @@ def num_steps_of(
 ) -> int:
     """The iteration after which a run has seen ``num_samples`` samples ``epochs`` times.
 
-    An epoch ends within a step where the batch does not divide it, and no sample is left out: so only the last step is
-    rounded up, as an accumulated step in Hugging Face's trainer is.  ``iteration`` and ``consumed`` say how far the run
-    is, and ``began_at`` how many samples it had consumed when it began with these data.
+    No sample is dropped, so an epoch ends within a step if the batch size does not divide it, and only the last step is
+    rounded up, like an accumulated step in Hugging Face's trainer.  ``iteration`` and ``consumed`` are the run's
+    progress, and ``began_at`` is the number of samples consumed before it began with this data.
     """
-    last = began_at + num_samples * Fraction(repr(epochs))  # as it is written: 0.29 x 100 is 29
+    last = began_at + num_samples * Fraction(repr(epochs))  # exact decimal value: 0.29 x 100 is 29
     return iteration + max(0, math.ceil((last - consumed) / global_batch_size))
 
 
 def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, int, int]:
-    """Iteration and consumed samples where the run starts, and how many it had consumed when these data began."""
+    """Iteration and consumed samples at the start of the run, and samples consumed before it began with this data."""
     if source is None or source.iteration is None:
         return 0, 0, 0
     consumed = source.consumed_samples

@@ -1,4 +1,4 @@
-"""The plans of a run's steps, and between them those of its validations, opened on every rank together."""
+"""Opens, on all ranks together, the plans of a run's steps and of the validations between them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from mm.data.index.dataset import Dataset
 from mm.data.order.sampler import order_of, told_order
 from mm.data.order.stream import Order, Step
 from mm.data.record_name import BadSample
-from mm.ending import say_notes
+from mm.ending import print_notes
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
@@ -27,27 +27,27 @@ from mm.training.opened import Samples
 
 @dataclass(frozen=True)
 class Feed:
-    """What the steps of a run take."""
+    """The data of a run's steps."""
 
     plans: DataOwner
-    """One for each step, and after each step that a validation follows, the validation's."""
+    """A plan for each step; after a step with a validation, the validation's plans follow."""
     trained_on: TrainedOn | None
     """None on ranks that read no data."""
     validation: ValidationPlan | None
     """None without validation."""
     num_samples: int
-    """For training, in one epoch."""
+    """Training samples in one epoch."""
     began_at: int
-    """Samples that the run had consumed when it began with these data."""
+    """Samples that the run had consumed when it began with this data."""
 
     def epoch(self, consumed_samples: int) -> float:
-        """How often the run has seen these samples."""
+        """Number of epochs over this data."""
         return (consumed_samples - self.began_at) / self.num_samples
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a rank that owns data reads from."""
+    """What a rank that owns data has opened."""
 
     open_loader: Callable[[Iterable[Step]], StepLoader]
     data: TrainedOn
@@ -114,21 +114,21 @@ def _open(
 
 
 def _feature_cache(run: Run, stage: Stage, fingerprint: str | None) -> FeatureCache | None:
-    """What earlier steps and runs have kept of the ViT's work."""
+    """The cache of ViT features, shared by steps and runs; None without ``--vision-feature-cache``."""
     if run.args.vision_feature_cache is None:
         return None
-    assert fingerprint is not None, "it is made with the stage"
+    assert fingerprint is not None, "it is computed with the stage"
     row_bytes = run.model.vision.hidden_size * stage.config.params_dtype.itemsize
     return FeatureCache(run.args.vision_feature_cache, fingerprint, row_bytes)
 
 
 def _quarantine(run: Run, mesh: Mesh, dataset: Dataset, skipped: Sequence[BadSample]) -> Quarantine:
-    """Begins with ``skipped``, which the check of the records has found."""
+    """A quarantine that begins with ``skipped``, found by the check of the records."""
     ledger = None
     if mesh.rank == 0:
         ledger = Path(run.args.log_dir) / LEDGER
         if skipped:
-            say_notes([f"{len(skipped)} samples are left out; {ledger} lists them"])
+            print_notes([f"{len(skipped)} samples are left out; {ledger} lists them"])
     quarantine = Quarantine(len(dataset) + len(skipped), run.args.max_bad_fraction, ledger)
     quarantine.add(skipped)
     return quarantine

@@ -1,8 +1,8 @@
-"""Whether a node can carry its part of a run: open files, shared memory, host memory and versions.
+"""Checks whether a node has the resources for its part of a run: open files, shared and host memory, versions.
 
-One process of every node asks, before anything is loaded: other nodes may be set up otherwise than the first.  What is
-needed follows from the run's settings.  What would certainly end the run is a problem, what may end it a note; each
-says the command that mends it.
+One process per node checks, before anything is loaded, because nodes may be configured differently.  The requirements
+follow from the run's settings.  A shortage that would certainly end the run is a problem, one that may end it is a
+note; each includes the command that fixes it.
 """
 
 import importlib.metadata
@@ -22,35 +22,35 @@ from mm.device.platforms import PLATFORMS
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
-"""Of which setup.py gives the range that was tested."""
+"""Packages whose tested range is in setup.py."""
 FILES_OF_A_RANK = 256
-"""Open files to allow a process beside its connections: data, logs, pipes to workers, the device's driver and the
-collectives' own.  With everything imported a process on the CPU has 6."""
+"""Open files for a process besides its connections: data, logs, pipes to workers, the device's driver and the
+collectives' own files.  With everything imported, a process on the CPU has 6."""
 FILES_OF_A_GROUP = 3
-"""Of a gloo group beside one for each other rank (measured up to 128 ranks with torch 2.13)."""
+"""Open files of a gloo group besides one per other rank (measured up to 128 ranks with torch 2.13)."""
 RANK_BYTES = 3 << 27
-"""Host memory of a process: 0.35 GiB with torch, megatron-core and transformers imported, on the CPU; a device's
-libraries come on top."""
+"""Host memory of a process: 0.35 GiB with torch, megatron-core and transformers imported, on the CPU; the libraries of
+a device add to this."""
 _PIXEL_BYTES = 4
-"""Pixels are fp32 between workers, owner and device."""
+"""Bytes per pixel: pixels are fp32 between workers, owner and device."""
 _SHARED_MEMORY = "/dev/shm"
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node offers to the processes of a run on it, and which these are."""
+    """The resources of a node, and the ranks that run on it."""
 
     first_rank: int
     num_ranks: int
     open_files: int
-    """The limit of each process."""
+    """Limit per process."""
     shared_bytes: int | None
-    """Free in /dev/shm; None where there is none."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     host_bytes: int
-    """Memory that processes can still take, by the system and by the container's limit."""
+    """Memory that processes can still allocate, within the system and the container's limit."""
     versions: Mapping[str, str]
-    """Of installed packages, and of the devices' libraries as ``Platform.versions`` names them."""
+    """Versions of installed packages, and of the devices' libraries as ``Platform.versions`` names them."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
@@ -70,7 +70,7 @@ class Node:
 
 
 def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
-    """What would certainly end the run on this ``node``; adds to ``notes`` what may end it."""
+    """Shortages that would certainly end the run on this ``node``; those that may end it are added to ``notes``."""
     found = [*_open_files(run, node), *_shared_memory(run, node), *_host_memory(run, node), *_versions(node)]
     place = f"node of rank {node.first_rank}: " if run.world_size > node.num_ranks else ""
     notes += [f"{place}{text}" for is_certain, text in found if not is_certain]
@@ -78,11 +78,11 @@ def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
 
 
 def gloo_connections(run: Run, rank: int) -> int:
-    """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``: all ranks, its replica, the data owners, and
-    the ranks of its replica that get pixels.
+    """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``.
 
-    With TORCH_GLOO_LAZY_INIT, which that module sets unless a user has, a rank is connected with log N others of a
-    group, without it with all.
+    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get pixels.  With
+    TORCH_GLOO_LAZY_INIT, which that module sets unless the user did, a rank connects to log N others of a group,
+    otherwise to all.
     """
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
     replica = run.tp_size * run.cp_size * run.num_stages
@@ -97,17 +97,17 @@ def _open_files(run: Run, node: Node) -> Iterator[Finding]:
     if run.world_size == 1:
         return
     ranks = range(node.first_rank, node.first_rank + node.num_ranks)
-    least = max(gloo_connections(run, rank) for rank in ranks)  # mm.parallel.hub sees to what rank 0 needs beside them
+    least = max(gloo_connections(run, rank) for rank in ranks)  # mm.parallel.hub handles rank 0's other connections
     wanted = least + FILES_OF_A_RANK
     if node.open_files < wanted:
-        cure = f"`ulimit -n {wanted}` before the launcher, or `--ulimit nofile={wanted}` of docker run"
+        cure = f"run `ulimit -n {wanted}` before the launcher, or docker run with `--ulimit nofile={wanted}`"
         yield node.open_files < least, (
-            f"a process may open {node.open_files:,} files, and one of {run.world_size:,} ranks needs about {wanted:,} "
+            f"a process may open {node.open_files:,} files, but one of {run.world_size:,} ranks needs about {wanted:,} "
             f"({least:,} of them connections to other ranks): {cure}")
 
 
 def microbatch_pixel_bytes(run: Run) -> int:
-    """Pixels of a microbatch whose tokens are all visual, the most that one can have."""
+    """Bytes of pixels in a microbatch with only visual tokens, the maximum."""
     vision = run.model.vision
     num_patches = run.args.seq_length * run.args.micro_batch_size * vision.spatial_merge_size**2
     if run.data.packing_max_patches is not None:
@@ -131,39 +131,39 @@ def _shared_memory(run: Run, node: Node) -> Iterator[Finding]:
     if node.shared_bytes < wanted:
         size = f"{-(-wanted // (1 << 30))}g"
         yield node.shared_bytes < one, (
-            f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, and workers hand over pixels there: a "
-            f"microbatch that is all pictures takes {_gib(one)} GiB, and {owners} data owners x --num-workers "
-            f"{workers} x prefetch_factor {run.data.prefetch_factor} of them {_gib(wanted)} GiB. Without room a worker "
-            f"dies of a bus error: `docker run --shm-size {size}` (or --ipc=host), `mount -o remount,size={size} "
-            f"{_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
+            f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: a "
+            f"microbatch of only pictures takes {_gib(one)} GiB, and {owners} data owners x --num-workers "
+            f"{workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. Without enough "
+            f"room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), `mount -o "
+            f"remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
 
 
 def _host_memory(run: Run, node: Node) -> Iterator[Finding]:
     owners, one = _num_owners(run, node), microbatch_pixel_bytes(run)
     least = RANK_BYTES * node.num_ranks
-    # the step that computes and the one prepared meanwhile, and what is in flight from workers
+    # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
     wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * one
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
-            f"{_gib(node.host_bytes)} GiB of host memory are free, and the {node.num_ranks} ranks of this node need up "
-            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, and the rest for {owners} data owners, whose "
-            f"steps are held ahead in pinned memory. Give the container more (`docker run --memory`), end what else "
-            f"runs (`ps aux --sort=-rss | head`), or lower --num-workers, prefetch_factor or --global-batch-size")
+            f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
+            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, and the rest for {owners} data owners, which "
+            f"prefetch steps into pinned memory. Give the container more (`docker run --memory`), end other processes "
+            f"(`ps aux --sort=-rss | head`), or lower --num-workers, prefetch_factor or --global-batch-size")
 
 
 def _versions(node: Node) -> Iterator[Finding]:
     for requirement in _requirements():
         version = node.versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield False, (f"{requirement.name} {version} is not of {requirement.specifier}, the range around what was "
-                          f"tested: `python -m pip install '{requirement.name}{requirement.specifier}'`")
+            yield False, (f"{requirement.name} {version} is outside the tested range, {requirement.specifier}: "
+                          f"`python -m pip install '{requirement.name}{requirement.specifier}'`")
     for platform in PLATFORMS:
         yield from platform.version_findings(node.versions)
 
 
 def _requirements() -> list[Requirement]:
-    """Ours of ``PACKAGES``, as setup.py declares them; none where the package is not installed."""
+    """This project's requirements for ``PACKAGES``, as in setup.py; empty if it is not installed as a package."""
     declared = (importlib.metadata.requires(DISTRIBUTION) or ()) if _has(DISTRIBUTION) else ()
     return [one for one in map(Requirement, declared) if one.name in PACKAGES and one.marker is None]
 
@@ -181,17 +181,17 @@ def _free_bytes(directory: str) -> int | None:
 
 
 def _container_bytes() -> Iterator[int]:
-    """What the limit of a container leaves; nothing where it has none."""
+    """Bytes left under the container's memory limit; empty without a limit."""
     for path in _CGROUP_LIMITS:
         text = _text(path).strip()
         if text.isdigit():
             used = _text(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
             files = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(path.with_name("memory.stat")), re.MULTILINE)
-            yield max(0, int(text) - int(used.strip() or 0) + int(files[1] if files else 0))  # what was read can go
+            yield max(0, int(text) - int(used.strip() or 0) + int(files[1] if files else 0))  # page cache
 
 
 def _text(path: Path) -> str:
-    """Empty for a file of the system that is not there or not ours to read."""
+    """Content of a system file; empty if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -1,6 +1,6 @@
-"""The reports of a run: the log line, metrics.jsonl, the programs that show it, the resolved configuration.
+"""A run's log line, metrics.jsonl, experiment trackers, and resolved configuration.
 
-The log line keeps MindSpeed-MM's shape, because its users' scripts cut it with awk.
+The log line has MindSpeed-MM's format, because its users' scripts parse it with awk.
 """
 
 import json
@@ -21,14 +21,14 @@ from mm.training.trackers import open_trackers
 
 _FLAG = "--log-dir"
 _NUM_TIMED = 100
-"""Steps whose median time says how long the others will take; validations and saves are not in it."""
+"""Number of recent steps whose median time predicts the time left, without validations and saves."""
 _MAX_EXPONENT = 20.0
-"""The perplexity of a larger loss is told as that of this one: Megatron's bound."""
+"""Maximum exponent of a perplexity, as in Megatron."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Everything reported of one optimizer step.  Counts are of the global batch."""
+    """Metrics of one optimizer step.  Counts are for the global batch."""
 
     iteration: int
     consumed_samples: int
@@ -37,7 +37,7 @@ class StepMetrics:
     grad_norm: float
     loss_scale: float
     step_seconds: float
-    """From one step's host read to the next, data and reports in it, checkpoints not."""
+    """Time from one step's host read to the next, with data and reporting, but without checkpoints."""
     global_batch_size: int
     num_tokens: int
     num_target_tokens: int
@@ -47,53 +47,53 @@ class StepMetrics:
     tokens_per_second_per_device: float
     model_flops_per_second_per_device: float
     mfu: float | None
-    """Model FLOP/s over the device's peak, the ViT included; None where the peak is not known."""
+    """Model FLOP/s, including the ViT, over the device's peak; None if the peak is unknown."""
     max_memory_bytes: int
     updated: bool
-    """False when the step was skipped because a scaled gradient overflowed."""
+    """False if the step was skipped because a scaled gradient overflowed."""
     timers: Mapping[str, float] | None = None
-    """With --log-timers, kind of work -> seconds on the rank that spent most on it."""
+    """With --log-timers: kind of work -> seconds on the slowest rank."""
     epoch: float | None = None
-    """How often the run has seen its training samples; None where their number is not known."""
+    """Number of epochs over the training samples; None if their number is unknown."""
     num_cached_images: int | None = None
     """Images whose ViT features came from --vision-feature-cache; None without it."""
 
 
 @dataclass(frozen=True)
 class ValidationMetrics:
-    """Everything reported of one validation."""
+    """Metrics of one validation."""
 
     iteration: int
     """After which."""
     consumed_samples: int
     validation_loss: float | None
-    """Mean over the target tokens of all samples; None where it is not finite, or no sample can be used."""
+    """Mean over the target tokens of all samples; None if it is not finite, or no sample can be used."""
     num_samples: int
     """Those with a target token."""
     num_target_tokens: int
     validation_seconds: float
     best_validation_loss: float | None
-    """The least so far, this one among them."""
+    """Lowest loss so far, including this one."""
     best_iteration: int
 
 
 @dataclass(frozen=True)
 class ScoreMetrics:
-    """Everything reported of the answers to one set of questions."""
+    """Metrics of the answers to one set of questions."""
 
     iteration: int
     """After which."""
     consumed_samples: int
     validation_score_percent: float
     num_questions: int
-    """That count in it."""
+    """Questions that count towards the score."""
     num_cut_answers: int
-    """Answers to any question that were cut for length."""
+    """Answers that were cut at the maximum length."""
     answer_seconds: float
 
 
 def score_line(found: ScoreMetrics, benchmark: str) -> str:
-    """As ``validation_line``."""
+    """The log line of a score, like ``validation_line``."""
     fields = [
         f"validation score at iteration {found.iteration}",
         f"{benchmark}: {found.validation_score_percent:.2f} %",
@@ -105,7 +105,7 @@ def score_line(found: ScoreMetrics, benchmark: str) -> str:
 
 
 def validation_line(found: ValidationMetrics) -> str:
-    """One line in the shape of Megatron's."""
+    """The log line of a validation, in Megatron's format."""
     loss = math.nan if found.validation_loss is None else found.validation_loss
     best = "none" if found.best_validation_loss is None else (
         f"{found.best_validation_loss:.6E} at iteration {found.best_iteration}")
@@ -125,9 +125,9 @@ def log_line(
     steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool,
     seconds_left: float | None = None,
 ) -> str:
-    """One line in the shape of MindSpeed-MM's log: the last of ``steps``, with time and loss averaged over all of them.
+    """The log line of a step, in MindSpeed-MM's format: the last of ``steps``, with time and loss averaged over all.
 
-    Field 5 between colons must begin with the elapsed time: the timestamp's two colons count.
+    Field 5 between colons must begin with the elapsed time; the timestamp's two colons count.
     """
     step = steps[-1]
     elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
@@ -161,7 +161,7 @@ def _clock(seconds: float) -> str:
 
 
 def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
-    """With --log-timers, means over ``steps``: "most of any rank (ms): ViT forward 12.0, backward 30.1"."""
+    """With --log-timers: means over ``steps``, such as "most of any rank (ms): ViT forward 12.0, backward 30.1"."""
     timed = [one.timers for one in steps if one.timers is not None]
     if timed:
         means = (f"{label(work)} {1000 * fmean(one[seconds_key(work)] for one in timed):.1f}" for work in TIMED)
@@ -169,7 +169,7 @@ def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
 
 
 def _cached(steps: Sequence[StepMetrics]) -> Iterator[str]:
-    """With --vision-feature-cache, over ``steps``: "images from the cache: 30 of 40"."""
+    """With --vision-feature-cache: sums over ``steps``, such as "images from the cache: 30 of 40"."""
     counts = [(one.num_cached_images, one.num_images) for one in steps if one.num_cached_images is not None]
     if counts:
         yield "images from the cache: {} of {}".format(*map(sum, zip(*counts, strict=True)))
@@ -180,12 +180,13 @@ def _num_skipped(steps: Sequence[StepMetrics]) -> int:
 
 
 class MetricsWriter:
-    """Prints and stores the metrics of a run; only one rank has one."""
+    """Prints and stores the metrics of a run; only one rank has a writer."""
 
     def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int) -> None:
-        """Open the files of ``args.log_dir``; here and later, one that cannot be written raises UserError naming it.
+        """Open the files in ``args.log_dir``.
 
-        A resumed run drops the rows of iterations that will be run again; a new one puts an earlier run's file aside.
+        A resumed run drops the rows of iterations that it will repeat; a new run moves an earlier run's file aside.
+        This and the other methods raise UserError naming a file that cannot be written.
         """
         self._args = args
         self._since_line: list[StepMetrics] = []
@@ -201,7 +202,7 @@ class MetricsWriter:
         self._trackers = open_trackers(args, resolved)
 
     def write(self, step: StepMetrics) -> None:
-        """Store one step, and print the log line when it is due."""
+        """Store one step, and print the log line if due."""
         self._since_line.append(step)
         self._step_seconds.append(step.step_seconds)
         self._store("step", {**asdict(step), "num_skipped": _num_skipped(self._since_line)},
@@ -213,17 +214,17 @@ class MetricsWriter:
             self._since_line.clear()
 
     def write_validation(self, found: ValidationMetrics) -> None:
-        """Store and print one validation: a row of its own, after that of its step."""
+        """Store one validation as a separate row after its step, and print it."""
         self._store("validation", asdict(found), "validation_loss")
         print(validation_line(found), flush=True)
 
     def write_score(self, found: ScoreMetrics, benchmark: str) -> None:
-        """The same of the answers to the questions of ``benchmark``."""
+        """Store and print the score of the answers to ``benchmark``."""
         self._store("score", asdict(found), "validation_score_percent")
         print(score_line(found, benchmark), flush=True)
 
     def _store(self, kind: str, row: Mapping[str, Any], *shown: str) -> None:
-        """``shown``: what trackers are given, where it is known."""
+        """Store a row, and send its fields ``shown`` that are not None to the trackers."""
         with writing(self._path, _FLAG):
             self._file.write(json.dumps({"kind": kind, **row}) + "\n")
             self._file.flush()
@@ -239,9 +240,9 @@ class MetricsWriter:
 
 
 def _keep_before(path: Path, iteration: int) -> None:
-    """Leave the rows of an earlier run of the same training up to ``iteration``; a fresh start moves the file aside.
+    """Keep the rows up to ``iteration`` in a resumed run's file; a new run (iteration 0) moves the file aside.
 
-    At every moment the file is there whole, with the rows that are dropped or without them.
+    The file is replaced atomically.
     """
     if not path.exists():
         return
@@ -253,6 +254,6 @@ def _keep_before(path: Path, iteration: int) -> None:
     try:
         kept = b"".join(row for row in whole_lines(content) if json.loads(row)["iteration"] <= iteration)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away, and the run writes a new one") from error
+        raise UserError(f"{path} is damaged ({error}); move it away, then the run writes a new one") from error
     if kept != content:
         write_whole(path, kept, syncs=True)

@@ -14,10 +14,10 @@ from mm.weights.groups import Group
 def build_optimizer(
     config: OptimizerConfig, models: Sequence[DistributedDataParallel], groups: Mapping[str, Group]
 ) -> ChainedOptimizer:
-    """Adam over the trainable parameters of ``models``; without any, megatron's stub that only joins reductions.
+    """Adam over the trainable parameters of ``models``; without any, megatron's stub, which only joins reductions.
 
-    ``groups`` has the group of every trainable parameter of this rank.  megatron gives all ranks the same groups, of
-    which some are empty on some; ``lr_mult`` of each is for the learning rate of the step.
+    ``groups`` maps every trainable parameter of this rank to its group.  megatron creates the same groups on all ranks,
+    some of them empty; ``lr_mult`` of each multiplies the learning rate of the step.
     """
     trained = [name for model in models for name, parameter in model.module.named_parameters()
                if parameter.requires_grad]
@@ -37,15 +37,15 @@ def build_optimizer(
 
 
 def _override(group: Group, config: OptimizerConfig) -> Any:
-    """What megatron puts into the parameter group, where torch's Adam finds the weight decay."""
+    """Values that megatron puts into the parameter group; torch's Adam reads the weight decay there."""
     assert config.lr is not None
     return {"lr_mult": group.max_lr / config.lr if config.lr > 0.0 else 1.0, "weight_decay": group.weight_decay}
 
 
 def _key(group: Group, groups: Mapping[str, Group]) -> ParamKey:
-    """The parameters of ``group``; megatron takes keys of the same name for one."""
+    """A key that selects the parameters of ``group``; megatron treats keys with the same name as equal."""
 
     def is_inside(_: nn.Parameter, name: str) -> bool:
-        return groups[name.removeprefix("module.")] == group  # the DDP's name
+        return groups[name.removeprefix("module.")] == group  # DDP adds the prefix
 
     return ParamKey(with_name_predicate=ParamWithNamePredicate(str(group), is_inside))

@@ -1,4 +1,4 @@
-"""The state that megatron's optimizers keep for each parameter, as tensors under the parameter's name."""
+"""The state of megatron's optimizers for each parameter, as tensors by the parameter's name."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,36 +14,36 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OwnedState:
-    """Optimizer state of one parameter, or of the flat range of it that this rank owns."""
+    """Optimizer state of one parameter, or of this rank's flat range of it."""
 
     name: str
     start: int
     stop: int
     main: Tensor
-    """What the torch optimizer updates: the model's own fp32 memory, or an fp32 copy of it."""
+    """The tensor that the torch optimizer updates: the fp32 parameter itself, or its fp32 copy."""
     group: dict[str, Any]
-    """The parameter group that it is in."""
+    """Its parameter group."""
     is_copy: bool
     optimizer: torch.optim.Optimizer
 
     @property
     def step(self) -> int:
         """Updates made so far; 0 before the first."""
-        # torch keeps the count beside the moments, apex and TransformerEngine in the group
+        # torch stores the count with the moments, apex and TransformerEngine in the group
         state = self.optimizer.state.get(self.main, {})
         return int(state["step"] if "step" in state else self.group.get("step", 0))
 
     def tensors(self) -> dict[str, Tensor]:
-        """"master" where there is an fp32 copy, and the moments once there are any; all flat and fp32."""
+        """"master" if there is an fp32 copy, and the moments once they exist; all flat and fp32."""
         state = self.optimizer.state.get(self.main, {})
         found = {"master": self.main} if self.is_copy else {}
         found |= {moment: state[moment] for moment in MOMENTS if moment in state}
         return {part: tensor.detach().reshape(-1) for part, tensor in found.items()}
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
-        """Put flat moments in place, in the form in which the optimizer would have made them itself.
+        """Install flat moments in the form that the optimizer itself would create.
 
-        None: memory for them, which the caller fills.
+        None allocates memory for them, which the caller fills.
         """
         state: dict[str, Tensor] = {}
         if isinstance(self.optimizer, torch.optim.Adam):
@@ -61,15 +61,15 @@ class OwnedState:
 def owned_states(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> list[OwnedState]:
     """The state of trainable parameters on this rank, in model order.
 
-    It is of whole parameters without the distributed optimizer.  With it, it is of this data-parallel rank's range of
-    each, and parameters of which the rank has nothing are left out.
+    Without the distributed optimizer, states cover whole parameters.  With it, they cover this data-parallel rank's
+    range of each, and parameters of which it owns nothing are omitted.
     """
     return [state for model in models for name, parameter in model.module.named_parameters() if parameter.requires_grad
             for chained in optimizer.chained_optimizers for state in _owned(name, parameter, chained)]
 
 
 def _owned(name: str, parameter: Any, chained: Any) -> Iterator[OwnedState]:
-    """What ``chained`` updates of ``parameter``, if anything."""
+    """The part of ``parameter`` that ``chained`` updates, if any."""
     optimizer, is_copy = chained.optimizer, parameter.dtype != torch.float32
     if isinstance(chained, DistributedOptimizer):
         if parameter in chained.model_param_group_index_map:
@@ -85,7 +85,7 @@ def _owned(name: str, parameter: Any, chained: Any) -> Iterator[OwnedState]:
 
 
 def is_split(optimizer: ChainedOptimizer) -> bool:
-    """Whether data-parallel ranks own different parts; otherwise all of them hold the same."""
+    """Whether data-parallel ranks own different parts; otherwise all hold the same state."""
     return any(isinstance(chained, DistributedOptimizer) for chained in optimizer.chained_optimizers)
 
 
@@ -96,13 +96,13 @@ def scaler_state(optimizer: ChainedOptimizer) -> dict[str, float] | None:
 
 
 def restore_scaler(optimizer: ChainedOptimizer, state: dict[str, float]) -> None:
-    """Set what ``scaler_state`` gave."""
+    """Restore the result of ``scaler_state``."""
     for scaler in _scalers(optimizer):
         counters = {key: int(value) for key, value in state.items() if key != "scale"}
         scaler.load_state_dict({**counters, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
 def _scalers(optimizer: ChainedOptimizer) -> list[Any]:
-    """megatron's loss scalers that have a state (a constant one has none)."""
+    """megatron's loss scalers with state (a constant one has none)."""
     scalers = [getattr(chained, "grad_scaler", None) for chained in optimizer.chained_optimizers]
     return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]

@@ -1,6 +1,6 @@
-"""Draws a step's timeline as SVG: a row for each stage, a box for each piece of work, and how busy the stages were.
+"""Draws a step's timeline as SVG: a row per stage, a box per activity, and the utilization of the stages.
 
-Written as text, so that it needs no other package; any browser shows it, and the full name of a box under the pointer.
+The SVG is written as text, without another package.  Any browser shows it, with the full name of a box on hover.
 """
 
 from collections import defaultdict
@@ -41,15 +41,15 @@ _WIDTH, _LEFT, _PLOT, _TOP, _ROW, _GAP = 1200, 160, 760, 124, 38, 12
 _COLUMNS = {"busy": 972, "waits": 1024, "update": 1076, "idle": 1124, "bubble": 1180}
 """Right ends of the columns of shares, in the order of their fields."""
 _NARROWEST = 0.2
-"""Boxes of fewer pixels are left out; the trace has them."""
+"""Minimum width of a box in pixels; narrower ones are omitted here, but the trace has them."""
 _NARROWEST_IN_LEGEND = 1.5
-"""Less shows no colour to look up."""
+"""Minimum width in pixels for a kind of box to appear in the legend."""
 _DIGIT = 7.2
 _GREY = "#5a6673"
 
 
 def draw(records: Sequence[RankRecord], iteration: int) -> str:
-    """The picture of one step, as SVG.  ``records`` are on one clock; the first rank of every stage is drawn."""
+    """Draw one step as SVG.  ``records`` share one clock; the first rank of each stage is drawn."""
     rows = [min((one for one in records if one.pp_rank == stage), key=lambda one: one.rank)
             for stage in sorted({record.pp_rank for record in records})]
     num_chunks, (start, end) = count_chunks(rows), extent(rows)
@@ -86,7 +86,7 @@ def _summary(rows: Sequence[RankRecord], num_ranks: int, iteration: int) -> str:
 
 
 def _kinds(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
-    """Each span with its kind of box: a backward pass is that of the towers that ran forward."""
+    """Each span with its kind of box; a backward pass is named after the towers of its forward pass."""
     forward: Mapping[tuple[int | None, int | None], list[str]] = defaultdict(list)
     for span in spans:
         activity = span.activity
@@ -108,7 +108,7 @@ def _box(kind: str, span: Span, number: str, zero: float, x: float, y: float, wi
 
 
 def _means(rows: Sequence[RankRecord], y: float) -> Iterator[str]:
-    """The heads of the columns, and under them the means of all rows."""
+    """Column headers, and the means of all rows below the table."""
     for name, x in _COLUMNS.items():
         yield _text(x, _TOP - 10, name, size=11, anchor="end", fill=_GREY)
     columns = zip(*(astuple(shares(row, rows)) for row in rows), strict=True)
@@ -148,8 +148,8 @@ def _explanation(num_chunks: int, y: float) -> Iterator[str]:
     letters = ", with its chunk as a letter" if num_chunks > 1 else ""
     for line in (
         f"The number in a box is the microbatch, counted from 0{letters}.",
-        "busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: with its wait "
-        "for the gradients' norm of all ranks. idle: nothing recorded. These four sum to 100 % of the step.",
+        "busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: including the "
+        "wait for the global gradient norm. idle: nothing recorded. These four sum to 100 % of the step.",
         "bubble: not busy, as a share of the time from the first forward to the last backward of any stage.",
     ):
         yield _text(24, y, line, size=11, fill=_GREY)

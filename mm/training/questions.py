@@ -1,7 +1,4 @@
-"""A small set of questions that the model in training answers now and then, scored as ``mm.evaluate`` scores them.
-
-When that is due, and where the score is told, is not known here.
-"""
+"""A small set of questions that the model answers during training, scored like in ``mm.evaluate``."""
 
 import shutil
 import time
@@ -29,15 +26,15 @@ from mm.training.validation import evaluating
 
 @dataclass(frozen=True)
 class Scored:
-    """What the answers of the model in training are worth."""
+    """The scores of the model's answers."""
 
     scores: Mapping[str, Any]
-    """As ``write_results`` gives them."""
+    """The scores from ``write_results``."""
     seconds: float
 
 
 class QuestionSet:
-    """The questions, which rank 0 has, and the model in training, ready to be asked."""
+    """The questions, on rank 0, and the model in training."""
 
     def __init__(self, run: Run, parts: Parts, opened: Questions | None = None) -> None:
         """``opened`` is what the check before the run has opened on this rank.
@@ -52,8 +49,8 @@ class QuestionSet:
         self._items = together(mesh, lambda: items or read_items(asked) if mesh.rank == 0 else None)
         media = asked.asking.media_config(directory)
         encoder = read_encoder(media, model, mesh, opened and opened.encoder)
-        said = asked.asking.decoding(settings_in(Path(directory)))
-        decoding = with_stop_tokens(said, (), encoder, model.language, mesh)
+        stated = asked.asking.decoding(settings_in(Path(directory)))
+        decoding = with_stop_tokens(stated, (), encoder, model.language, mesh)
         self._session = Session(parts.stage, mesh, encoder, media, decoding)
         self._answers: dict[int, Answer] = {}
 
@@ -62,10 +59,10 @@ class QuestionSet:
         return asks(self._run.args, iteration)
 
     def ask(self, iteration: int) -> Scored:
-        """Ask all questions and write predictions and scores to a folder of this iteration; returns the scores.
+        """Ask all questions, write predictions and scores to a folder of this iteration, and return the scores.
 
-        Every rank calls it.  Nothing of the training is changed.  Raises AgreedError with what is wrong with questions
-        that cannot be asked any more.
+        Called on every rank; does not change the training.  Raises AgreedError with the problems of questions that can
+        no longer be asked.
         """
         started, session = time.perf_counter(), self._session
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
@@ -76,7 +73,7 @@ class QuestionSet:
         return Scored(scores, time.perf_counter() - started)
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
-        """On rank 0: the questions in batches, with their pictures as files; what an earlier run has left is gone."""
+        """On rank 0: the questions in batches, with their pictures as files.  An earlier run's folder is deleted."""
         assert self._items is not None, "rank 0 has read them"
         if folder.exists():
             shutil.rmtree(folder)
@@ -85,8 +82,8 @@ class QuestionSet:
         prompts = in_order(self._items.as_prompts(folder / PICTURES))
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
-    def _keep(self, told: Sequence[Told]) -> None:
-        self._answers |= {one.prompt.number: Answer.of(one.text, one.ended) for one in told}
+    def _keep(self, answered: Sequence[Told]) -> None:
+        self._answers |= {one.prompt.number: Answer.of(one.text, one.ended) for one in answered}
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"

@@ -1,6 +1,6 @@
 """Measures steps: --log-timers, the timeline of --profile-pipeline, and torch's profiler for --profile.
 
-A step that none of them wants is not listened to and costs nothing.
+Steps that none of these flags selects are not recorded and cost nothing.
 """
 
 import json
@@ -35,11 +35,11 @@ from mm.training.timeline import (
 )
 
 _NUM_MEETINGS = 10
-"""Barriers by which the ranks' clocks are compared: the two that are passed fastest count."""
+"""Number of barriers to compare the ranks' clocks; the two passed fastest determine the offset."""
 
 
 class Recorder:
-    """A listener that keeps when activities begin and end, by the device's own clock."""
+    """A listener that records when activities begin and end, on the device's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -52,7 +52,7 @@ class Recorder:
         self._marks.append((self._device.mark(), None))
 
     def spans(self) -> tuple[Span, ...]:
-        """Waits for the device, and forgets what it has kept."""
+        """Wait for the device, return the recorded spans and clear them."""
         seconds = self._device.seconds_of([mark for mark, _ in self._marks])
         moments = [Moment(when, activity) for when, (_, activity) in zip(seconds, self._marks, strict=True)]
         self._marks.clear()
@@ -60,25 +60,25 @@ class Recorder:
 
 
 class StepObserver:
-    """Measures the steps of a run, ``first`` to ``last``: how long each takes, and what else the user asks for."""
+    """Measures the steps ``first`` to ``last`` of a run: their time, and what the profiling flags request."""
 
     def __init__(
         self, args: Arguments, stage: Stage, mesh: Mesh, first: int, last: int, say: Callable[[str], None]
     ) -> None:
-        """``say`` tells the user which files are written, and what is asked for and will not be."""
+        """``say`` reports written files, and requested ones that will not be written."""
         self._args, self._stage, self._mesh, self._say = args, stage, mesh, say
         self._began = 0.0
-        """When the step began by the host's clock, later by as much as it was paused."""
+        """Start of the step on the host's clock, shifted by the time it was paused."""
         self._recorder = Recorder(stage.device)
         self._spans: tuple[Span, ...] = ()
         self._profiler: Any = None
         window = range(max(first, args.profile_step_start), min(last + 1, args.profile_step_end))
         self._window = window if args.profile else range(0)
         if args.profile_pipeline is not None and not first <= args.profile_pipeline <= last:
-            say(f"note: --profile-pipeline {args.profile_pipeline} is none of the iterations of this run, {first} to "
-                f"{last}: no timeline is written")
+            say(f"note: --profile-pipeline {args.profile_pipeline} is not an iteration of this run ({first} to "
+                f"{last}): no timeline is written")
         if args.profile and not self._window:
-            say(f"note: --profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, and this "
+            say(f"note: --profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, but this "
                 f"run has {first} to {last}: nothing is profiled")
 
     def start(self) -> None:
@@ -87,13 +87,13 @@ class StepObserver:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside counts in no step."""
+        """Exclude the time spent inside from the steps."""
         started = time.perf_counter()
         yield
         self._began += time.perf_counter() - started
 
     def begin(self, iteration: int) -> None:
-        """Before a step."""
+        """Call before a step."""
         args = self._args
         if args.log_timers or iteration == args.profile_pipeline:
             self._stage.journal.listener = self._recorder
@@ -102,11 +102,10 @@ class StepObserver:
             self._profiler.start()
 
     def end(self) -> tuple[float, Mapping[str, float] | None]:
-        """After a step, on every rank: its seconds, and with --log-timers those of each kind of work on the rank that
-        had most.
+        """Call after a step, on every rank; return its seconds, and with --log-timers the seconds by kind of work.
 
-        A step lasts from the end of the one before, when that had read its gradients' norm; Adam, still running, is
-        part of the next one.
+        The seconds of a kind of work are the maximum over ranks.  A step ends when the host has read its gradient norm;
+        Adam, still running, counts towards the next step.
         """
         ended = time.perf_counter()
         seconds, self._began = ended - self._began, ended
@@ -124,7 +123,7 @@ class StepObserver:
         return {seconds_key(work): most for work, most in zip(TIMED, seconds.tolist(), strict=True)}
 
     def write(self, iteration: int) -> None:
-        """On every rank: write what this step is the last of to files."""
+        """On every rank: write the timeline or profile that ends with this step."""
         if iteration == self._args.profile_pipeline:
             self._say(f"wrote {self._write_timeline(iteration)}, .json and .svg")
         if self._window and iteration == self._window[-1]:
@@ -151,7 +150,7 @@ class StepObserver:
 
 
 def write_timeline(path: Path, records: Sequence[RankRecord], iteration: int) -> None:
-    """``path``.json and ``path``.svg of one step; raises UserError naming the one that cannot be written."""
+    """Write ``path``.json and ``path``.svg of one step; raises UserError naming a file that cannot be written."""
     on_one_clock = aligned(records)
     for name, text in ((f"{path}.json", json.dumps(trace(on_one_clock, iteration)) + "\n"),
                        (f"{path}.svg", draw(on_one_clock, iteration))):

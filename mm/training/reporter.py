@@ -1,4 +1,4 @@
-"""What the user is told of a run: its steps, validations and scores, by the last rank, as in Megatron."""
+"""Reports a run's steps, validations and scores on the last rank, as Megatron does."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -20,11 +20,11 @@ from mm.training.validation import ValidationLoss
 from mm.weights.groups import group_facts
 
 Say = Callable[[str], None]
-"""Tells the user one thing, once for all ranks."""
+"""Prints one message, once for all ranks."""
 
 
-def sayer(mesh: Mesh) -> Say:
-    """Prints on the last rank."""
+def say_on_last_rank(mesh: Mesh) -> Say:
+    """Return a function that prints on the last rank only."""
 
     def say(text: str) -> None:
         if mesh.rank == mesh.world_size - 1:
@@ -37,7 +37,7 @@ class Reporter:
     """Writes the run's file, metrics and log lines on the last rank; on the others, nothing."""
 
     def __init__(self, run: Run, parts: Parts, schedule: Schedule, first_iteration: int, say: Say) -> None:
-        """``first_iteration``: where the run goes on from; rows of later ones are dropped."""
+        """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
         self._run, self._parts, self._say = run, parts, say
         self._writer = None
         mesh = parts.mesh
@@ -50,13 +50,13 @@ class Reporter:
         self, progress: Progress, plan: StepPlan, result: StepResult, seconds: float,
         timers: Mapping[str, float] | None, epoch: float,
     ) -> None:  # fmt: skip
-        """After a step, which took ``seconds``; ``epoch`` is how often the run has seen its samples."""
+        """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far."""
         run, totals, mesh, device = self._run, plan.totals, self._parts.mesh, self._parts.stage.device
         if totals.num_target_tokens == 0:
-            self._say(f"note: iteration {progress.iteration} has no token to learn: its loss is 0. Look at the roles "
-                      f"of the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
+            self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
+                      f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
         if totals.num_cut_images:
-            self._say(f"note: iteration {progress.iteration}: {totals.num_cut_images} pictures are left out, because "
+            self._say(f"note: iteration {progress.iteration}: {totals.num_cut_images} pictures are omitted, because "
                       f"--seq-length {run.args.seq_length} would have cut them")
         if self._writer is None:
             return
@@ -83,7 +83,7 @@ class Reporter:
         ))
 
     def report_validation(self, progress: Progress, found: ValidationLoss) -> None:
-        """After a validation, whose loss ``progress.best`` knows already."""
+        """Report a validation; ``progress.best`` already includes its loss."""
         if found.loss is None:
             self._say(f"note: the validation after iteration {progress.iteration} has no loss: " + (
                 "it is not finite" if found.num_target_tokens else "no sample can be used"))
@@ -100,7 +100,7 @@ class Reporter:
             ))
 
     def report_scores(self, progress: Progress, found: Scored) -> None:
-        """After the model has answered the questions."""
+        """Report the scores of the model's answers."""
         scores = found.scores
         if self._writer is not None:
             self._writer.write_score(ScoreMetrics(

@@ -1,4 +1,4 @@
-"""One rank's training run: builds its parts in order, and calls each after the steps in which it is due."""
+"""One rank's training run: builds its parts in order, and runs the loop that calls each when it is due."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from mm.training.feed import Feed, open_feed
 from mm.training.opened import Opened
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
-from mm.training.reporter import Reporter, sayer
+from mm.training.reporter import Reporter, say_on_last_rank
 from mm.training.saver import Saver
 from mm.training.start import settle, start
 from mm.training.step import step
@@ -38,7 +38,7 @@ class Trainer:
         """``claim`` is this rank's hold on the directories that the run writes; ``opened`` is what the check before the
         run has opened on this rank."""
         opened = opened or Opened()
-        self.mesh, self._watchdog, self._say = mesh, watchdog, sayer(mesh)
+        self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
         self._samples, self._opened_questions = opened.samples, opened.questions
         self.run, sources, self._schedule = settle(run, mesh, self._say, opened.sources)
         run, args = self.run, self.run.args
@@ -52,7 +52,9 @@ class Trainer:
         self._ended_early = False
 
     def run_steps(self) -> None:
-        """Train until ``--train-iters``, ``--exit-interval`` or an early stop, and do after each step what is due."""
+        """Train until ``--train-iters``, ``--exit-interval`` or an early stop; validate, ask questions and save when
+        due.
+        """
         first, last = self.progress.iteration + 1, self._last_iteration()
         if first > last:
             self._say(f"the checkpoint is at iteration {last} of {self.run.args.train_iters}: nothing to train")
@@ -80,21 +82,21 @@ class Trainer:
         self._end(feed, keeper)
 
     def export(self) -> None:
-        """Write the model in Hugging Face format if the run has come to its end and that is asked for."""
+        """Write the model in Hugging Face format if requested and the run is finished."""
         has_ended = self._ended_early or self.progress.iteration >= self.run.args.train_iters
         self.saver.export(self.progress, has_ended)
 
     def close(self) -> None:
-        """Close files and leave the process group, after success only: it waits for all ranks."""
+        """Close files and leave the process group.  Only after success, because it waits for all ranks."""
         self.reporter.close()
         parallel.stop()
 
     def feed(self, num_steps: int) -> Feed:
-        """The next ``num_steps`` steps' plans, and what they are made of."""
+        """Open the data for the next ``num_steps`` steps."""
         return open_feed(
             self.run, self.mesh, self.parts.stage, self.progress, num_steps, self.fingerprint, self._samples)
 
-    # What the loop is made of
+    # Parts of the loop
 
     def _last_iteration(self) -> int:
         args, first = self.run.args, self.progress.iteration
@@ -104,12 +106,12 @@ class Trainer:
         return args.train_iters if interval is None else min(args.train_iters, (first // interval + 1) * interval)
 
     def _questions(self, first: int, last: int) -> QuestionSet | None:
-        """None where no step of these asks them."""
+        """None if no step in this range asks questions."""
         is_asked = any(asks(self.run.args, iteration) for iteration in range(first, last + 1))
         return QuestionSet(self.run, self.parts, self._opened_questions) if is_asked else None
 
     def _keeper(self) -> FeatureKeeper | None:
-        """On the ranks that have what the ViT makes, one for each picture."""
+        """The writer of the ViT feature cache, on ranks that have ViT features; else None."""
         args, mesh = self.run.args, self.mesh
         if args.vision_feature_cache is None or not self.parts.stage.gives_features:
             return None
@@ -124,7 +126,7 @@ class Trainer:
         return validator
 
     def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
-        """Train one step; afterwards ``progress`` stands at ``iteration``."""
+        """Train one step, and advance ``progress`` to ``iteration``."""
         self.saver.weights_change()
         with self._watchdog.step(iteration):
             with self.parts.stage.journal.during(Work.DATA):
@@ -151,7 +153,7 @@ class Trainer:
         self._ended_early = validator.ends(self.progress.best)
 
     def _end(self, feed: Feed, keeper: FeatureKeeper | None) -> None:
-        """After success: after an error, other ranks' threads may be gone, and nobody waits for them."""
+        """Close the data after success.  After an error nothing waits, because threads of other ranks may be gone."""
         feed.plans.close()
         if keeper is not None:
             keeper.close()

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints when they are due, and exports its model at the end."""
+"""Saves a run's checkpoints when due, and exports its model at the end."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,44 +20,48 @@ from mm.training.step import Parts
 
 
 class Saver:
-    """Knows which checkpoint holds the weights as they are."""
+    """Saves and exports; tracks which checkpoint holds the current weights."""
 
     def __init__(
         self, run: Run, parts: Parts, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None
     ) -> None:
-        """``claim`` is this rank's hold on the directories that the run writes; ``checkpoint`` holds the weights that
-        training starts from, if it is a training checkpoint; ``base`` is that of adapters, as ``Manifest`` has it."""
+        """Arguments:
+
+        - ``claim``: this rank's locks on the directories that the run writes
+        - ``checkpoint``: the training checkpoint that the run starts from, or None
+        - ``base``: the base model of adapters, as in ``Manifest``
+        """
         self._run, self._parts, self._claim, self._say, self._base = run, parts, claim, say, base
         self._checkpoint = checkpoint
 
     def is_due(self, iteration: int, is_last: bool) -> bool:
-        """Whether a checkpoint is saved after this step; ``is_last``: of those that the run makes now."""
+        """Whether to save a checkpoint after this step; ``is_last``: it is the last step of this launch."""
         args = self._run.args
         return args.save is not None and (
             is_last or (args.save_interval is not None and iteration % args.save_interval == 0))
 
     def is_best(self, progress: Progress) -> bool:
-        """Whether the validation after this step had the lowest loss so far, and its weights are to be kept."""
+        """Whether the validation after this step had the lowest loss so far, and ``--save-best`` is given."""
         return self._run.args.save_best and progress.best.iteration == progress.iteration
 
     def save(self, progress: Progress) -> None:
-        """Save all that training needs to go on."""
+        """Save everything that training needs to continue."""
         assert self._run.args.save is not None, "a save is due only with --save"
         self._save(self._run.args.save, progress, keep_last=self._run.args.keep_last_checkpoints)
 
     def save_best(self, progress: Progress) -> None:
-        """The same in the directory of the best checkpoint, whose earlier one is deleted."""
+        """Save to the directory of the best checkpoint, and delete the previous best."""
         assert self._run.args.save is not None, "checked with the settings"
         self._save(str(Path(self._run.args.save) / BEST), progress, keep_last=1)
 
     def weights_change(self) -> None:
-        """A step begins: no checkpoint holds the weights any more."""
+        """Record that a step begins: no checkpoint holds the current weights any more."""
         self._checkpoint = None
 
     def export(self, progress: Progress, has_ended: bool) -> None:
-        """Write the model in Hugging Face format if the run has come to its end and that is asked for.
+        """Write the model in Hugging Face format if requested and the run is finished.
 
-        Of adapters: a PEFT directory, the model with them added, or both.
+        For adapters: a PEFT directory, the merged model, or both.
         """
         args = self._run.args
         targets = {flag: path for flag, path in (("--export-hf", args.export_hf),
@@ -66,22 +70,22 @@ class Saver:
             return
         if not has_ended:
             for flag, path in targets.items():
-                self._say(f"note: nothing was exported to {path}: the run stands at iteration {progress.iteration} of "
+                self._say(f"note: nothing was exported to {path}: the run is at iteration {progress.iteration} of "
                           f"{args.train_iters}; resume it with the same {flag}")
             return
-        passing, is_saved = f"{next(iter(targets.values()))}.checkpoint", self._checkpoint is not None
+        temporary, is_saved = f"{next(iter(targets.values()))}.checkpoint", self._checkpoint is not None
 
         def write(source: Path) -> None:
             for flag, path in targets.items():
                 self._export(source, path, flag == "--export-merged-hf")
 
         try:
-            source = self._checkpoint or self._save(passing, progress, weights_only=True)
+            source = self._checkpoint or self._save(temporary, progress, weights_only=True)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
             on_first(self._parts.mesh, lambda: write(source))
         finally:
-            if not is_saved and self._parts.mesh.rank == 0 and Path(passing).is_dir():
-                remove(passing)
+            if not is_saved and self._parts.mesh.rank == 0 and Path(temporary).is_dir():
+                remove(temporary)
 
     def _save(
         self, directory: str, progress: Progress, *, weights_only: bool = False, keep_last: int | None = None

@@ -1,7 +1,7 @@
-"""Whose checkpoints ``--save`` holds: a run replaces and deletes its own, and others' only where the user says so.
+"""Which run owns the checkpoints in ``--save``: a run replaces or deletes another run's only if the user allows it.
 
-Every checkpoint has the id of the run that saved it.  A run that goes on from a checkpoint in ``--save`` is the same
-run; one that begins, or goes on from another directory, is a new one.  Neither megatron nor a device is needed.
+Every checkpoint has the id of the run that saved it.  A run that continues from a checkpoint in ``--save`` keeps its
+id; one that starts fresh, or continues from another directory, gets a new one.  Needs neither megatron nor a device.
 """
 
 import secrets
@@ -14,16 +14,16 @@ from mm.formats.training import run_id_of, run_ids, tidy
 from mm.training.sources import Sources
 
 BEST = "best"
-"""Below ``--save``: the checkpoint of the least validation loss."""
+"""Subdirectory of ``--save`` for the checkpoint with the lowest validation loss."""
 
 
 def new_run_id() -> str:
-    """Never the same twice."""
+    """A unique random id."""
     return secrets.token_hex(8)
 
 
 def continued(run: Run, sources: Sources) -> Path | None:
-    """The checkpoint in ``--save``, or in ``best`` below it, that the same run goes on from; None for a new run."""
+    """The checkpoint in ``--save``, or its subdirectory ``best``, that this run continues; None for a new run."""
     args, trained = run.args, sources.trained(run)
     if args.save is None or args.finetune or trained is None or trained.kind is not Kind.TRAINING:
         return None
@@ -31,7 +31,7 @@ def continued(run: Run, sources: Sources) -> Path | None:
 
 
 def save_problems(run: Run, sources: Sources) -> Iterator[str]:
-    """Checkpoints of other runs where this one is going to save."""
+    """Problems with checkpoints of other runs in the directories where this run saves."""
     args, folder = run.args, continued(run, sources)
     if args.save is None or args.allow_used_save:
         return
@@ -43,17 +43,17 @@ def save_problems(run: Run, sources: Sources) -> Iterator[str]:
         shown = f"{', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
         found = f"--save is {args.save!r}, but {directory} holds checkpoints of another run (iterations: {shown})"
         if folder is not None:
-            found += f" than that of {folder}, which goes on: move them away"
+            found += f", not of the run that continues from {folder}: move them away"
         elif args.finetune:
-            found += (", and --finetune begins a new one: leave it out and give --load "
-                      f"{directory} to go on with that run, or give another --save")
+            found += (", and --finetune starts a new run: leave it out and give --load "
+                      f"{directory} to continue that run, or give another --save")
         else:
-            found += f": give --load {directory} to go on with that run, or another --save for a new one"
+            found += f": give --load {directory} to continue that run, or another --save for a new one"
         yield (f"{found}; or add --allow-used-save to save beside them, which replaces those of the same iterations")
 
 
 def tidy_up(run: Run) -> list[str]:
-    """Delete what killed saves left where this run is going to save; returns notes.  The run must hold the lock."""
+    """Delete leftovers of killed saves where this run saves; return notes.  The run must hold the lock."""
     return [] if run.args.save is None else [
         note for directory in _directories(run.args.save) for note in tidy(directory)]
 

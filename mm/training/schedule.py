@@ -1,7 +1,7 @@
-"""The learning rate over a run, and what becomes of it when the run goes on with other settings.
+"""The learning-rate schedule of a run, and how it changes if the run continues with other settings.
 
-Megatron's rules: a setting of the schedule that differs from the checkpoint's is an error, unless one of two flags says
-which counts.  Pure functions; neither megatron nor a device is needed.
+Megatron's rules: a schedule setting that differs from the checkpoint's is an error, unless one of two flags selects
+which to use.  Pure functions; needs neither megatron nor a device.
 """
 
 import math
@@ -21,7 +21,7 @@ OVERRIDE, USE_CHECKPOINT = "--override-opt_param-scheduler", "--use-checkpoint-o
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The schedule as a pure function of how many samples were consumed before the step (Megatron's rule)."""
+    """The learning rate as a function of the samples consumed before the step (Megatron's rule)."""
 
     max_lr: float
     min_lr: float
@@ -49,22 +49,22 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a run does to learning rates and weight decay; its checkpoints keep it."""
+    """The schedule of learning rates and weight decay; saved in checkpoints."""
 
     learning_rate: LearningRate
     weight_decay: float
     parts: Mapping[str, Mapping[str, float | None]]
-    """Part of the model -> its own "lr" and "weight_decay", or None for those above."""
+    """Part of the model -> its "lr" and "weight_decay"; None for the values above."""
     modules: Mapping[str, Any]
-    """The flags that change rates of single weights, by the names of their fields."""
+    """Flags that change rates of single weights, by field name."""
     global_batch_size: int
     """For messages: the schedule itself counts samples."""
     began_at: int = 0
-    """Samples that were consumed before it began."""
+    """Samples consumed before the schedule began."""
 
     @classmethod
     def of(cls, run: Run, began_at: int = 0) -> "Schedule":
-        """What the settings say."""
+        """The schedule from the run's settings."""
         args, model = run.args, run.model
         learning_rate = LearningRate(
             max_lr=args.lr,
@@ -86,7 +86,7 @@ class Schedule:
         return cls(**{**content, "learning_rate": LearningRate(**content["learning_rate"]), "modules": modules})
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest keeps it."""
+        """The form stored in a manifest."""
         return asdict(self)
 
     def at(self, consumed_samples: int) -> float:
@@ -94,7 +94,7 @@ class Schedule:
         return self.learning_rate.at(consumed_samples - self.began_at)
 
     def put_into(self, run: Run) -> Run:
-        """``run`` with the rates of this schedule; how long it lasts only the schedule itself says."""
+        """``run`` with the rates of this schedule; the schedule's length is not transferred."""
         rate = self.learning_rate
         args = replace(run.args, lr=rate.max_lr, min_lr=rate.min_lr, lr_warmup_init=rate.warmup_init,
                        lr_decay_style=rate.decay_style, weight_decay=self.weight_decay, **self.modules)
@@ -103,9 +103,9 @@ class Schedule:
 
 
 def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...]]:
-    """The run with the rates that count, their schedule, and notes for the user.
+    """The run with the effective rates, their schedule, and notes for the user.
 
-    Raises UserError naming each setting that is not the checkpoint's, unless the user says which counts.
+    Raises UserError naming each setting that differs from the checkpoint's, unless a flag selects which to use.
     """
     args, trained, now = run.args, sources.trained(run), Schedule.of(run)
     if trained is None or trained.iteration is None or args.finetune:
@@ -114,27 +114,27 @@ def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...
         consumed = trained.consumed_samples
         began_at = trained.iteration * run.global_batch_size if consumed is None else consumed
         return run, replace(now, began_at=began_at), (
-            f"--no-load-optim: the learning rate's schedule begins anew after iteration {trained.iteration}, as in "
+            f"--no-load-optim: the learning-rate schedule restarts after iteration {trained.iteration}, as in "
             f"Megatron",)
     content = None if trained.manifest is None else trained.manifest.schedule
     if content is None:
-        return run, now, (f"{trained.path}, which an older version saved, does not say its learning rate's schedule; "
-                          f"the command line's counts",)
+        return run, now, (f"{trained.path}, which an older version saved, does not have its learning-rate schedule; "
+                          f"the command line's is used",)
     then = Schedule.from_json(content)
     changes = list(changed(then, now)) if trained.iteration < args.train_iters else []  # else nothing is trained
     if args.override_opt_param_scheduler:
         return run, replace(now, began_at=then.began_at), tuple(f"{OVERRIDE}: {change}" for change in changes)
     if changes and not args.use_checkpoint_opt_param_scheduler:
         raise UserError(
-            f"the learning rate's schedule is not that of the checkpoint {trained.path}: {'; '.join(changes)}.  Give "
-            f"the same settings; or add {USE_CHECKPOINT}, which goes on with those of the checkpoint; or {OVERRIDE}, "
-            f"which takes those of the command line from here on; or --finetune, which starts at step 0.")
-    notes = tuple(f"{USE_CHECKPOINT} goes on with the checkpoint's settings: {change}" for change in changes)
+            f"the learning-rate schedule differs from the checkpoint {trained.path}: {'; '.join(changes)}.  Give "
+            f"the same settings; or add {USE_CHECKPOINT}, which continues with the checkpoint's; or {OVERRIDE}, "
+            f"which uses the command line's from here on; or --finetune, which starts at step 0.")
+    notes = tuple(f"{USE_CHECKPOINT} continues with the checkpoint's settings: {change}" for change in changes)
     return then.put_into(run), then, notes
 
 
 def changed(then: Schedule, now: Schedule) -> Iterator[str]:
-    """What is otherwise now and has an effect, by the names of the flags and with both values."""
+    """Settings that changed and have an effect, by flag name and with both values."""
     one, other, batches = then.learning_rate, now.learning_rate, (then.global_batch_size, now.global_batch_size)
     decays = other.decay_style != "constant" or one.decay_style != "constant"
     simple = [("--lr", one.max_lr, other.max_lr), ("--lr-decay-style", one.decay_style, other.decay_style),

@@ -1,5 +1,6 @@
-"""What ``--load`` and ``--load-base-model`` give.  Only headers are read, and neither megatron nor a device is needed:
-the check before a run asks here too.
+"""Opens ``--load`` and ``--load-base-model``.
+
+Reads headers only and needs neither megatron nor a device, because the preflight uses it too.
 """
 
 from dataclasses import dataclass, replace
@@ -16,24 +17,24 @@ from mm.formats.training import find_checkpoint
 
 
 def qkv_order(run: Run) -> QkvOrder:
-    """How the order of the ViT's qkv in ``--load`` is found."""
+    """How to determine the order of the ViT's qkv in ``--load``."""
     base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
     return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
 
 
 def with_start(run: Run) -> Run:
-    """``run`` with the ``--load`` that counts at this start, where ``--load`` is ``--save`` or absent.
+    """``run`` with the effective ``--load`` for this start, if ``--load`` is ``--save`` or absent.
 
-    A run whose ``--save`` holds a checkpoint goes on from it; any other begins with ``--pretrained-checkpoint``, or
-    without that flag with ``--load-base-model`` or ``model_name_or_path``: never at random.
+    A run whose ``--save`` holds a checkpoint continues from it.  Any other starts from ``--pretrained-checkpoint``, or
+    without that flag from ``--load-base-model`` or ``model_name_or_path``, never from random weights.
     """
     args = run.args
     if not args.may_begin:
         return run
     if args.load is not None and not holds_nothing(args.load):
-        return _going_on(run)
+        return _resumed(run)
     found = "" if args.load is None else f"--load {args.load} holds no checkpoint yet, so "
-    begins = f"{found}the run begins with the weights of"
+    begins = f"{found}the run starts from the weights of"
     if args.pretrained_checkpoint is not None:
         note = f"{begins} {args.pretrained_checkpoint} (--pretrained-checkpoint)"
         args = replace(args, load=args.pretrained_checkpoint, no_load_optim=True, no_load_rng=True)
@@ -46,31 +47,32 @@ def with_start(run: Run) -> Run:
     return replace(run, args=args, notes=(*run.notes, note))
 
 
-def _going_on(run: Run) -> Run:
-    """``run``, whose ``--load`` holds a checkpoint: what says how to begin no longer counts."""
+def _resumed(run: Run) -> Run:
+    """``run``, whose ``--load`` holds a checkpoint: flags for a new run are ignored."""
     args, base = run.args, run.args.pretrained_checkpoint
     if base is None:
         return run
-    note = f"--load {args.load} holds a checkpoint: the run goes on from it, not from {base} (--pretrained-checkpoint)"
+    note = (f"--load {args.load} holds a checkpoint: the run continues from it, not from {base} "
+            f"(--pretrained-checkpoint)")
     if args.finetune:
-        note += ", so --finetune does not count either"
+        note += ", so --finetune is ignored as well"
         args = replace(args, finetune=False)
     if run.model.lora.is_on and args.load_base_model is None and Path(base).is_dir() and not holds_adapters(base):
-        args = replace(args, load_base_model=base)  # the adapters have been trained beside it
+        args = replace(args, load_base_model=base)  # the adapters were trained on it
     return replace(run, args=args, notes=(*run.notes, note))
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run starts from; both None: from random weights."""
+    """The weights that a run starts from; both None: random weights."""
 
     model: Source | None
-    """A whole model: ``--load``, or beside adapters their base."""
+    """A whole model: ``--load``, or the base model of adapters."""
     adapters: Source | None = None
-    """``--load``, where it holds adapters."""
+    """``--load``, if it holds adapters."""
 
     def trained(self, run: Run) -> Source | None:
-        """What ``--load`` gives of the weights that are trained: adapters, or without any the whole model."""
+        """The source of the trained weights in ``--load``: adapters, or else the whole model."""
         return None if run.args.load is None else self.adapters if run.model.lora.is_on else self.model
 
     def at(self, checkpoint: "Checkpoint | None") -> "Sources | None":
@@ -125,7 +127,7 @@ def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
                 adapters.check_optimizer()
         elif args.load is not None and base_path is not None:
             raise UserError(
-                f"--load {args.load} is a whole model, and --load-base-model names another, {base_path}; leave one of "
+                f"--load {args.load} is a whole model, but --load-base-model names another, {base_path}; leave one of "
                 f"them out, or give adapters as --load.")
         else:
             base_path = args.load or base_path

@@ -25,18 +25,19 @@ from mm.weights.trained import is_frozen
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with, besides data."""
+    """Everything one rank trains with, except data."""
 
     mesh: Mesh
     stage: Stage
     models: tuple[DistributedDataParallel, ...]
-    """One around each chunk of the stage."""
+    """One per chunk of the stage."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 
     @classmethod
     def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Parts":
-        """Everything around ``stage``, whose weights must be filled: the optimizer copies them."""
+        """Build everything around ``stage``, whose weights must already be filled, because the optimizer copies
+        them."""
         settings = stage.config
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
@@ -49,15 +50,14 @@ class Parts:
 
 
 def starts_ahead(args: Arguments, device: Device) -> bool:
-    """Whether messages between stages begin before they are wanted: as the command line says, else as suits the device.
-    """
+    """Whether transfers between stages start before the receiver waits: by flag, else by the device's default."""
     return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
 def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
     """Train one step with learning rate ``lr``.
 
-    Raises AgreedError on all ranks, with no weight changed, when the loss or a gradient is not finite.
+    Raises AgreedError on all ranks, with no weight changed, if the loss or a gradient is not finite.
     """
     loss = forward_backward(parts, plan)
     with parts.stage.journal.during(Work.UPDATE):
@@ -65,9 +65,9 @@ def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
 
 
 def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
-    """Leave the reduced gradients of the global batch in the parameters' buffers; returns this rank's share of loss.
+    """Compute the reduced gradients of the global batch into the parameters' buffers; return this rank's loss share.
 
-    ``update`` sums the shares, together with what else the host must know.
+    ``update`` sums the shares in one collective with the gradient norm.
     """
     gradients.begin(parts.models, parts.stage.device.kernels.overwrites)
     parts.optimizer.zero_grad()

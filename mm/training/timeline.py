@@ -1,6 +1,6 @@
-"""What each rank did during one step, and when: from moments to spans that do not overlap, shares, and a trace.
+"""What each rank did during one step: converts moments to spans that do not overlap, shares of time, and a trace.
 
-Pure: seconds go in, numbers and JSON come out.  What measured them, and how they came here, is not known here.
+Pure functions of measured seconds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,19 +11,19 @@ from typing import Any
 from mm.parallel.activity import Activity, Work
 
 COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD})
-"""What a stage is there for.  A pipeline whose stages did nothing else from first to last would have no bubble."""
+"""Useful work of a stage.  A pipeline whose stages do nothing else from first to last has no bubble."""
 
 TIMED = tuple(work for work in Work if work is not Work.SAVE)
-"""What a step consists of."""
+"""The kinds of work in a step."""
 
 _INSTANT = 1e-12
 Meetings = tuple[tuple[float, float], ...]
-"""When a rank came to each of some barriers, and when it left, by its own clock."""
+"""When a rank arrived at each of several barriers and when it left, on its own clock."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An activity begins; or, without one, the innermost activity ends."""
+    """An activity begins; or, if None, the innermost activity ends."""
 
     seconds: float
     begins: Activity | None
@@ -31,7 +31,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Span:
-    """A rank is at one activity from ``start`` to ``end``, in seconds."""
+    """One activity of a rank from ``start`` to ``end``, in seconds."""
 
     activity: Activity
     start: float
@@ -51,42 +51,43 @@ class RankRecord:
     dp_rank: int
     tp_rank: int
     holds: str
-    """What its stage holds, for people."""
+    """Description of its stage's content."""
     meetings: Meetings
     spans: tuple[Span, ...]
-    """In order."""
+    """In order of time."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How one rank spent a step.  The first four are parts of the whole step and sum to 1."""
+    """How one rank spent a step.  The first four are fractions of the step and sum to 1."""
 
     busy: float
-    """Forward and backward, with what prepares them."""
+    """Forward and backward, including preparation of their inputs."""
     waits: float
-    """For messages, for data and for the reduction of gradients."""
+    """Waits for messages, data and gradient reduction."""
     update: float
-    """With its wait for the gradients' norm of all ranks."""
+    """The update, including the wait for the global gradient norm."""
     idle: float
-    """Nothing that was recorded."""
+    """Nothing recorded."""
     bubble: float
-    """Not busy, as a part of the time from the first forward to the last backward of any stage."""
+    """Not busy, as a fraction of the time from the first forward to the last backward of any stage."""
 
 
 def label(work: Work) -> str:
-    """The name of a kind of work where spans do not overlap."""
+    """The name of a kind of work in spans that do not overlap."""
     return "other forward" if work is Work.FORWARD else work.value
 
 
 def seconds_key(work: Work) -> str:
-    """The name of its time in metrics.jsonl."""
+    """The key of its time in metrics.jsonl."""
     return f"{work.name.lower()}_seconds"
 
 
 def flat_spans(moments: Sequence[Moment]) -> tuple[Span, ...]:
-    """Spans of the innermost activities; where none runs, there is none.
+    """Spans of the innermost running activities.
 
-    Between two parts of one inner activity (layers of the LLM, and its loss) the outer one does nothing of its own.
+    Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
+    instant between them.
     """
     spans: list[Span] = []
     running: list[Activity] = []
@@ -112,19 +113,19 @@ def seconds_of(spans: Iterable[Span], works: Iterable[Work]) -> float:
     return sum(span.seconds for span in spans if span.activity.work in works)
 
 
-def clock_offset(ours: Meetings, reference: Meetings) -> float:
-    """How far our clock is ahead of the reference's, from barriers that both have passed; 0 where that is possible.
+def clock_offset(meetings: Meetings, reference: Meetings) -> float:
+    """How far a rank's clock is ahead of the reference rank's, from common barriers; 0 if that is consistent.
 
-    Nobody leaves a barrier before all have come.  On one machine all clocks are one, and 0 is always possible.
+    No rank leaves a barrier before all have arrived.  Ranks on one machine share a clock, so 0 is always consistent.
     """
-    pairs = list(zip(ours, reference, strict=True))
+    pairs = list(zip(meetings, reference, strict=True))
     least = max((came - left for (came, _), (_, left) in pairs), default=0.0)
     most = min((left - came for (_, left), (came, _) in pairs), default=0.0)
     return 0.0 if least <= 0.0 <= most else (least + most) / 2
 
 
 def aligned(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """By rank, all by the clock of the first one, with the first start at 0."""
+    """Records by rank, on the clock of the first rank, with the first start at 0."""
     records = sorted(records, key=lambda record: record.rank)
     offsets = [clock_offset(record.meetings, records[0].meetings) for record in records]
     starts = [record.spans[0].start - offset for record, offset in zip(records, offsets, strict=True) if record.spans]
@@ -138,13 +139,13 @@ def _moved(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
 
 
 def extent(records: Iterable[RankRecord], works: Iterable[Work] = tuple(Work)) -> tuple[float, float]:
-    """From the first start to the last end of such work on any rank."""
+    """The first start and the last end of such work on any rank."""
     spans = [span for record in records for span in record.spans if span.activity.work in works]
     return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
 
 
 def shares(record: RankRecord, records: Iterable[RankRecord]) -> Shares:
-    """Of one rank, beside all those that the step is told of."""
+    """The shares of one rank; ``records`` are all ranks of the step."""
     records = list(records)
     (start, end), (first, last) = extent(records), extent(records, COMPUTING)
     step, pipeline = max(end - start, _INSTANT), max(last - first, _INSTANT)
@@ -156,7 +157,7 @@ def shares(record: RankRecord, records: Iterable[RankRecord]) -> Shares:
 
 
 def numeral(activity: Activity, num_chunks: int) -> str:
-    """Which microbatch, counted from 0, and of which chunk: "3", or "3b" where there is more than one chunk."""
+    """Microbatch, counted from 0, and chunk: "3", or "3b" if there is more than one chunk."""
     if activity.microbatch is None:
         return ""
     chunk = chr(ord("a") + (activity.chunk or 0)) if num_chunks > 1 else ""
@@ -169,7 +170,7 @@ def count_chunks(records: Iterable[RankRecord]) -> int:
 
 
 def trace(records: Sequence[RankRecord], iteration: int) -> dict[str, Any]:
-    """Chrome's format, which Perfetto reads: a process for each stage of each replica, a thread for each rank."""
+    """A trace in Chrome's format, which Perfetto reads: a process per stage and replica, a thread per rank."""
     num_chunks, num_replicas = count_chunks(records), max(record.dp_rank for record in records) + 1
     events: list[dict[str, Any]] = []
     for record in records:

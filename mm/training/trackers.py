@@ -1,7 +1,4 @@
-"""Programs that show how a run goes: TensorBoard, Weights & Biases, SwanLab.  Each is an optional package.
-
-What is shown, and when, is not known here.
-"""
+"""Experiment trackers: TensorBoard, Weights & Biases, SwanLab.  Each is an optional package."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +12,7 @@ from mm.errors import UserError, writing
 
 
 class Tracker(Protocol):
-    """Takes numbers by name; those of one iteration may come one after another."""
+    """Accepts numbers by name; there may be several calls per iteration."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None: ...
 
@@ -23,7 +20,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files."""
+    """Writes event files."""
 
     def __init__(self, directory: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -33,7 +30,7 @@ class TensorBoard:
             self._writer: Any = SummaryWriter(directory)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        with self._writing():  # also what the writer's own thread has met since
+        with self._writing():  # also raises errors of the writer's thread
             for name, value in values.items():
                 self._writer.add_scalar(name, value, iteration)
 
@@ -46,19 +43,19 @@ class TensorBoard:
 
 
 class Online:
-    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same calls.
+    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same API.
 
-    Their own environment variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) count.
+    Their environment variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) apply.
     """
 
     def __init__(self, package: str, title: str, begin: Callable[[], Any], refusal: type[Exception]) -> None:
-        """Raises UserError where ``begin`` raises a ``refusal``: without a login, or without the network."""
+        """Call ``begin``; raises UserError if it raises a ``refusal``, without a login or network."""
         try:
             self._run: Any = begin()
         except refusal as error:
             raise UserError(
-                f"--{package}-project: {title} cannot begin ({error}); log in with {package} login, set "
-                f"{package.upper()}_MODE=offline to send it later with {package} sync, or leave it out") from error
+                f"--{package}-project: {title} cannot start ({error}); log in with {package} login, set "
+                f"{package.upper()}_MODE=offline to upload later with {package} sync, or leave the flag out") from error
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         self._run.log(dict(values), step=iteration)
@@ -68,7 +65,7 @@ class Online:
 
 
 def open_trackers(args: Arguments, facts: Mapping[str, Any]) -> list[Tracker]:
-    """Those that the flags ask for; ``facts`` describe the run."""
+    """The trackers that the flags select; ``facts`` describe the run."""
     trackers: list[Tracker] = []
     if args.tensorboard_dir is not None:
         trackers.append(TensorBoard(args.tensorboard_dir))
@@ -91,7 +88,7 @@ def _made(directory: str) -> str:
 
 
 def tracker_problems(args: Arguments) -> Iterator[str]:
-    """Packages that the flags need and that are not installed."""
+    """Problems with packages that the flags need but that are not installed."""
     flags = {"tensorboard": ("--tensorboard-dir", args.tensorboard_dir),
              "wandb": ("--wandb-project", args.wandb_project), "swanlab": ("--swanlab-project", args.swanlab_project)}
     for package, (flag, value) in flags.items():
@@ -101,6 +98,6 @@ def tracker_problems(args: Arguments) -> Iterator[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """A folder of that name beside the program, as wandb makes one for its files, is no package."""
+    """Whether the package is installed.  A folder of that name, which wandb creates for its files, does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None

@@ -1,7 +1,7 @@
 """One update of the weights: gradient norm, clipping, the guard against values that are not finite, Adam.
 
-The host reads the device once a step, when all of this is on its way: two numbers, summed over all ranks by one
-collective.  Clipping and guard are part of Adam's kernel where that obeys ``grad_scale`` and ``found_inf``.
+The host reads from the device once per step, after queuing all of this: two numbers, summed over all ranks by one
+collective.  If Adam's kernel supports ``grad_scale`` and ``found_inf``, it does clipping and guard.
 """
 
 import math
@@ -20,35 +20,35 @@ from mm.errors import AgreedError
 from mm.parallel.mesh import Mesh
 
 _NORM_EPSILON = 1e-6
-"""Added to the norm before it divides the largest norm: Megatron's and torch's constant."""
+"""Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank."""
+    """The result of one optimizer step; the same on every rank."""
 
     loss: float
     """The loss of the global batch, before the update."""
     lr: float
     grad_norm: float
-    """Before clipping; 0 when a gradient overflowed."""
+    """Before clipping; 0 if a gradient overflowed."""
     loss_scale: float
     updated: bool
-    """False when a gradient overflowed under loss scaling, so that the optimizer skipped the step."""
+    """False if a gradient overflowed under loss scaling, so the optimizer skipped the step."""
 
 
 @torch.no_grad()
 def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device) -> StepResult:
-    """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, as ``run_schedule`` gives.
+    """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, from ``run_schedule``.
 
-    A gradient that overflowed under loss scaling makes the optimizer skip the step.  A loss or any other gradient that
-    is not finite raises AgreedError on all ranks, with all weights and moments as they were.
+    If a gradient overflowed under loss scaling, the optimizer skips the step.  If the loss or any other gradient is not
+    finite, AgreedError is raised on all ranks, with all weights and moments unchanged.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
     inner = _trained(optimizer)
     has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
-    scale = [optimizer.get_loss_scale()] if has_scaler else []  # the tensor of before the scaler's own update
+    scale = [optimizer.get_loss_scale()] if has_scaler else []  # read before the scaler's update
     overflowed = optimizer.prepare_grads()
     sums = _sums(loss, () if overflowed else inner, mesh)
     numbers = torch.cat([sums, *scale])
@@ -66,8 +66,10 @@ def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, dev
 
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
-    """Whether Adam's own kernel clips and guards: torch's fused one, which ``mm.device.shims`` makes megatron's choice,
-    where the device's form of it obeys."""
+    """Whether Adam's kernel does clipping and guard: torch's fused kernel, on devices where it supports them.
+
+    ``mm.device.shims`` makes megatron use torch's kernel.
+    """
     return device.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
         for one in _trained(optimizer)
@@ -75,18 +77,19 @@ def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
 
 
 def _trained(optimizer: ChainedOptimizer) -> list[Any]:
-    """megatron's optimizers of weights that are trained here; their base class lacks what all of them have."""
+    """megatron's optimizers with weights trained on this rank; Any, because their base class lacks common
+    attributes."""
     chained: list[Any] = optimizer.chained_optimizers
     return [one for one in chained if not one.is_stub_optimizer]
 
 
 def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
-    """fp32 [loss, squared norm of the gradients], summed over all ranks; each is there once.
+    """fp32 [loss, squared norm of the gradients], summed over all ranks, each value counted once.
 
-    The squared norm is kept in fp32, as megatron does (NPUs have no fp64): a norm above 1.8e19 counts as not finite.
+    The squared norm is fp32, as in megatron (NPUs have no fp64), so a norm above 1.8e19 counts as not finite.
     Tensor-parallel ranks of the last stage hold the same loss.  Data- and context-parallel ranks hold the same
-    gradients without the distributed optimizer, and different cuts of them with it; what tensor-parallel ranks or tied
-    stages hold twice is left out by megatron.
+    gradients without the distributed optimizer, and different shards with it; megatron excludes duplicates on
+    tensor-parallel ranks and tied stages.
     """
     squares = torch.zeros_like(loss)
     for one in inner:
@@ -101,24 +104,24 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
 
 
 def _counted(value: Tensor, counts: bool) -> Tensor:
-    """The value, or 0 for one that another rank counts; a value that is not finite is told by every rank."""
+    """The value, or 0 if another rank counts it; values that are not finite are kept on every rank."""
     return value if counts else torch.where(value.isfinite(), 0.0, value)
 
 
 def _refuse_not_finite(loss: float, squares: float) -> None:
     if not math.isfinite(loss):
         raise AgreedError(
-            f"the loss is {loss}, so no weight was changed by it; look at the samples of this step, the learning rate "
-            f"and the precision, and resume from the last checkpoint"
+            f"the loss is {loss}, so no weight was changed; check the samples of this step, the learning rate and the "
+            f"precision, and resume from the last checkpoint"
         )
     if not math.isfinite(squares):
         raise AgreedError(f"the gradient norm is {squares}: a gradient is not finite, so no weight was changed")
 
 
 def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
-    """Adam, with clipping and guard in its kernel and nothing read by the host.
+    """Adam with clipping and guard in its kernel, without a host read.
 
-    ``found_inf`` of exactly 1 leaves weights, moments and step count as they are.
+    ``found_inf`` of exactly 1 leaves weights, moments and step count unchanged.
     """
     found_inf = (~sums.isfinite().all()).float()
     for one in inner:
@@ -135,7 +138,7 @@ def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
 
 
 def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
-    """Adam after one multiplication of all gradients, where they are to be clipped."""
+    """Adam after multiplying all gradients by the clip coefficient, if they need clipping."""
     for one in inner:
         max_norm = one.config.clip_grad
         coefficient = max_norm / (grad_norm + _NORM_EPSILON)
@@ -146,10 +149,10 @@ def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
 
 
 def _publish(optimizer: ChainedOptimizer) -> None:
-    """From the fp32 copies to the model's weights, and from there to the other data-parallel ranks.
+    """Copy the fp32 copies to the model's weights, and these to the other data-parallel ranks.
 
     megatron's ``step_with_ready_grads`` does the same after its Adam, with one copy per tensor.  In fp32 the optimizer
-    works on the model's own memory.  Overlapped gathers are started by the next step's schedule.
+    updates the model's weights directly.  The next step's schedule starts overlapped gathers.
     """
     for one in _trained(optimizer):
         if _has_copies(one):
@@ -169,5 +172,5 @@ def _is_split(chained: object) -> bool:
 
 
 def _has_copies(chained: object) -> bool:
-    """Whether it may hold fp32 copies of weights in 16 bits."""
+    """Whether it may hold fp32 copies of 16-bit weights."""
     return isinstance(chained, MixedPrecisionOptimizer)

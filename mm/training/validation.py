@@ -1,7 +1,6 @@
-"""One validation: the loss per target token over exactly the samples for it, the same number in every layout.
+"""Validation: the loss per target token over exactly the validation samples, equal in every layout.
 
-And what is remembered of them all: the least so far, and for how long there was no other.  Where the samples come from,
-and what becomes of the loss, is not known here.
+Also tracks the lowest loss so far, and the number of validations since.
 """
 
 import math
@@ -24,32 +23,32 @@ from mm.training.step import Parts
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """The least validation loss of a training; kept in its checkpoints, so that a resumed run knows it."""
+    """The lowest validation loss of a training; saved in checkpoints for resumed runs."""
 
     loss: float | None = None
     iteration: int = 0
     num_since: int = 0
-    """Validations since then, none of which had a lower loss."""
+    """Validations since then, all without a lower loss."""
     samples: str = ""
-    """Fingerprint of the samples: losses over others are not compared."""
+    """Fingerprint of the samples: losses over different samples are not compared."""
 
     def after(self, loss: float | None, iteration: int) -> "BestSoFar":
-        """With one more validation; a loss that is not known is never the least."""
+        """The state after one more validation; an unknown loss is never the lowest."""
         if loss is not None and (self.loss is None or loss < self.loss):
             return replace(self, loss=loss, iteration=iteration, num_since=0)
         return replace(self, num_since=self.num_since + 1)
 
     def of(self, samples: str) -> "BestSoFar":
-        """For validations over the samples with this fingerprint: it begins anew where they are others."""
+        """The state for samples with this fingerprint, reset if they changed."""
         return self if samples == self.samples else BestSoFar(samples=samples)
 
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """The same on every rank."""
+    """The result of one validation; the same on every rank."""
 
     loss: float | None
-    """None where it is not finite, or there is no target token."""
+    """None if it is not finite, or there is no target token."""
     num_samples: int
     """Those with a target token."""
     num_target_tokens: int
@@ -62,11 +61,11 @@ class Validator:
     def __init__(
         self, args: Arguments, parts: Parts, watchdog: Watchdog, plan: ValidationPlan | None, say: Callable[[str], None]
     ) -> None:
-        """``plan`` is None without validation; ``say`` tells the user."""
+        """``plan`` is None without validation; ``say`` reports to the user."""
         self._args, self._parts, self._watchdog, self._plan, self._say = args, parts, watchdog, plan, say
 
     def begin(self, best: BestSoFar) -> BestSoFar:
-        """The lowest loss before the run's first step, which counts only for the same samples."""
+        """The lowest loss before the run's first step, reset if the samples changed."""
         plan = self._plan
         if plan is None:
             return best
@@ -74,7 +73,7 @@ class Validator:
         if best.loss is not None and known.loss is None:
             self._say("note: the validation samples changed: best loss reset")
         if plan.num_samples < plan.num_of_all:
-            self._say(f"note: a validation takes {plan.num_samples} of {plan.num_of_all} samples, the same each time "
+            self._say(f"note: a validation uses {plan.num_samples} of {plan.num_of_all} samples, the same each time "
                       f"(--eval-iters {self._args.eval_iters})")
         return known
 
@@ -83,12 +82,12 @@ class Validator:
         return self._plan is not None and is_due(self._args, iteration)
 
     def validate(self, plans: Iterator[StepPlan], iteration: int) -> ValidationLoss:
-        """The loss of the weights as they are; takes one validation's plans from ``plans``."""
+        """The loss of the current weights; takes one validation's plans from ``plans``."""
         assert self._plan is not None, "it is due only with a plan"
         return validate(self._parts, plans, self._plan.num_plans, self._watchdog, iteration)
 
     def ends(self, best: BestSoFar) -> bool:
-        """Whether so many validations had no lower loss that the run ends.  The same on every rank, as losses are."""
+        """Whether the run ends because of ``--early-stopping-patience``; the same on every rank, because losses are."""
         patience = self._args.early_stopping_patience
         return self._plan is not None and patience is not None and best.num_since >= patience
 
@@ -96,12 +95,12 @@ class Validator:
 def validate(
     parts: Parts, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
 ) -> ValidationLoss:
-    """The loss of the weights as they are, over the next ``num_plans`` plans of ``data``.
+    """The loss of the current weights over the next ``num_plans`` plans of ``data``.
 
-    Sums of microbatches are added exactly, so that it does not matter which replica computes which.
+    Losses of microbatches are added exactly, so it does not matter which replica computes which.
     """
     started = time.perf_counter()
-    own: Fraction | None = Fraction(0)
+    total: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
     counts = parts.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in parts.stage.chunks)
     with evaluating(parts):
@@ -112,15 +111,15 @@ def validate(
                 losses = run_forward(parts.models, plan, parts.communicator, parts.mesh).tolist()  # waits for the plan
             num_samples += plan.totals.num_target_samples
             num_target_tokens += plan.totals.num_target_tokens
-            own = _added(own, losses if counts else [])
-    sums = [value for _, value in all_of(((parts.mesh.rank, own),), parts.mesh.control_group)]
+            total = _added(total, losses if counts else [])
+    sums = [value for _, value in all_of(((parts.mesh.rank, total),), parts.mesh.control_group)]
     is_known = num_target_tokens > 0 and None not in sums
     loss = float(sum(value for value in sums if value is not None) / num_target_tokens) if is_known else None
     return ValidationLoss(loss, num_samples, num_target_tokens, time.perf_counter() - started)
 
 
 def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
-    """None once a value is not finite."""
+    """``total`` plus ``values``; None once a value is not finite."""
     if total is None or not all(map(math.isfinite, values)):
         return None
     return total + sum(map(Fraction, values))
@@ -128,7 +127,7 @@ def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
 
 @contextmanager
 def evaluating(parts: Parts) -> Iterator[None]:
-    """Modules know that nothing is learnt, and have the weights of the last update whole."""
+    """Switch the modules to evaluation mode, with the gathered weights of the last update."""
     for model in parts.models:
         if model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)

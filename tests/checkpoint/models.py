@@ -1,4 +1,4 @@
-"""Small random models as Hugging Face directories, written without transformers, and random legal layouts for them."""
+"""Small random models as Hugging Face directories, written without transformers, and random valid layouts for them."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tests.saved_hf import Spelling, spell
 
 @dataclass(frozen=True)
 class SmallModel:
-    """What is drawn of a model."""
+    """The random properties of a model."""
 
     max_tp_size: int
     vision_layers: int = 2
@@ -37,7 +37,7 @@ class SmallModel:
 
     @property
     def config(self) -> dict:
-        """As in config.json, with heads that ``max_tp_size`` divides."""
+        """The content of config.json, with numbers of heads that ``max_tp_size`` divides."""
         groups = self.max_tp_size
         heads = groups * self.queries_per_group
         return {
@@ -68,7 +68,7 @@ class SmallModel:
         return model_from_hf(self.config)
 
     def save(self, directory: Path) -> dict[str, Tensor]:
-        """Write the directory; returns the tensors by published name."""
+        """Write the directory; return the tensors by published name."""
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(self.config))
         (directory / "tokenizer.json").write_text("{}")
@@ -110,7 +110,7 @@ def small_models(draw) -> SmallModel:
 
 @st.composite
 def layouts(draw, small: SmallModel) -> Layout:
-    """A legal one: stages without layers, ViT over several stages and chunks."""
+    """A valid layout: stages without layers, the ViT over several stages and chunks."""
     num_stages, num_chunks = draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2, 3)))
     num_slots = num_stages * num_chunks
     last_vision = draw(st.integers(0, num_slots - 1))
@@ -150,13 +150,13 @@ def weights(directory: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def run(command: str, **flags: object) -> int:
-    """``mm-convert`` in this process; ``__`` in a flag stands for a dot."""
+    """Run ``mm-convert`` in this process; ``__`` in a flag stands for a dot."""
     argv = [f"--cfg.{name.replace('__', '.')}={value}" for name, value in flags.items()]
     return main(["Qwen2_5_VLConverter", command, *argv])
 
 
 def write_sparse_mm(model: ModelConfig, tp_size: int, kind: Storage, root: Path) -> None:
-    """A directory in MindSpeed-MM's layout of a model of any size, whose weights are zero and take no space."""
+    """Write a directory in MindSpeed-MM's layout as sparse files, so a model of any size takes no space."""
     dtypes = {name: torch.bfloat16 for weight in model_weights(model) for name in weight.hf_names}
     _, planned = mindspeed_targets(model, tp_size, kind, dtypes)
     for file in planned:
@@ -165,7 +165,7 @@ def write_sparse_mm(model: ModelConfig, tp_size: int, kind: Storage, root: Path)
 
 
 def write_sparse_hf(config: dict, root: Path) -> None:
-    """A Hugging Face directory of a model of any size, in one file that takes no space."""
+    """Write a Hugging Face directory as one sparse file, so a model of any size takes no space."""
     described = [(name, torch.bfloat16, shape) for weight in model_weights(model_from_hf(config))
                  for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True)]
     write_sparse(safetensors_file("model.safetensors", described), root / "model.safetensors")

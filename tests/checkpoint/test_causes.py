@@ -1,4 +1,4 @@
-"""Every cause is found in a directory that was really made wrong that way, and in no other."""
+"""Every cause is found in a directory with exactly that mistake, and in no other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def rank_file(directory: Path, rank: int, stage: int = 0) -> Path:
 
 
 def rewrite_mm(directory: Path, name: str, make: Callable[[int, Tensor], Tensor], stage: int = 0) -> None:
-    """Replace a tensor on every rank by what ``make`` gives of the rank and the tensor."""
+    """Replace a tensor on every rank with the result of ``make`` for the rank and the tensor."""
     for rank in range(2):
         path = rank_file(directory, rank, stage)
         content = load_file(path)
@@ -63,8 +63,8 @@ def rewrite_mm(directory: Path, name: str, make: Callable[[int, Tensor], Tensor]
         save_file(content, path, metadata={"format": "pt"})
 
 
-def told(source: Path, target: Path) -> list[str]:
-    """The causes that diff tells, of all tensors in model order."""
+def causes(source: Path, target: Path) -> list[str]:
+    """The causes that diff reports, for all tensors in model order."""
     found = diff_directories(source, target, None, 1)
     assert not found.is_equal
     return [line.partition("likely cause: ")[2] for line in found.lines if "likely cause: " in line]
@@ -85,7 +85,7 @@ def test_stacked_language_qkv(hf, mm):
     parts = [part.chunk(2) for part in qkv(read_hf(hf))]
     rewrite_mm(mm, f"{LANGUAGE}.self_attention.linear_qkv.weight",
                lambda rank, _: torch.cat([part[rank] for part in parts]))
-    # with one group per rank that is what it should be
+    # with one group per rank this is the correct order
     assert diff_directories(hf, mm, None, 1).is_equal
 
 
@@ -98,9 +98,9 @@ def test_stacked_qkv_of_two_groups_per_rank(tmp_path, swap):
     rewrite_mm(mm, f"{LANGUAGE}.self_attention.linear_qkv.weight",
                lambda rank, _: torch.cat([part[rank] for part in parts]))
     order = "[Q; V; K]" if swap else "[Q; K; V]"
-    assert told(tmp_path / "hf", mm) == [f"qkv order: {order} one after the other (in {mm})"]
-    # the other way round, the order of the Hugging Face directory is questioned
-    assert told(mm, tmp_path / "hf")[0].startswith("qkv order: ")
+    assert causes(tmp_path / "hf", mm) == [f"qkv order: {order} one after the other (in {mm})"]
+    # in reverse, the order of the Hugging Face directory is suspected
+    assert causes(mm, tmp_path / "hf")[0].startswith("qkv order: ")
 
 
 def test_stacked_vision_qkv(hf, tmp_path):
@@ -109,14 +109,14 @@ def test_stacked_vision_qkv(hf, tmp_path):
     whole = read_hf(tmp_path / "more" / "hf")[f"{HF_VISION}.attn.qkv.weight"]
     rewrite_mm(mm, f"{VISION}.self_attention.linear_qkv.weight",
                lambda rank, _: torch.cat([part.chunk(2)[rank] for part in whole.chunk(3)]))
-    assert told(tmp_path / "more" / "hf", mm) == [f"qkv order: [Q; K; V] one after the other (in {mm})"]
+    assert causes(tmp_path / "more" / "hf", mm) == [f"qkv order: [Q; K; V] one after the other (in {mm})"]
 
 
 def test_vision_qkv_cut_as_a_whole(hf, mm):
     whole = read_hf(hf)[f"{HF_VISION}.attn.qkv.weight"]
     rewrite_mm(mm, f"{VISION}.self_attention.linear_qkv.weight", lambda rank, _: whole.chunk(2)[rank])
-    assert told(hf, mm) == [f"qkv order: [Q; K; V] one after the other as a whole, and then cut, as MindSpeed-MM 2.2.0 "
-                            f"and 2.3.0 leave the ViT's; convert again with mm-convert hf_to_mm (in {mm})"]
+    assert causes(hf, mm) == ["qkv order: [Q; K; V] one after the other as a whole, and then cut, as MindSpeed-MM "
+                              f"2.2.0 and 2.3.0 leave the ViT's; convert again with mm-convert hf_to_mm (in {mm})"]
 
 
 def test_vision_qkv_of_two_releases_of_mindspeed_mm(hf):
@@ -128,25 +128,25 @@ def test_vision_qkv_of_two_releases_of_mindspeed_mm(hf):
             name = f"image_encoder.encoder.blocks.layers.{layer}.self_attention.linear_qkv.{kind}"
             content[name] = tensors[f"visual.blocks.{layer}.attn.qkv.{kind}"]
     save_file(content, path)
-    assert told(hf, mm) == ["qkv order: [Q; K; V] one after the other, as MindSpeed-MM 2.2.0 and 2.3.0 leave the "
+    assert causes(hf, mm) == ["qkv order: [Q; K; V] one after the other, as MindSpeed-MM 2.2.0 and 2.3.0 leave the "
                             f"ViT's; convert again with mm-convert hf_to_mm (in {mm})"] * 4
 
 
 def test_hf_that_was_never_ungrouped(hf, mm):
-    """Rows of the fused tensor, cut into q, k and v as they stand."""
+    """The fused tensor was cut into q, k and v without reordering its rows."""
     tensors = read_hf(hf)
     fused = torch.cat([load_file(rank_file(mm, rank))[f"{LANGUAGE}.self_attention.linear_qkv.weight"]
                        for rank in range(2)])
     names = [f"{HF_LANGUAGE}.self_attn.{letter}_proj.weight" for letter in "qkv"]
     rewrite_hf(hf, dict(zip(names, fused.split([tensors[name].shape[0] for name in names]), strict=True)))
-    assert told(mm, hf) == [f"qkv order: per group [q, k, v] (in {hf})"]
+    assert causes(mm, hf) == [f"qkv order: per group [q, k, v] (in {hf})"]
 
 
 def test_k_and_v_swapped_in_hf(hf, mm):
     tensors = read_hf(hf)
     k, v = (f"{HF_LANGUAGE}.self_attn.{letter}_proj.weight" for letter in "kv")
     rewrite_hf(hf, {k: tensors[v], v: tensors[k]})
-    assert told(mm, hf) == [f"qkv order: [Q; V; K] one after the other (in {hf})"]
+    assert causes(mm, hf) == [f"qkv order: [Q; V; K] one after the other (in {hf})"]
 
 
 # gate/up order
@@ -165,13 +165,13 @@ def test_up_before_gate(hf, kind):
             torch.save(content, path)
     else:
         rewrite_mm(mm, name, lambda rank, _: torch.cat([parts[1][rank], parts[0][rank]]))
-    assert told(hf, mm) == [f"gate/up order: [up; gate] instead of [gate; up] (in {mm})"]
+    assert causes(hf, mm) == [f"gate/up order: [up; gate] instead of [gate; up] (in {mm})"]
 
 
 def test_gate_up_cut_as_a_whole(hf, mm):
     whole = torch.cat(gate_up(read_hf(hf)))
     rewrite_mm(mm, f"{LANGUAGE}.mlp.linear_fc1.weight", lambda rank, _: whole.chunk(2)[rank])
-    (cause,) = told(hf, mm)
+    (cause,) = causes(hf, mm)
     assert cause == (f"gate/up order: [gate; up] is cut over the ranks as a whole, instead of gate and up each (in "
                      f"{mm})")
 
@@ -181,8 +181,8 @@ def test_gate_up_cut_as_a_whole(hf, mm):
 
 def test_head_that_is_the_embedding(hf, mm):
     rewrite_hf(hf, {"lm_head.weight": read_hf(hf)["model.embed_tokens.weight"]})
-    assert told(mm, hf) == [f"tied head: the output layer is the embedding (in {hf})"]
-    assert told(hf, mm) == [f"tied head: the output layer is the embedding (in {hf})"]
+    assert causes(mm, hf) == [f"tied head: the output layer is the embedding (in {hf})"]
+    assert causes(hf, mm) == [f"tied head: the output layer is the embedding (in {hf})"]
 
 
 def test_stale_copy_of_the_embedding(tmp_path):
@@ -190,8 +190,8 @@ def test_stale_copy_of_the_embedding(tmp_path):
     mm = to_mm(tmp_path / "hf")
     rewrite_mm(mm, "text_decoder.output_layer.weight", lambda _, tensor: tensor + 1, stage=1)
     expected = "tied head: the output layer is a stale copy of the embedding"
-    assert told(tmp_path / "hf", mm) == [expected] * 2
-    assert told(mm, tmp_path / "hf") == [expected] * 2
+    assert causes(tmp_path / "hf", mm) == [expected] * 2
+    assert causes(mm, tmp_path / "hf") == [expected] * 2
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -201,8 +201,8 @@ def test_tied_and_untied(tmp_path, is_copy):
     SmallModel(2).save(tmp_path / "untied")
     tensors = read_hf(tmp_path / "hf")
     rewrite_hf(tmp_path / "untied", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + (not is_copy)})
-    (cause,) = told(tmp_path / "untied", mm)
-    assert cause.startswith("tied head: it equals" if is_copy else "tied head: it is no copy of")
+    (cause,) = causes(tmp_path / "untied", mm)
+    assert cause.startswith("tied head: it equals" if is_copy else "tied head: it is not a copy of")
 
 
 # Transposed cut
@@ -212,29 +212,29 @@ def test_shards_in_the_wrong_order(hf, mm):
     name = f"{LANGUAGE}.mlp.linear_fc2.weight"
     parts = read_hf(hf)[f"{HF_LANGUAGE}.mlp.down_proj.weight"].chunk(2, dim=1)
     rewrite_mm(mm, name, lambda rank, _: parts[1 - rank])
-    assert told(hf, mm) == [f"transposed cut: the ranks 0, 1 hold the shards of the ranks 1, 0 (in {mm})"]
+    assert causes(hf, mm) == [f"transposed cut: the ranks 0, 1 hold the shards of the ranks 1, 0 (in {mm})"]
     rewrite_mm(mm, name, lambda rank, _: parts[1])
-    assert told(hf, mm) == [f"transposed cut: the ranks 0, 1 hold the shards of the ranks 1, 1 (in {mm})"]
+    assert causes(hf, mm) == [f"transposed cut: the ranks 0, 1 hold the shards of the ranks 1, 1 (in {mm})"]
 
 
 def test_transposed_square_matrix_in_hf(hf, mm):
     names = [f"{HF_LANGUAGE}.self_attn.{kind}_proj.weight" for kind in "qo"]
     tensors = read_hf(hf)
     rewrite_hf(hf, {name: tensors[name].T for name in names})
-    assert told(mm, hf) == [f"transposed cut: the matrix is transposed (in {hf})"] * 2
+    assert causes(mm, hf) == [f"transposed cut: the matrix is transposed (in {hf})"] * 2
 
 
 def test_transposed_before_the_cut(hf, mm):
     whole = read_hf(hf)[f"{HF_LANGUAGE}.self_attn.o_proj.weight"]
     rewrite_mm(mm, f"{LANGUAGE}.self_attention.linear_proj.weight", lambda rank, _: whole.T.chunk(2, dim=1)[rank])
-    assert told(hf, mm) == [f"transposed cut: the matrix was transposed and then cut (in {mm})"]
+    assert causes(hf, mm) == [f"transposed cut: the matrix was transposed and then cut (in {mm})"]
 
 
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
         (lambda whole, rank: whole.chunk(2, dim=0)[rank], "it is cut along dimension 0 instead of 1"),
-        (lambda whole, rank: whole, "every rank holds the whole, which is not cut"),
+        (lambda whole, rank: whole, "every rank holds the whole matrix, uncut"),
         (lambda whole, rank: whole.chunk(2, dim=1)[rank].T, "the matrix is transposed"),
     ],
 )
@@ -242,10 +242,10 @@ def test_shards_of_another_shape(hf, mm, wrong, cause):
     name = f"{LANGUAGE}.mlp.linear_fc2.weight"
     whole = read_hf(hf)[f"{HF_LANGUAGE}.mlp.down_proj.weight"]
     rewrite_mm(mm, name, lambda rank, _: wrong(whole, rank))
-    assert told(hf, mm) == [f"transposed cut: {cause} (in {mm})"]
-    # another cause is not told of the right shape with other values
+    assert causes(hf, mm) == [f"transposed cut: {cause} (in {mm})"]
+    # the same shape with other values does not have this cause
     rewrite_mm(mm, name, lambda rank, tensor: tensor + 1)
-    assert told(hf, mm) == []
+    assert causes(hf, mm) == []
 
 
 # Padding
@@ -259,12 +259,12 @@ def test_padding_that_is_not_zero(hf, mm):
 
     rewrite_mm(mm, f"{VISION}.mlp.linear_fc2.weight", trained)
     found = diff_directories(hf, mm, None, 1)
-    assert found.lines[2] == ("69 of 69 tensors of the model are equal to the last bit; 1 stored tensors have padding "
+    assert found.lines[2] == ("69 of 69 tensors of the model are bit-equal; 1 stored tensors have padding "
                               "that is not zero.")
     assert found.lines[3:] == (
         f"{HF_VISION}.mlp.down_proj.weight: padding that is not zero",
         f"    {rank_file(mm, 1)}: {VISION}.mlp.linear_fc2.weight",
-        "    likely cause: padding: it was trained, is damaged, or stands in the wrong place",
+        "    likely cause: padding: it was trained, is damaged, or is in the wrong place",
     )
     assert diff_directories(mm, hf, None, 1).lines[3:] == found.lines[3:]
 
@@ -290,15 +290,15 @@ def test_padding_in_the_wrong_place(tmp_path):
         content[f"{VISION}.mlp.linear_fc1.weight"] = torch.cat(
             [zero_padded(piece, 0, 0, 2 - len(piece)) for piece in pieces])
         save_file(content, rank_file(mm, rank))
-    assert told(tmp_path / "hf", mm) == [f"padding: not at the end of the weights (in {mm})"] * 2
+    assert causes(tmp_path / "hf", mm) == [f"padding: not at the end of the weights (in {mm})"] * 2
 
 
 def test_gate_up_padded_as_a_whole(hf, mm):
     tensors = read_hf(hf)
     stacked = torch.cat([tensors[f"{HF_VISION}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
     rewrite_mm(mm, f"{VISION}.mlp.linear_fc1.weight", lambda rank, _: zero_padded(stacked, 0, 0, 2).chunk(2)[rank])
-    assert told(hf, mm) == [f"gate/up order: [gate; up] is cut over the ranks as a whole, instead of gate and up each, "
-                            f"with the padding after both (in {mm})"]
+    assert causes(hf, mm) == ["gate/up order: [gate; up] is cut over the ranks as a whole, instead of gate and up "
+                              f"each, with the padding after both (in {mm})"]
 
 
 # Values
@@ -309,10 +309,10 @@ def test_one_flipped_bit(hf, mm):
     tensor = read_hf(hf)[name]
     tensor.view(torch.int16)[5, 3] ^= 1 << 9
     rewrite_hf(hf, {name: tensor})
-    assert told(mm, hf) == ["one flipped bit: a damaged copy"]
+    assert causes(mm, hf) == ["one flipped bit: a damaged copy"]
     tensor.view(torch.int16)[5, 3] ^= 3 << 4
     rewrite_hf(hf, {name: tensor})
-    assert told(mm, hf) == ["a few values differ, as in a damaged copy or after very little training"]
+    assert causes(mm, hf) == ["a few values differ, as in a damaged copy or after very little training"]
 
 
 @pytest.mark.parametrize("keeps_dtype", [False, True])
@@ -325,8 +325,8 @@ def test_rounding(hf, keeps_dtype):
     narrow = wide[name].bfloat16()
     rewrite_hf(hf, {name: narrow.float() if keeps_dtype else narrow})
     expected = f"dtype: rounded to bfloat16 (in {hf})" if keeps_dtype else (
-        f"dtype: {hf} holds what {mm} does, rounded to bfloat16")
-    assert told(mm, hf) == [expected]
+        f"dtype: {hf} holds the values of {mm}, rounded to bfloat16")
+    assert causes(mm, hf) == [expected]
     found = diff_directories(mm, hf, None, 1)
     assert ("    F32 and BF16" in found.lines) != keeps_dtype
 
@@ -335,25 +335,25 @@ def test_layers_shifted_by_one(hf, mm):
     tensors = read_hf(hf)
     shifted = {name: tensors[name.replace("layers.0.", "layers.1.")] for name in tensors if "layers.0." in name}
     rewrite_hf(hf, shifted)
-    found = told(mm, hf)
+    found = causes(mm, hf)
     assert len(found) == 7 and set(found) == {
-        f"another layer: they are the weights of layer 1 (+1) of {mm} (in {hf})"}
+        f"another layer: these are the weights of layer 1 (+1) of {mm} (in {hf})"}
 
 
-def test_zeros_and_values_that_are_none(hf, mm):
+def test_zeros_and_values_that_are_not_numbers(hf, mm):
     name, other = "model.norm.weight", f"{HF_LANGUAGE}.mlp.down_proj.weight"
     tensors = read_hf(hf)
     tensors[other][0, 0] = float("nan")
     tensors[other][1] += 1
     rewrite_hf(hf, {name: torch.zeros_like(tensors[name]), other: tensors[other]})
-    assert told(mm, hf) == [f"infinite values or none at all (NaN) (in {hf})",
+    assert causes(mm, hf) == [f"infinite values or NaN (in {hf})",
                             f"only zeros, as if never written (in {hf})"]
     assert any("elements differ, some infinite or NaN; the first is [0, 0]" in line
                for line in diff_directories(mm, hf, None, 1).lines)
 
 
-def test_what_is_one_value_throughout_proves_nothing(hf):
-    """Neither an embedding of zeros for a tied head, nor norms of ones for another layer."""
+def test_constant_tensors_prove_nothing(hf):
+    """An embedding of zeros does not prove a tied head, nor norms of ones another layer."""
     norm = "model.layers.{}.input_layernorm.weight"
     tensors = read_hf(hf)
     ones = {norm.format(layer): torch.ones_like(tensors[norm.format(layer)]) for layer in range(3)}
@@ -362,7 +362,7 @@ def test_what_is_one_value_throughout_proves_nothing(hf):
     mm = to_mm(hf)
     rewrite_hf(hf, {norm.format(1): tensors[norm.format(1)], "lm_head.weight": tensors["lm_head.weight"]})
     expected = ["values differ, as after training", f"only zeros, as if never written (in {mm})"]
-    assert told(mm, hf) == told(hf, mm) == expected
+    assert causes(mm, hf) == causes(hf, mm) == expected
 
 
 def test_training(hf, mm):
@@ -371,5 +371,5 @@ def test_training(hf, mm):
     rewrite_hf(hf, {name: tensor + torch.randn(tensor.shape, generator=generator) / 100
                     for name, tensor in tensors.items()})
     found = diff_directories(mm, hf, None, 1)
-    assert told(mm, hf) == ["values differ, as after training"] * 10
+    assert causes(mm, hf) == ["values differ, as after training"] * 10
     assert found.lines[-1].endswith("more weights differ in the model after these.")

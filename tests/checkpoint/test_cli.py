@@ -1,4 +1,4 @@
-"""The command line: MindSpeed-MM's words, every way to write a list, and what is refused."""
+"""The command line: MindSpeed-MM's syntax, every way to write a list, and errors."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_every_command(hf, tmp_path, capsys):
 
 @pytest.mark.parametrize("structure", ["true", "false"])
 def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
-    """Format and structure stay what they are until another one is asked for."""
+    """Format and structure stay the same unless another is requested."""
     kept = {"common_model_config__enable_canonical_hf_struct": structure}
     assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2, save_format="torch", **kept) == 0
     target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
@@ -94,7 +94,7 @@ def test_vit_only(hf, tmp_path, capsys):
 
 
 def test_as_a_program(hf, tmp_path):
-    """With words apart instead of ``=``, as in MindSpeed-MM's README."""
+    """With spaces instead of ``=``, as in MindSpeed-MM's README."""
     words = ["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"), "--cfg.hf_config.hf_dir", str(hf),
              f"{PP}.llm_pp_layers", "[[1,2]]", f"{PP}.vit_pp_layers", "[[2,0]]", f"{PP}.tp_size", "3"]
     done = subprocess.run([sys.executable, "-m", "checkpoint.cli", *words], capture_output=True, text=True, timeout=60)
@@ -119,7 +119,7 @@ def test_lists(text, expected):
 
 @pytest.mark.parametrize("text", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", "[]", "[[1],2]", "null", "true",
                                   "[true]"])  # fmt: skip
-def test_what_is_no_list(text):
+def test_invalid_lists(text):
     with pytest.raises(UserError, match=r"key is .*expected layers per pipeline stage such as"):
         read_lists(parse_layers(text), "key")
 
@@ -136,13 +136,13 @@ def test_a_file_of_settings(hf, tmp_path, capsys):
     assert left.value.code == 0 and "target_parallel_config" in capsys.readouterr().out
 
 
-def test_help_says_what_the_fields_mean(capsys):
+def test_help_explains_the_fields(capsys):
     with pytest.raises(SystemExit) as left:
         main(["Qwen2_5_VLConverter", "hf_to_mm", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert left.value.code == 0
-    assert "Take the LLM from this directory, ViT and projector from hf_config." in told
-    assert "LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]." in told
+    assert "Take the LLM from this directory, ViT and projector from hf_config." in printed
+    assert "LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]." in printed
 
 
 BAD_FLAGS = {
@@ -150,7 +150,7 @@ BAD_FLAGS = {
     "length": ({"parallel_config__llm_pp_layers": "[1,1,1]"}, "both need one entry per pipeline stage"),
     "negative": ({"parallel_config__vit_pp_layers": "[3,-1]"}, f"{PP}.vit_pp_layers[0][1] is -1"),
     "order": ({"parallel_config__vit_pp_layers": "[0,2]"}, "an LLM layer cannot come before the last ViT layer"),
-    "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "A missing bracket"),
+    "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "a missing bracket"),
     "ragged": ({"parallel_config__vit_pp_layers": "[[2],[0,0]]"}, "the same number of stages"),
     "tp_size 0": ({"parallel_config__tp_size": 0}, f"{PP}.tp_size is 0"),
     "tp_size 4": ({"parallel_config__tp_size": 4}, "the model's 2 key/value heads"),
@@ -198,7 +198,7 @@ def truncated(directory: Path) -> None:
 
 BAD_SOURCES = {
     "missing shard": (lambda hf: min(hf.glob("*.safetensors")).unlink(), "lacks 1 of the 2 shards"),
-    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "says that"),
+    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "which does not hold it"),
     "truncated": (truncated, "its header describes"),
     "Git-LFS": (lambda hf: min(hf.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n"),
                 "is a Git-LFS pointer"),
@@ -237,11 +237,11 @@ def test_bad_targets(hf, tmp_path, capsys):
     (tmp_path / "full" / "notes").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for target, flags, message in (
-        (copy, {}, "is, contains or lies in the source"),
-        (copy / "mm", {}, "is, contains or lies in the source"),
-        (tmp_path, {"overwrite": "true"}, "is, contains or lies in the source"),
+        (copy, {}, "is, contains or is inside the source"),
+        (copy / "mm", {}, "is, contains or is inside the source"),
+        (tmp_path, {"overwrite": "true"}, "is, contains or is inside the source"),
         (tmp_path / "full", {}, "is not empty; give another one, or --cfg.overwrite true"),
-        (tmp_path / "full", {"overwrite": "true"}, "holds something else than this command writes"),
+        (tmp_path / "full", {"overwrite": "true"}, "was not written by this command"),
         (tmp_path / "file", {}, "is a file"),
     ):
         before = files(tmp_path)
@@ -251,14 +251,14 @@ def test_bad_targets(hf, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("save_format", ["safetensors", "torch"])
-def test_a_repeated_command_says_that_it_is_done(hf, tmp_path, capsys, save_format):
-    """And is refused as before where one byte of the target is another, in a tensor or in a header."""
+def test_a_repeated_command_reports_that_nothing_is_left_to_do(hf, tmp_path, capsys, save_format):
+    """If one byte of the target differs, in a tensor or a header, the command is rejected as usual."""
     back = {"mm_dir": tmp_path / "mm", "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}
     assert to_mm(hf, tmp_path / "mm", save_format=save_format) == run("mm_to_hf", **back) == 0
     before = files(tmp_path)
     capsys.readouterr()
     assert to_mm(hf, tmp_path / "mm", save_format=save_format) == run("mm_to_hf", **back) == 0
-    assert capsys.readouterr().out.count("holds exactly this already; nothing was written.") == 2
+    assert capsys.readouterr().out.count("is already identical; nothing was written.") == 2
     assert files(tmp_path) == before
     assert to_mm(hf, tmp_path / "mm", save_format=save_format, parallel_config__tp_size=2) == 2
     shard, exported = next((tmp_path / "mm").rglob("mp_rank_00_001/*")), next((tmp_path / "back").glob("*.safetensors"))
@@ -274,9 +274,9 @@ def test_a_repeated_command_says_that_it_is_done(hf, tmp_path, capsys, save_form
 @pytest.mark.parametrize(("words", "what"), [
     (["Qwen2_5_VLConverter", "hf_to_mm_dcp"], "--load reads the Hugging Face directory itself"),
     (["Qwen2_5_VLConverter", "hf_to_mm_ldt"], "hf_to_mm places the layers freely"),
-    (["InternVLConverter", "hf_to_mm"], "InternVLConverter is for another model"),
+    (["InternVLConverter", "hf_to_mm"], "InternVLConverter is for a model that is not supported here"),
 ])
-def test_what_the_peer_has_and_this_has_not(words, what, capsys):
+def test_commands_that_only_mindspeed_has(words, what, capsys):
     assert main(words) == 2
     assert what in capsys.readouterr().err
 
@@ -285,7 +285,7 @@ def test_settings_are_printed_with_comments(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["Qwen2_5_VLConverter", "hf_to_mm", "--print_config=comments"])
     assert ended.value.code == 0
-    assert "# Threads; 0 = one for each core." in capsys.readouterr().out
+    assert "# Threads; 0 = one per core." in capsys.readouterr().out
 
 
 def test_overwrite(hf, tmp_path):
@@ -303,12 +303,12 @@ def test_bad_directories_of_ranks(hf, tmp_path, capsys):
 
     lists = {"parallel_config__llm_pp_layers": "[0,3]", "parallel_config__vit_pp_layers": "[2,0]"}
     assert run("mm_to_hf", **back, **lists) == 2
-    told = capsys.readouterr().err
-    assert "llm_pp_layers [[0, 3]], tp_size 1" in told and "llm_pp_layers [[1, 2]], tp_size 2" in told
+    printed = capsys.readouterr().err
+    assert "llm_pp_layers [[0, 3]], tp_size 1" in printed and "llm_pp_layers [[1, 2]], tp_size 2" in printed
 
     shutil.copytree(mm / "release" / "mp_rank_00_000", mm / "release" / "mp_rank_02_000")
     assert run("mm_to_hf", **back) == 2
-    assert "mp_rank_02_000/model.safetensors belongs to no rank" in capsys.readouterr().err
+    assert "mp_rank_02_000/model.safetensors does not belong to any rank" in capsys.readouterr().err
     shutil.rmtree(mm / "release" / "mp_rank_02_000")
 
     whole = tmp_path / "whole"
@@ -323,7 +323,7 @@ def test_bad_directories_of_ranks(hf, tmp_path, capsys):
 
 
 class Evil:
-    """Runs code when it is unpickled by a reader that lets it."""
+    """Runs code if an unsafe reader unpickles it."""
 
     def __reduce__(self):
         return exec, ("raise SystemExit('code of the file was run')",)
@@ -348,8 +348,8 @@ def test_bad_torch_files(hf, tmp_path, capsys):
         for command, flags in (("mm_to_hf", {"mm_dir": mm, "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}),
                                ("verify", {"mm_dir": mm}), ("show", {"dir": mm})):
             assert run(command, **flags) == 2
-            told = capsys.readouterr().err
-            assert message in told and str(path) in told
+            printed = capsys.readouterr().err
+            assert message in printed and str(path) in printed
     path.write_bytes(whole)
     save_file({}, path.with_name("model.safetensors"))
     assert run("verify", mm_dir=mm) == 2

@@ -1,4 +1,4 @@
-"""diff finds nothing between conversions of one model, and names exactly what differs; causes are tested elsewhere."""
+"""diff finds no difference between conversions of one model, and names exactly the tensors that differ."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def to_mm(hf: Path, target: Path, layout: Layout, kind: Storage | None = None) -
 
 
 def named(found: Difference) -> list[str]:
-    """The tensors of the model of all entries."""
+    """The model's tensors named in all entries."""
     return [line for line in found.lines[3:] if not line.startswith(" ")]
 
 
@@ -54,7 +54,7 @@ def causes(found: Difference) -> list[str]:
 
 
 def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path, tp_size: int) -> Path:
-    """A training checkpoint that holds weights only."""
+    """Save a training checkpoint that holds weights only."""
     temporary, pieces = checkpoint_files.begin(directory, 10, 0), []
     for rank in range(tp_size):
         parts = []
@@ -111,7 +111,7 @@ def test_conversions_are_equal_and_a_change_is_named(case):
 
 
 def change(directory: Path, name: str, place: int) -> tuple[str, float]:
-    """Change one element of a safetensors file; returns "file: name" and the amount."""
+    """Change one element of a safetensors file; return "file: name" and the amount."""
     for path in directory.rglob("*.safetensors"):
         content = load_file(path)
         if name in content:
@@ -151,7 +151,7 @@ def test_the_whole_report(hf, tmp_path):
     assert found == Difference((
         f"{hf}: Hugging Face directory",
         f"{mm}: MindSpeed-MM's layout, vit_pp_layers [[1, 1, 0]], llm_pp_layers [[0, 1, 2]], tp_size 2",
-        "68 of 69 tensors of the model are equal to the last bit; 1 differ.",
+        "68 of 69 tensors of the model are bit-equal; 1 differ.",
         key,
         f"    1 of 16 elements differ, by at most {(after - before).abs().item():.6g}; the first is [13]",
         f"    {hf_file}: {key}",
@@ -160,7 +160,7 @@ def test_the_whole_report(hf, tmp_path):
     ), False)  # fmt: skip
 
 
-def test_a_missing_tensor_and_one_too_many(hf, tmp_path):
+def test_a_missing_and_an_extra_tensor(hf, tmp_path):
     mm = to_mm(hf, tmp_path / "mm", LAYOUT)
     path = mm / "release" / "mp_rank_01_001" / "model.safetensors"
     name, key = "text_decoder.decoder.layers.0.mlp.linear_fc1.weight", "model.layers.0.mlp.{}_proj.weight"
@@ -173,7 +173,7 @@ def test_a_missing_tensor_and_one_too_many(hf, tmp_path):
     for source, target in ((hf, mm), (mm, hf)):
         found = diff(source, target)
         assert not found.is_equal
-        assert f"{path} holds stray, which has no place on this rank." in found.lines
+        assert f"{path} holds stray, which does not belong on this rank." in found.lines
         assert named(found)[1:] == [f"{key.format('gate')}, {key.format('up')}: not complete in both directories",
                                     key.format("down")]
         assert f"    {path} lacks the tensor {name} of shape [8, 16]." in found.lines
@@ -213,8 +213,8 @@ def test_a_whole_directory_of_another_dtype(hf, tmp_path):
     for path in hf.glob("*.safetensors"):
         edit_file(path, lambda content: content.update({name: tensor.float() for name, tensor in content.items()}))
     found = diff(hf, mm)
-    assert found.lines[2] == "0 of 69 tensors of the model are equal to the last bit; 69 differ."
-    assert causes(found) == [f"dtype: {mm} holds what {hf} does, rounded to bfloat16"] * 10
+    assert found.lines[2] == "0 of 69 tensors of the model are bit-equal; 69 differ."
+    assert causes(found) == [f"dtype: {mm} holds the values of {hf}, rounded to bfloat16"] * 10
 
 
 def test_another_model(hf, tmp_path):
@@ -243,11 +243,11 @@ def test_a_directory_without_llm(hf, tmp_path):
     mm = to_mm(hf, tmp_path / "mm", LAYOUT, Storage(vit_only=True))
     found = diff(hf, mm)
     assert found.lines[3:] == (f"{mm} holds no LLM (save_vit_only); only the rest is compared.",)
-    assert found.lines[2] == "30 of 30 tensors of the model are equal to the last bit." and not found.is_equal
+    assert found.lines[2] == "30 of 30 tensors of the model are bit-equal." and not found.is_equal
     assert diff(mm, mm).is_equal
 
 
-def test_a_hf_directory_with_a_stale_tied_head(tmp_path):
+def test_an_hf_directory_with_a_stale_tied_head(tmp_path):
     small = SmallModel(2, tied=True, num_shards=1)
     small.save(tmp_path / "hf")
     mm = to_mm(tmp_path / "hf", tmp_path / "mm", LAYOUT)
@@ -267,7 +267,7 @@ def test_directories_that_cannot_be_opened(hf, tmp_path):
         diff(hf, tmp_path / "absent")
     mm = to_mm(hf, tmp_path / "mm", LAYOUT)
     (mm / "manifest.json").unlink()
-    with pytest.raises(UserError, match="has no manifest that says what model it is"):
+    with pytest.raises(UserError, match="has no manifest that describes its model"):
         diff(mm, mm)
     assert diff(mm, mm, hf).is_equal
     path = next(mm.rglob("*.safetensors"))
@@ -303,7 +303,7 @@ print("\\n".join(diff_directories(sys.argv[1], sys.argv[2], None, 1).lines))
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path):
-    """An embedding of 614 MB that differs in its last element, in a process that may take 256 MiB more."""
+    """An embedding of 614 MB differs in its last element; the process may use 256 MiB more."""
     config = SmallModel(2, tied=True).config | {"vocab_size": 150_000, "hidden_size": 2048}
     config["vision_config"] |= {"out_hidden_size": 2048}
     for name in ("one", "other"):

@@ -1,4 +1,4 @@
-"""A conversion killed at any moment leaves nothing that looks complete, and the same command completes it."""
+"""A conversion killed at any point leaves nothing that looks complete, and the same command completes it."""
 
 import os
 import random
@@ -23,7 +23,7 @@ LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
 ONE_WORKER = Options(num_workers=1)
 KINDS = [Storage(), Storage(Format.TORCH, Structure.CANONICAL)]
 CALLS = ("pwrite", "fsync", "rename", "open", "mkdir", "unlink", "rmdir")
-"""System calls that change the disk; the process dies just before one of them."""
+"""System calls that change the disk; the process is killed just before one of them."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def expected(hf, tmp_path_factory) -> dict[str, bytes]:
 
 
 def run_and_die(run: Callable[[], None], after: int) -> bool:
-    """Run in a child that is killed before its call number ``after``; whether it came to that."""
+    """Run in a child that is killed before its system call number ``after``; return whether it reached that call."""
     child = os.fork()
     if child == 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the child never closes it
@@ -69,7 +69,7 @@ def run_and_die(run: Callable[[], None], after: int) -> bool:
 
 
 def num_calls(hf: Path, folder: Path, kind: Storage = KINDS[0]) -> int:
-    """How many calls a whole run makes, found by halving; each try has a target of its own."""
+    """Number of system calls in a full run, found by bisection; each try has its own target."""
     def run() -> None:
         convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT, kind).run(ONE_WORKER)
 
@@ -100,7 +100,8 @@ def test_killed_at_random_moments(kind, hf, tmp_path):
 
 
 def test_killed_at_each_of_the_last_steps(hf, expected, tmp_path):
-    """From the last weight file on, over an older target: it is there, or the new one is, or the next run mends it."""
+    """Replacing an older target, from the last weight file on: the old or the new target exists, or a rerun fixes
+    it."""
     older, overwrite = Layout(((2,),), ((3,),), 1), Options(num_workers=1, overwrite=True)
 
     def over_an_older_one(name: str) -> Conversion:
@@ -132,12 +133,12 @@ def test_finished_files_are_checked_not_assumed(hf, expected, tmp_path, capsys):
     content[-1] ^= 1
     victim.write_bytes(content)
     conversion.run(ONE_WORKER)
-    told = capsys.readouterr().out
-    assert f"{victim} is not as it was finished" in told and "of 6 files are finished from an earlier run" in told
+    printed = capsys.readouterr().out
+    assert f"{victim} changed after it was finished" in printed and "note: an earlier run finished " in printed
     assert files(target) == expected
 
 
-def test_another_conversion_starts_anew(hf, tmp_path):
+def test_another_conversion_starts_over(hf, tmp_path):
     target = tmp_path / "mm"
     conversion = convert.hf_to_mm(hf, target, LAYOUT)
     assert run_and_die(lambda: conversion.run(ONE_WORKER), num_calls(hf, tmp_path / "count") // 2)
@@ -147,7 +148,7 @@ def test_another_conversion_starts_anew(hf, tmp_path):
     assert files(target) == files(tmp_path / "direct")
 
 
-def test_two_at_once(hf, tmp_path):
+def test_two_at_the_same_time(hf, tmp_path):
     conversion = convert.hf_to_mm(hf, tmp_path / "mm", LAYOUT)
     output = Output.begin(tmp_path / "mm", "another", MEGATRON_MODES)
     with pytest.raises(UserError, match="Another mm-convert is writing"):
@@ -156,8 +157,8 @@ def test_two_at_once(hf, tmp_path):
     conversion.run(ONE_WORKER)
 
 
-def test_a_full_disk_is_told_and_mended(hf, expected, tmp_path):
-    """The child may write no file as large as the largest."""
+def test_a_conversion_resumes_after_a_full_disk(hf, expected, tmp_path):
+    """The child's file size limit is below the largest file."""
     conversion = convert.hf_to_mm(hf, tmp_path / "mm", LAYOUT)
     sizes = sorted(file.num_bytes for file in conversion.plan.files)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What a user states of the model must be true of it, and what concerns other models is refused."""
+"""Stated facts about the model must be true, and fields for other models are rejected."""
 
 from pathlib import Path
 

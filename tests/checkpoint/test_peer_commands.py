@@ -1,4 +1,4 @@
-"""The commands of MindSpeed-MM's README for Qwen2.5-VL, as they stand there, on models of the real sizes.
+"""The commands of MindSpeed-MM's README for Qwen2.5-VL, verbatim, on models of the real sizes.
 
 The weights are sparse files, so that planning, reading and checking of the real shapes is all there is to do.
 """
@@ -26,7 +26,7 @@ PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "
 
 
 def run(text: str) -> int:
-    """A command line as the shell would split it, after the program's name; nothing is written."""
+    """Run a command line, split as by the shell, as a dry run."""
     return main([*shlex.split(text.replace("\\\n", " "))[1:], "--cfg.dry_run", "true"])
 
 
@@ -35,7 +35,7 @@ def place(size: str, vision: tuple, language: tuple, tp_size: int) -> ModelConfi
 
 
 def planned_bytes(capsys: pytest.CaptureFixture) -> int:
-    """What the last line of a dry run says."""
+    """The bytes in the last line of a dry run."""
     summary = capsys.readouterr().out.splitlines()[-1]
     assert summary.endswith("Nothing was written.")
     return int(summary.split(" tensors, ")[1].split(" bytes")[0].replace(",", ""))
@@ -60,7 +60,7 @@ def test_hf_to_mm(size, more, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("structure", Structure)
 def test_mm_to_hf(structure, tmp_path, monkeypatch, capsys):
-    """From what MindSpeed-MM writes, which has no manifest."""
+    """From a directory by MindSpeed-MM, which has no manifest."""
     monkeypatch.chdir(tmp_path)
     name = NAME.format("7B")
     write_sparse_hf(published_config("7B"), Path("ckpt/hf_path") / name)
@@ -87,7 +87,7 @@ STORAGES = [Storage(Format.TORCH), Storage(Format.TORCH, Structure.CANONICAL), S
 
 @pytest.mark.parametrize("kind", STORAGES, ids=str)
 def test_resplit(kind, tmp_path, monkeypatch, capsys):
-    """The command names no Hugging Face directory: the model is known by its shapes."""
+    """The command has no Hugging Face directory: the model is recognized by its shapes."""
     monkeypatch.chdir(tmp_path)
     name = NAME.format("7B")
     write_sparse_mm(place("7B", (32, 0), (12, 16), 1), 1, kind, Path("ckpt/mm_path") / name)

@@ -1,4 +1,4 @@
-"""verify finds every damage and names tensor and file; show says what a directory holds."""
+"""verify finds any damage and names tensor and file; show lists the content of a directory."""
 
 import random
 import shutil
@@ -43,7 +43,7 @@ def verify(directory: Path, hf: Path | None = None) -> list[str]:
 def test_whole(made):
     hf, mm = made
     assert [line.partition(": ")[2] for line in verify(mm, hf)] == [
-        "100 tensors are as manifest.json says.", f"100 tensors are those of {hf}."]
+        "100 tensors match manifest.json.", f"100 tensors match those of {hf}."]
 
 
 @pytest.mark.parametrize("kind", [Storage(), Storage(Format.TORCH, Structure.CANONICAL)], ids=str)
@@ -60,15 +60,15 @@ def test_every_flipped_bit(kind, tmp_path):
         content = bytearray(whole)
         content[place] ^= 1 << chances.randrange(8)
         path.write_bytes(content)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             verify(mm)
-        (problem,) = told.value.problems
+        (problem,) = raised.value.problems
         assert f"{path}: {tensor.name} is damaged" in problem
         (mm / "manifest.json").rename(mm / "aside")
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             verify_directory(mm, str(hf), LAYOUT, 1)
-        (problem,) = told.value.problems
-        assert f"{path}: {tensor.name} is not what" in problem
+        (problem,) = raised.value.problems
+        assert f"{path}: {tensor.name} differs from" in problem
         (mm / "aside").rename(mm / "manifest.json")
         path.write_bytes(whole)
     verify(mm, hf)
@@ -76,16 +76,16 @@ def test_every_flipped_bit(kind, tmp_path):
 
 def test_without_llm(tmp_path):
     hf, mm = make(tmp_path, Storage(vit_only=True))
-    assert verify(mm, hf)[1] == f"{mm}: 52 tensors are those of {hf}."
+    assert verify(mm, hf)[1] == f"{mm}: 52 tensors match those of {hf}."
 
 
 def test_another_dtype(made, copy, tmp_path):
     hf = Path(shutil.copytree(made[0], tmp_path / "hf"))
     for path in hf.glob("*.safetensors"):
         save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         verify(copy, hf)
-    assert told.value.problems[0] == f"{copy} holds BF16, but {hf} F32." and len(told.value.problems) == 101
+    assert raised.value.problems[0] == f"{copy} holds BF16, but {hf} F32." and len(raised.value.problems) == 101
 
 
 def test_swapped_shards(copy):
@@ -93,9 +93,9 @@ def test_swapped_shards(copy):
     one.rename(copy / "aside")
     other.rename(one)
     (copy / "aside").rename(other)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         verify(copy)
-    assert all(any(str(path) in problem for problem in told.value.problems) for path in (one, other))
+    assert all(any(str(path) in problem for problem in raised.value.problems) for path in (one, other))
 
 
 def test_truncated_file(copy):
@@ -113,9 +113,9 @@ def test_missing_and_extra_tensors_and_files(copy):
     gone = min(copy.rglob("*.safetensors"))
     shutil.copytree(gone.parent, gone.parent.with_name("mp_rank_07"))
     gone.unlink()
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         verify(copy)
-    text = "\n".join(told.value.problems)
+    text = "\n".join(raised.value.problems)
     assert f"{path} lacks {name}" in text and f"{path} holds stray" in text
     assert f"{gone} is missing" in text and "mp_rank_07/model.safetensors is not in manifest.json" in text
 

@@ -109,7 +109,7 @@ def test_no_key_is_read_and_foreign_at_once():
 
 
 def test_every_key_of_transformers_is_known(tmp_path: Path):
-    """Of this version: what a checkpoint that it saves may hold."""
+    """Every key in a checkpoint that the installed version saves."""
     from transformers import GenerationConfig
 
     known = {*GENERATION_KEYS, *DEFAULT}

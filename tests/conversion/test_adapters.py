@@ -1,4 +1,4 @@
-"""Adapters in files: PEFT's directories, MindSpeed-MM's layout, and models that they were merged with."""
+"""Adapters in files: PEFT directories, MindSpeed-MM's layout, and merged models."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def model_of(settings: LoraConfig = SETTINGS) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``base``, a model, and ``adapter``, which PEFT has saved beside it."""
+    """``base``, a model, and ``adapter``, saved by PEFT."""
     directory = tmp_path_factory.mktemp("adapters")
     hf_model().save_pretrained(directory / "base")
     peft = peft_model(hf_model(), model_of())
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the adapter, to be changed."""
+    """A copy of the adapter to change."""
     shutil.copytree(folder / "adapter", tmp_path / "broken")
     return tmp_path / "broken"
 
@@ -71,19 +71,19 @@ def change(directory: Path, **keys: object) -> None:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """The same tensors under the same names."""
-    ours, theirs = load_file(one / WEIGHTS_FILE), load_file(other / WEIGHTS_FILE)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    """Assert that both hold the same tensors under the same names."""
+    left, right = load_file(one / WEIGHTS_FILE), load_file(other / WEIGHTS_FILE)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
 def asked(directory: Path) -> dict[str, Tensor]:
-    """The adapters that PEFT reads from a directory, by the names of our table."""
+    """The adapters that PEFT reads from a directory, by the names of the weight table."""
     peft = PeftModel.from_pretrained(hf_model(), directory)
     return {name: one for name, one in peft_tensors(peft).items() if ".lora_" in name}
 
 
-def test_an_adapter_of_peft_is_read_as_it_is(folder: Path) -> None:
+def test_a_peft_adapter_is_read_exactly(folder: Path) -> None:
     assert holds_adapters(folder / "adapter") and not holds_adapters(folder / "base")
     source = open_adapters(folder / "adapter", model_of())
     expected = {name: one for name, one in peft_tensors(peft_model(hf_model(), model_of())).items() if ".lora_" in name}
@@ -120,7 +120,7 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
         open_source(tmp_path / "mm")
 
 
-def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path) -> None:
+def test_files_by_mindspeed_need_alpha_and_model(folder: Path, tmp_path: Path) -> None:
     settings = LoraConfig(("q_proj", "o_proj", "qkv"), r=3, alpha=5.0)  # the ViT has a linear_proj, too
     peft_model(hf_model(), model_of(settings)).save_pretrained(tmp_path / "adapter")
     lora.lora_hf_to_mm(tmp_path / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH, str(folder / "base")).run(
@@ -134,14 +134,14 @@ def test_mindspeeds_own_files_need_alpha_and_model(folder: Path, tmp_path: Path)
     with pytest.raises(UserError) as caught:
         lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "other", replace(LAYOUT, vision=((4, 0), (0, 0))),
                            str(folder / "base"), 5.0)
-    told = caught.value.problems[-1]
-    assert told.startswith(f"{tmp_path / 'mm'} was read as the adapters of visual.blocks.0.attn.qkv, ")
-    assert " and 9 more on " in told
+    problem = caught.value.problems[-1]
+    assert problem.startswith(f"{tmp_path / 'mm'} was read as the adapters of visual.blocks.0.attn.qkv, ")
+    assert " and 9 more on " in problem
 
 
 @pytest.mark.parametrize("is_stated", [True, False])
 def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: Path) -> None:
-    """By its manifest from any layout; without one as the adapters and on the layout of the run."""
+    """With a manifest from any layout; without one, as the adapters of the run on its layout."""
     lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH).run(Options(num_workers=1))
     if not is_stated:
         (tmp_path / "mm" / "manifest.json").unlink()
@@ -158,25 +158,25 @@ def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: 
     if is_stated:
         assert open_beside(tmp_path / "mm", model).layout == LAYOUT
     else:
-        with pytest.raises(UserError, match="make a PEFT directory of them with mm-convert lora_mm_to_hf"):
+        with pytest.raises(UserError, match="make a PEFT directory with mm-convert lora_mm_to_hf"):
             open_beside(tmp_path / "mm", model)
 
 
-def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
+def test_a_merge_equals_pefts(folder: Path, tmp_path: Path) -> None:
     words = ["Qwen2_5_VLConverter", "merge_lora", "--cfg.lora_dir", str(folder / "adapter"), "--cfg.hf_config.hf_dir",
              str(folder / "base"), "--cfg.save_hf_dir", str(tmp_path / "merged")]
     assert main([*words, "--cfg.dry_run", "true"]) == 0 and not (tmp_path / "merged").exists()
     assert main(words) == 0
-    theirs = hf_tensors(PeftModel.from_pretrained(hf_model(), folder / "adapter").merge_and_unload())
-    ours = {name: stored for name, stored in load_file(tmp_path / "merged" / "model.safetensors").items()}
+    expected = hf_tensors(PeftModel.from_pretrained(hf_model(), folder / "adapter").merge_and_unload())
+    merged = {name: stored for name, stored in load_file(tmp_path / "merged" / "model.safetensors").items()}
     directory = HFDirectory.open(tmp_path / "merged")
-    assert directory.tensors.keys() == theirs.keys()
+    assert directory.tensors.keys() == expected.keys()
     for name, stored in directory.tensors.items():
-        torch.testing.assert_close(ours[stored.name], theirs[name], rtol=0, atol=1e-6)  # measured 6e-8
-    assert main(words) == 2  # not empty any more
+        torch.testing.assert_close(merged[stored.name], expected[name], rtol=0, atol=1e-6)  # measured 6e-8
+    assert main(words) == 2  # the target is no longer empty
 
 
-def test_a_merge_refuses_copies_that_differ(folder: Path, tmp_path: Path) -> None:
+def test_a_merge_rejects_copies_that_differ(folder: Path, tmp_path: Path) -> None:
     lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS).run(Options(num_workers=1))
     path = tmp_path / "mm" / "release" / "mp_rank_01_001" / "model1.safetensors"
     tensors = load_file(path)
@@ -187,7 +187,7 @@ def test_a_merge_refuses_copies_that_differ(folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_path_that_is_none_is_told_by_its_flag(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_path_is_reported_with_its_flag(folder: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "adaptr"
     with pytest.raises(UserError, match=rf"^--cfg.lora_dir {nothing} does not exist"):
         lora.merge_lora(nothing, folder / "base", tmp_path / "merged")
@@ -195,7 +195,7 @@ def test_a_path_that_is_none_is_told_by_its_flag(folder: Path, tmp_path: Path) -
         lora.lora_mm_to_hf(nothing, tmp_path / "back", None, None, None)
 
 
-def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
+def test_a_merge_resumes_after_a_failure_and_repairs_damaged_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     hf_model().save_pretrained(tmp_path / "base", max_shard_size="100KB")
@@ -207,17 +207,17 @@ def test_a_merge_goes_on_after_a_failure_and_mends_what_was_damaged(
 
     with monkeypatch.context() as patch:
         patch.setattr(Output, "commit", fail)
-        with pytest.raises(UserError, match=r"give the same command again, which goes on after the [2-9] of [2-9] "):
+        with pytest.raises(UserError, match=r"run the same command again, which continues after the [2-9] of [2-9] "):
             merge.run(Options())
     victim = min((tmp_path / ".merged.mm-convert").glob("*.safetensors"))
     *content, last = victim.read_bytes()
     victim.write_bytes(bytes((*content, last ^ 1)))
     merge.run(Options())
-    assert f"{victim} is not as it was finished" in capsys.readouterr().out
+    assert f"{victim} changed after it was finished" in capsys.readouterr().out
     assert files(tmp_path / "merged") == files(tmp_path / "whole")
 
 
-def test_the_commands_take_the_peers_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_commands_accept_mindspeeds_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     common = ["--cfg.common_model_config.enable_canonical_hf_struct", "true", "--cfg.parallel_config.llm_pp_layers",
               "[[0,4]]", "--cfg.parallel_config.vit_pp_layers", "[[3,1]]", "--cfg.mm_dir", str(tmp_path / "mm")]
     assert main(["Qwen2_5_VLConverter", "lora_hf_to_mm", *common, "--cfg.hf_config.hf_dir", str(folder / "adapter"),
@@ -227,41 +227,41 @@ def test_the_commands_take_the_peers_flags(folder: Path, tmp_path: Path, capsys:
     assert_same(tmp_path / "hf", folder / "adapter")
     common[1] = "false"
     assert main(["Qwen2_5_VLConverter", "lora_mm_to_hf", *common, "--cfg.save_hf_dir", str(tmp_path / "hf")]) == 2
-    assert "adapters stand beside q, k, v and gate, up apart" in capsys.readouterr().err
+    assert "adapters always have separate q, k, v and gate, up" in capsys.readouterr().err
 
 
 REFUSALS = {
-    "another rank": (replace(SETTINGS, r=4), "needs [4, 32]; is it the adapter of another base model, or of another"),
+    "another rank": (replace(SETTINGS, r=4), "needs [4, 32]; does the adapter belong to another base model"),
     "another alpha": (replace(SETTINGS, alpha=6.0), "but this run by 2; give the same --lora-alpha"),
     "fewer layers": (replace(SETTINGS, target_modules=("q_proj",)), "which the settings of this run do not train"),
-    "more layers": (replace(SETTINGS, target_modules=("all-linear", "patch_embed.proj")), "are --lora-target-modules"),
+    "more layers": (replace(SETTINGS, target_modules=("all-linear", "patch_embed.proj")), "did --lora-target-modules"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_an_adapter_of_other_settings_is_refused(name: str, folder: Path) -> None:
+def test_an_adapter_with_other_settings_is_rejected(name: str, folder: Path) -> None:
     settings, what = REFUSALS[name]
     with pytest.raises(UserError) as caught:
         open_adapters(folder / "adapter", model_of(settings))
     assert len(caught.value.problems) == 1 and what in caught.value.problems[0]
 
 
-def test_adapters_that_name_another_model_are_told(broken: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """PEFT states no checksum; a directory, or a name on the hub, is compared by its last part."""
+def test_adapters_of_another_model_cause_a_note(broken: Path, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """PEFT has no checksum; the last part of a directory, or of a name on the hub, is compared."""
     base = folder / "base"
 
-    def told(name: str | None) -> str:
+    def printed(name: str | None) -> str:
         change(broken, base_model_name_or_path=name)
         lora.merge_lora(broken, base, broken.parent / "merged").run(Options(dry_run=True))
         return capsys.readouterr().out
 
-    assert f"note: {broken} names 'Qwen/Other' as its base model, and {base} is given" in told("Qwen/Other")
-    assert all("note:" not in told(name) for name in (str(base), "Qwen/base", "", None))
+    assert f"note: {broken} names 'Qwen/Other' as its base model, and {base} is given" in printed("Qwen/Other")
+    assert all("note:" not in printed(name) for name in (str(base), "Qwen/base", "", None))
     stated = replace(open_adapters(broken, model_of()), base_name="Qwen/Other", base_crc32=1)
-    assert base_notes(stated, open_base(base, model_of())) == []  # the checksum tells
+    assert base_notes(stated, open_base(base, model_of())) == []  # compared by checksum
 
 
-def test_an_adapter_of_another_base_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_model_is_rejected(folder: Path, tmp_path: Path) -> None:
     base = model_of()
     wide = replace(base, language=replace(base.language, ffn_hidden_size=80))
     with pytest.raises(UserError, match=r"has shape \[72, 3\], but this model needs \[80, 3\]; .*base model"):
@@ -276,7 +276,7 @@ def test_an_adapter_of_another_base_model_is_refused(folder: Path, tmp_path: Pat
         check_base(adapters, other)
 
 
-def test_the_checksum_of_a_model_is_that_of_its_copies(folder: Path, tmp_path: Path) -> None:
+def test_copies_of_a_model_have_the_same_checksum(folder: Path, tmp_path: Path) -> None:
     hf_model().to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
     assert main(["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"), "--cfg.hf_config.hf_dir",
                  str(folder / "base"), "--cfg.parallel_config.llm_pp_layers", "[[1,3]]",
@@ -285,24 +285,24 @@ def test_the_checksum_of_a_model_is_that_of_its_copies(folder: Path, tmp_path: P
     assert len(found) == 1
 
 
-def test_broken_directories_are_told(broken: Path) -> None:
-    def told() -> str:
+def test_broken_directories_are_reported(broken: Path) -> None:
+    def problem_text() -> str:
         with pytest.raises(UserError) as caught:
             AdapterDirectory.open(broken)
         return str(caught.value)
 
     change(broken, use_dora=True, bias="all")
-    assert "use_dora is True; expected" in told() and "bias is 'all'; expected" in told()
+    assert "use_dora is True; expected" in problem_text() and "bias is 'all'; expected" in problem_text()
     (broken / CONFIG_FILE).write_text("{")
-    assert "is not valid JSON" in told()
+    assert "is not valid JSON" in problem_text()
     (broken / CONFIG_FILE).write_text("{}")
     (broken / WEIGHTS_FILE).rename(broken / "adapter_model.bin")
-    assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in told()
+    assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in problem_text()
     save_file({"x": torch.zeros(2, dtype=torch.int8)}, broken / WEIGHTS_FILE)
-    assert "Quantized weights are not supported" in told()
+    assert "Quantized weights are not supported" in problem_text()
 
 
-def test_modules_that_peft_trained_in_whole_are_told_with_the_flag_that_trains_them_on(
+def test_modules_that_peft_fully_trained_are_reported_with_the_flag_to_continue_training(
     folder: Path, broken: Path
 ) -> None:
     base, whole = load_file(folder / "base/model.safetensors"), ("norm.weight", "embed_tokens.weight")
@@ -312,23 +312,23 @@ def test_modules_that_peft_trained_in_whole_are_told_with_the_flag_that_trains_t
     with pytest.raises(UserError) as caught:
         open_adapters(broken, model_of())
     (problem,) = caught.value.problems
-    assert f"{broken / WEIGHTS_FILE} holds model.embed_tokens.weight, which was trained in whole beside" in problem
-    assert problem.endswith(" (1 more tensors likewise)")
-    flag = problem.partition("give --trainable-modules ")[2].partition(" to train")[0]
+    assert f"{broken / WEIGHTS_FILE} holds model.embed_tokens.weight, which was fully trained along with" in problem
+    assert problem.endswith(" (and 1 more tensors)")
+    flag = problem.partition("give --trainable-modules ")[2].partition(" to continue")[0]
     source = open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= source.dtypes.keys()
     save_file(load_file(broken / WEIGHTS_FILE) | {f"{PREFIX}score.weight": torch.zeros(2)}, broken / WEIGHTS_FILE)
-    with pytest.raises(UserError, match=r"score\.weight, which was trained in whole .*the model has no such weight"):
+    with pytest.raises(UserError, match=r"score\.weight, which was fully trained .*the model has no such weight"):
         open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
 
 
-def test_a_number_that_is_none_is_told(broken: Path) -> None:
+def test_an_invalid_number_is_reported(broken: Path) -> None:
     change(broken, lora_alpha="many")
-    with pytest.raises(UserError, match=r"has no possible r, lora_alpha or lora_dropout \(could not convert"):
+    with pytest.raises(UserError, match=r"has an invalid r, lora_alpha or lora_dropout \(could not convert"):
         open_adapters(broken, model_of())
 
 
-def test_a_base_model_that_is_not_here_is_told(broken: Path, tmp_path: Path) -> None:
+def test_a_missing_base_model_is_reported(broken: Path, tmp_path: Path) -> None:
     change(broken, base_model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct")
     with pytest.raises(UserError, match=r"names 'Qwen/.*give the base model with --cfg.base_dir"):
         lora.lora_hf_to_mm(broken, tmp_path / "mm", LAYOUT, Format.TORCH)

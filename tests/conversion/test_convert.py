@@ -1,4 +1,4 @@
-"""Weights come out bit-equal, on every layout, and as the weight table says."""
+"""Converted weights are bit-equal on every layout, and match the weight table."""
 
 import tempfile
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def test_every_way_gives_the_same_bits(case):
         assert resplit.pop("manifest.json") and direct.pop("manifest.json")  # they name different sources
         assert resplit == direct
 
-        (root / "a" / "manifest.json").unlink()  # as MindSpeed-MM writes it: the files tell the layout
+        (root / "a" / "manifest.json").unlink()  # as MindSpeed-MM writes it: the files show the layout
         convert.resplit(root / "a", root / "again", None, second, root / "hf", **target).run(ONE_WORKER)
         again = files(root / "again")
         assert again.pop("manifest.json") and again == direct
@@ -61,7 +61,7 @@ def test_every_way_gives_the_same_bits(case):
 def assert_holds(
     folder: Path, model: ModelConfig, tp_size: int, kind: Storage, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """The files in ``folder`` hold what the weight table makes of ``tensors``, and nothing else."""
+    """Assert that the files in ``folder`` hold exactly the weight table's tensors for ``tensors``."""
     found, expected = weights(folder), list(rank_files(model, tp_size, kind))
     assert found.keys() == {part.file for part in expected}
     for file, stored in found.items():
@@ -77,12 +77,12 @@ PEERS_LAYOUTS = {
     "the LLM list starts with 0": (((30, 2, 0, 0),), ((0, 11, 10, 7),)),
     "virtual chunks": (((10, 10, 10, 2), (0, 0, 0, 0), (0, 0, 0, 0)), ((0, 0, 0, 1), (4, 4, 4, 4), (4, 3, 2, 2))),
 }
-"""On which MindSpeed-MM 26 loses LLM layers 21 to 27, the final norm and the head."""
+"""Layouts on which MindSpeed-MM 26 loses LLM layers 21 to 27, the final norm and the head."""
 
 
 @pytest.mark.parametrize("name", PEERS_LAYOUTS)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_layouts_on_which_the_peer_loses_layers(name, tp_size, tmp_path):
+def test_layouts_on_which_mindspeed_loses_layers(name, tp_size, tmp_path):
     small = SmallModel(2, vision_layers=32, language_layers=28)
     tensors = small.save(tmp_path / "hf")
     layout = Layout(*PEERS_LAYOUTS[name], tp_size)
@@ -114,7 +114,7 @@ def test_a_base_without_weights_gives_new_shards(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_without_a_manifest(kind, tmp_path):
-    """The files show their layout; what model it is must be said, and a layout that is stated must be that one."""
+    """The files show their layout, and a stated layout must match it; the model must be given."""
     small, layout = SmallModel(2), Layout(((2, 0),), ((1, 2),), 2)
     small.save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, kind).run(ONE_WORKER)
@@ -129,8 +129,8 @@ def test_without_a_manifest(kind, tmp_path):
         assert files(tmp_path / "back") == files(tmp_path / "hf")
 
 
-def test_layers_that_the_files_lack(tmp_path):
-    """As MindSpeed-MM 26 leaves a checkpoint: every file is whole, but layers are in none."""
+def test_files_without_some_layers(tmp_path):
+    """As MindSpeed-MM 26 writes a checkpoint: every file is complete, but some layers are in none."""
     SmallModel(2).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2, 0),), ((1, 2),), 1)).run(ONE_WORKER)
     (tmp_path / "mm" / "manifest.json").unlink()
@@ -149,7 +149,7 @@ def test_the_stated_structure(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_padding_that_is_not_zero(kind, tmp_path):
-    """It would be lost."""
+    """Converting would lose it."""
     SmallModel(2, vision_ffn=5).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2,),), ((3,),), 2), kind).run(ONE_WORKER)
     conversion = convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back")
@@ -171,8 +171,8 @@ def test_padding_that_is_not_zero(kind, tmp_path):
     conversion.run(ONE_WORKER)
 
 
-def test_copies_that_differ_are_told(tmp_path):
-    """The head of a tied model, and what every tensor-parallel rank holds whole."""
+def test_copies_that_differ_are_reported(tmp_path):
+    """The head of a tied model, and weights replicated on every tensor-parallel rank."""
     SmallModel(2, tied=True).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2, 0),), ((1, 2),), 2)).run(ONE_WORKER)
     for name, file in (("text_decoder.output_layer.weight", "mp_rank_01_001"),

@@ -140,7 +140,7 @@ def test_the_model_trains_the_same_with_compiled_leaves(one_rank: Any, compiled_
 
 
 def test_many_widths_and_modes_stay_within_the_limit_of_graphs() -> None:
-    """Of five widths, in training, validation and generation."""
+    """Five widths, in training, validation and generation."""
     leaf = compiled.compiled(pointwise.swiglu)
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         for width in (16, 32, 48, 64, 80):

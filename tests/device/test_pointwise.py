@@ -16,7 +16,7 @@ dtypes = pytest.mark.parametrize(
     ("dtype", "table_dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
-"""Of the model and of the tables, which are never narrower."""
+"""Dtypes of the model and the tables, which are never narrower."""
 
 
 def fused_projection(shape: tuple[int, int, int], rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

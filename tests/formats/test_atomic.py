@@ -1,4 +1,4 @@
-"""Permissions of what is written; that it appears whole or not at all is tested in test_interrupted.py."""
+"""Permissions of written files and directories; test_interrupted.py tests atomicity."""
 
 import os
 from pathlib import Path
@@ -24,8 +24,8 @@ def modes(paths: list[Path]) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in paths}
 
 
-def test_each_kind_of_target_has_the_modes_of_its_kind(umask, tmp_path):
-    """Megatron keeps weights from others; a Hugging Face directory is like any program's output."""
+def test_permissions_of_each_kind_of_target(umask, tmp_path):
+    """Megatron's checkpoints are not readable by others; Hugging Face directories have default permissions."""
     SmallModel(2).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2, 0),), ((1, 2),), 2)).run(ONE_WORKER)
     written = list((tmp_path / "mm").rglob("*"))

@@ -1,4 +1,4 @@
-"""Tensors written in blocks: the bytes and checksums of whole tensors, copies and writes at the same time, errors."""
+"""Tensors written in blocks: correct bytes and checksums, concurrent copies and writes, errors."""
 
 import io
 import zlib
@@ -16,11 +16,11 @@ from mm.weights.memory import MemoryLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
 WAIT_SECONDS = 60
-"""After which a test that hangs fails."""
+"""Time limit of a test that hangs."""
 
 
 class FarMemory:
-    """A device that copies into its buffers at once, whatever they still hold."""
+    """A device that overwrites its buffers at once, even if their content is still needed."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -57,19 +57,19 @@ def whole(one: Values) -> bytes:
 
 
 ONE_NUMBER = Values(torch.tensor([44.0, 39.0]), MemoryLayout((10,), (5,), 1, 2), 7)
-"""Whose padding begins before it."""
+"""A slice that begins within the padding."""
 
 
 @example([ONE_NUMBER], 64, False)
 @given(st.lists(values(), max_size=9), st.sampled_from([64, 128, 1024]), st.booleans())
-def test_bytes_and_checksums_are_those_of_whole_tensors(tensors, block_bytes: int, is_far: bool) -> None:
+def test_bytes_and_checksums_equal_those_of_whole_tensors(tensors, block_bytes: int, is_far: bool) -> None:
     opened, named = io.BytesIO(), [(str(number), one) for number, one in enumerate(tensors)]
     crc32s = write_tensors(opened, named, FarMemory() if is_far else ON_HOST, block_bytes)
     assert opened.getvalue() == b"".join(map(whole, tensors))
     assert crc32s == {name: zlib.crc32(whole(one)) for name, one in named}
 
 
-def test_a_parameter_of_several_dimensions_is_written_as_it_lies() -> None:
+def test_a_parameter_of_several_dimensions_is_written_in_memory_order() -> None:
     live = torch.arange(24.0).reshape(2, 3, 4).requires_grad_()
     opened = io.BytesIO()
     write_tensors(opened, [("a", Values(live)), ("b", Values(live.detach().mT))], block_bytes=64)
@@ -77,7 +77,7 @@ def test_a_parameter_of_several_dimensions_is_written_as_it_lies() -> None:
 
 
 class Waiting(io.BytesIO):
-    """Writes nothing before the third block is on its way to the host."""
+    """Writes nothing before the copy of the third block has begun."""
 
     def __init__(self, event: Event) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Waiting(io.BytesIO):
         return super().write(data)
 
 
-def test_later_blocks_are_copied_and_summed_while_the_first_is_written() -> None:
-    """And a buffer is not filled again before what it holds is written."""
+def test_later_blocks_are_copied_and_checksummed_while_the_first_is_written() -> None:
+    """And a buffer is not reused before its content is written."""
     far = FarMemory()
     opened, live = Waiting(far.third_started), torch.arange(200.0)
     found = write_tensors(opened, [("a", Values(live))], far, 64)
@@ -98,7 +98,7 @@ def test_later_blocks_are_copied_and_summed_while_the_first_is_written() -> None
 
 
 class Full(io.BytesIO):
-    """Takes two blocks."""
+    """Accepts two blocks, then the disk is full."""
 
     num_refused = 0
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories: real ones from transformers, round trips on disk, and tensors that fit no weight."""
+"""Hugging Face directories: saved by transformers, round trips on disk, and tensors that match no weight."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ from tests.saved_hf import Spelling, as_single_file, cast, save, weight_files
 
 ONE_WORKER = Options(num_workers=1)
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
-"""Two chunks of three stages; the ViT ends in mid-stage and one slot is without any layer."""
+"""Two chunks of three stages; the ViT ends within a stage and one slot has no layer."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -43,12 +43,12 @@ def saved(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """``saved``, to be changed."""
+    """A copy of ``saved`` for changes."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def rewritten(source: Path, base: Path, target: Path, tp_size: int = 1) -> None:
-    """Through two chunks of three stages to a new directory like ``base``."""
+    """Convert to two chunks of three stages, and back to a new directory modelled on ``base``."""
     mm = target.parent / f"{target.name}-mm"
     convert.hf_to_mm(source, mm, Layout(VISION_LAYOUT, LANGUAGE_LAYOUT, tp_size)).run(ONE_WORKER)
     convert.mm_to_hf(mm, base, target).run(ONE_WORKER)
@@ -68,7 +68,7 @@ def test_a_real_directory_is_covered_exactly(saved):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, tmp_path, tp_size):
+def test_every_rank_reads_its_shard_and_writing_them_gives_the_same_bytes(saved, tmp_path, tp_size):
     hf, source = HFDirectory.open(saved), open_source(saved)
     model = Layout(VISION_LAYOUT, LANGUAGE_LAYOUT, tp_size).place(source.model)
     placement = model.placement()
@@ -93,7 +93,7 @@ def test_every_rank_reads_its_shard_and_all_of_them_write_the_same_bytes(saved, 
     assert [path.name for path in target.parent.iterdir()] == ["export"]
 
 
-def test_transformers_loads_what_was_written_and_computes_the_same(saved, tmp_path):
+def test_transformers_loads_a_written_directory_and_computes_the_same(saved, tmp_path):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     rewritten(cast(saved, tmp_path / "wide", torch.float32), saved, tmp_path / "out")
@@ -106,7 +106,7 @@ def test_transformers_loads_what_was_written_and_computes_the_same(saved, tmp_pa
 
 
 @pytest.mark.parametrize("spelling", Spelling)
-def test_the_spelling_of_the_base_is_written_back(copy, tmp_path, spelling):
+def test_names_keep_the_spelling_of_the_base(copy, tmp_path, spelling):
     tensors = as_single_file(copy, spelling)
     rewritten(copy, copy, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -134,7 +134,7 @@ def test_a_base_without_weights_gives_shards_of_limited_size(saved, copy, tmp_pa
     rewritten(saved, copy, tmp_path / "many")
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
-    for content in map(load_file, files):  # a tensor larger than the limit stands alone
+    for content in map(load_file, files):  # a tensor larger than the limit has its own file
         assert sum(tensor.nbytes for tensor in content.values()) <= 50_000 or len(content) == 1
     expected = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for out in ("one", "many"):
@@ -149,7 +149,7 @@ def test_a_base_without_weights_gives_shards_of_limited_size(saved, copy, tmp_pa
     assert written.index["metadata"] == {"total_size": total_bytes}
 
 
-def test_other_files_of_a_base_in_published_form_are_copied_to_the_byte(copy, tmp_path):
+def test_other_files_of_a_base_in_published_form_are_copied_byte_for_byte(copy, tmp_path):
     published = json.dumps(flat(HFDirectory.open(copy).config), separators=(",", ":"))
     (copy / "config.json").write_text(published)
     rewritten(copy, copy, tmp_path / "out")
@@ -157,7 +157,7 @@ def test_other_files_of_a_base_in_published_form_are_copied_to_the_byte(copy, tm
 
 
 def test_the_dtype_of_the_source_is_kept_and_written_into_the_config(saved, tmp_path):
-    """What was trained in float32 is not rounded to a base in bfloat16."""
+    """float32 weights are not rounded to the base's bfloat16."""
     wide = cast(saved, tmp_path / "wide", torch.float32)
     rewritten(wide, saved, tmp_path / "out")
     hf, written = HFDirectory.open(saved), HFDirectory.open(tmp_path / "out")
@@ -176,7 +176,7 @@ def test_the_dtype_of_the_source_is_kept_and_written_into_the_config(saved, tmp_
     assert index["metadata"]["total_size"] == 2 * hf.index["metadata"]["total_size"]
 
 
-def test_a_tied_model_may_carry_an_equal_output_layer_only(copy, tmp_path):
+def test_a_tied_model_may_only_have_an_equal_output_layer(copy, tmp_path):
     tied = HFDirectory.open(copy).model_config().language.tied
     tensors = as_single_file(copy)
     if not tied:
@@ -197,7 +197,7 @@ def test_a_tied_model_may_carry_an_equal_output_layer_only(copy, tmp_path):
         open_source(copy).check()
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
     save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(UserError, match=r"lm_head\.weight, which is no weight of the model .*untie_embeddings"):
+    with pytest.raises(UserError, match=r"lm_head\.weight, which is not a weight of the model .*untie_embeddings"):
         open_source(copy)
 
 
@@ -234,11 +234,11 @@ def test_missing_and_misshapen_tensors_are_named(copy, tmp_path, hf_name, tensor
 
 def test_leftover_tensors_are_named(copy):
     hf = changed_tensors(copy, **{"model.visual.extra.weight": torch.zeros(1)})
-    with pytest.raises(UserError, match=r"model\.visual\.extra\.weight, which is no weight of the model"):
+    with pytest.raises(UserError, match=r"model\.visual\.extra\.weight, which is not a weight of the model"):
         hf.check(hf.model_config())
 
 
-def test_what_does_not_fit_is_collected_when_that_is_asked_for(copy):
+def test_lenient_opening_collects_misfits(copy):
     name, wrong = "model.norm.weight", "visual.blocks.1.attn.qkv.bias"
     hf = changed_tensors(copy, **{name: None, wrong: torch.zeros(5), "model.visual.extra.weight": torch.zeros(1)})
     source = open_source(copy, lenient=True)

@@ -51,40 +51,40 @@ def test_transformers_reads_the_same_sizes_from_the_flat_form(saved, tmp_path):
 
     published = flat(HFDirectory.open(saved).config)
     (tmp_path / "config.json").write_text(json.dumps(published))
-    theirs = Qwen2_5_VLConfig.from_pretrained(tmp_path)
-    text, vision, ours = theirs.text_config, theirs.vision_config, model_from_hf(published)
-    assert ours.language.tied == theirs.tie_word_embeddings
-    assert ours.language.layernorm_epsilon == text.rms_norm_eps
-    assert ours.language.rope_theta == text.rope_parameters["rope_theta"]
-    assert list(ours.language.mrope_section) == text.rope_parameters["mrope_section"]
-    assert ours.language.num_query_groups == text.num_key_value_heads
-    assert ours.vision.window_attn_size == vision.window_size
-    assert ours.vision.in_channels == vision.in_channels
+    expected = Qwen2_5_VLConfig.from_pretrained(tmp_path)
+    text, vision, parsed = expected.text_config, expected.vision_config, model_from_hf(published)
+    assert parsed.language.tied == expected.tie_word_embeddings
+    assert parsed.language.layernorm_epsilon == text.rms_norm_eps
+    assert parsed.language.rope_theta == text.rope_parameters["rope_theta"]
+    assert list(parsed.language.mrope_section) == text.rope_parameters["mrope_section"]
+    assert parsed.language.num_query_groups == text.num_key_value_heads
+    assert parsed.vision.window_attn_size == vision.window_size
+    assert parsed.vision.in_channels == vision.in_channels
 
 
 def test_absent_keys_take_the_defaults_of_transformers():
     from transformers import Qwen2_5_VLConfig
 
-    theirs = Qwen2_5_VLConfig()
-    whole = theirs.to_dict()
+    expected = Qwen2_5_VLConfig()
+    whole = expected.to_dict()
     kept = {"depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size"}
     whole["vision_config"] = {key: value for key, value in whole["vision_config"].items() if key in kept}
     whole["text_config"]["rope_parameters"] = {"mrope_section": [16, 24, 24]}
     del whole["text_config"]["rms_norm_eps"], whole["tie_word_embeddings"]
     whole["text_config"].pop("tie_word_embeddings", None)
-    ours, vision = model_from_hf(whole), theirs.vision_config
-    assert ours.vision.window_attn_size == vision.window_size
-    assert ours.vision.fullatt_block_indexes == tuple(vision.fullatt_block_indexes)
-    assert (ours.vision.in_channels, ours.vision.patch_size) == (vision.in_channels, vision.patch_size)
-    assert ours.vision.temporal_patch_size == vision.temporal_patch_size
-    assert ours.vision.spatial_merge_size == vision.spatial_merge_size
-    assert ours.vision.tokens_per_second == vision.tokens_per_second
-    assert ours.language.layernorm_epsilon == theirs.text_config.rms_norm_eps
-    assert ours.language.tied == theirs.tie_word_embeddings
+    parsed, vision = model_from_hf(whole), expected.vision_config
+    assert parsed.vision.window_attn_size == vision.window_size
+    assert parsed.vision.fullatt_block_indexes == tuple(vision.fullatt_block_indexes)
+    assert (parsed.vision.in_channels, parsed.vision.patch_size) == (vision.in_channels, vision.patch_size)
+    assert parsed.vision.temporal_patch_size == vision.temporal_patch_size
+    assert parsed.vision.spatial_merge_size == vision.spatial_merge_size
+    assert parsed.vision.tokens_per_second == vision.tokens_per_second
+    assert parsed.language.layernorm_epsilon == expected.text_config.rms_norm_eps
+    assert parsed.language.tied == expected.tie_word_embeddings
 
 
 def nested_by_4(config: dict) -> dict:
-    """As transformers 4.57.6 saves what it read from the flat form: everything twice, ``tie_word_embeddings`` once."""
+    """As transformers 4.57.6 saves a flat config: everything twice, ``tie_word_embeddings`` once."""
     published = flat(config)
     del published["torch_dtype"]
     rope = {"mrope_section": published["rope_scaling"]["mrope_section"], "rope_type": "default", "type": "default"}
@@ -96,7 +96,7 @@ def nested_by_4(config: dict) -> dict:
 
 
 def resaved_by_5(config: dict) -> dict:
-    """As transformers 5 saves what it read from the flat form: the text config says nothing of tied embeddings."""
+    """As transformers 5 saves a flat config: without tied embeddings in the text config."""
     from transformers import Qwen2_5_VLConfig
 
     nested = json.loads(Qwen2_5_VLConfig(**flat(config)).to_json_string())
@@ -109,11 +109,11 @@ FORMS = {"flat": flat, "saved by 5": dict, "flat saved by 5": resaved_by_5, "fla
 
 @pytest.fixture(params=FORMS)
 def form(request, saved) -> dict:
-    """The config of the same model in one of the forms that are met."""
+    """The config of the same model in one of the known forms."""
     return FORMS[request.param](HFDirectory.open(saved).config)
 
 
-def test_a_config_for_both_versions_says_what_each_of_them_reads(form, saved):
+def test_a_config_for_both_versions_has_the_keys_that_each_reads(form, saved):
     """The keys were found with transformers 4.57.6, 5.0.0, 5.8.0 and 5.23.0 by hand.
 
     As the forms are, 4.57 fails at the first forward ('NoneType' object is not subscriptable: rope_scaling) and has
@@ -129,13 +129,13 @@ def test_a_config_for_both_versions_says_what_each_of_them_reads(form, saved):
     assert text["rope_theta"] == original.language.rope_theta
     assert text["rope_scaling"]["mrope_section"] == list(original.language.mrope_section)
     assert text["rope_scaling"].get("rope_type", text["rope_scaling"].get("type")) in ("default", "mrope")
-    assert "rope_theta" not in text["rope_scaling"]  # 4.57 takes it for a mistake
+    assert "rope_theta" not in text["rope_scaling"]  # 4.57 reports it as a mistake
     assert bool(top.get("tie_word_embeddings", False)) == original.language.tied
     assert bool(text.get("tie_word_embeddings", False)) == original.language.tied
     assert top.get("dtype", top.get("torch_dtype")) == "bfloat16"
 
 
-def test_what_a_config_says_already_stays(form):
+def test_existing_keys_stay(form):
     both = for_both_versions(form)
     added = {"rope_theta", "rope_scaling", "tie_word_embeddings"}
     assert {key: both[key] for key in form if key != "text_config"} == {k: v for k, v in form.items()
@@ -149,11 +149,11 @@ def test_what_a_config_says_already_stays(form):
 
 
 def test_transformers_finds_no_difference(form):
-    """5 prefers the ``rope_scaling`` that is added to its own ``rope_parameters``."""
+    """transformers 5 prefers the added ``rope_scaling`` to its own ``rope_parameters``."""
     from transformers import Qwen2_5_VLConfig
 
     before, after = Qwen2_5_VLConfig(**deepcopy(form)), Qwen2_5_VLConfig(**deepcopy(for_both_versions(form)))
-    added = {"tie_word_embeddings", "rope_theta"}  # of the text config, where 5 has no use for them
+    added = {"tie_word_embeddings", "rope_theta"}  # in the text config, where 5 ignores them
     text = {key: value for key, value in after.text_config.to_dict().items() if key not in added}
     assert text == {key: value for key, value in before.text_config.to_dict().items() if key not in added}
     assert after.vision_config.to_dict() == before.vision_config.to_dict()
@@ -167,8 +167,8 @@ def test_scaled_rope_keeps_its_settings():
         "rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 2, 2]}}
 
 
-def test_what_4_reads_is_not_replaced_where_it_is_there():
-    """It may say more than ``rope_parameters``; 5 prefers it too."""
+def test_an_existing_rope_scaling_is_not_replaced():
+    """It may have more keys than ``rope_parameters``; transformers 5 prefers it too."""
     text = {
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4},
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},

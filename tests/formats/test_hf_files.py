@@ -1,4 +1,4 @@
-"""Every kind of bad directory is refused with a message that names the file and the mend."""
+"""Every kind of bad directory is rejected with a message that names the file and the fix."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """``saved``, to be damaged."""
+    """A copy of ``saved`` to damage."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
@@ -141,8 +141,8 @@ def quantized(directory: Path) -> None:
     (config_lfs, r"config\.json is a Git-LFS pointer.*git lfs pull"),
     (missing_shard, r"lacks 1 of the \d+ shards .*model-00001-of-\d+\.safetensors\. .*finish it"),
     (missing_index, r"no model\.safetensors\.index\.json; the download was probably interrupted"),
-    (absent_tensor, r"model-00001-of-\d+\.safetensors holds model\.ghost, which it does not; download"),
-    (unlisted_tensor, r"holds model\.norm\.weight, not listed for it"),
+    (absent_tensor, r"lists model\.ghost in model-00001-of-\d+\.safetensors, which does not hold it; download"),
+    (unlisted_tensor, r"holds model\.norm\.weight, which \S+ does not list"),
     (outside, r"names '\.\./x\.safetensors'; expected plain file names"),
     (truncated, r"model-00001-of-\d+\.safetensors has \d+ bytes, but its header describes \d+; download it again"),
     (truncated_in_header, r"model-00001-of-\d+\.safetensors \(40 bytes\) is truncated.*download it again"),
@@ -154,7 +154,7 @@ def quantized(directory: Path) -> None:
     (broken_config, r"config\.json is not valid JSON"),
     (no_config, r"config\.json does not exist"),
     (adapter, r"LoRA adapter \(adapter_config\.json, adapter_model\.safetensors\).*base model"),
-    (only_pickle, r"only as pytorch_model\.bin, a pickle.*save_pretrained"),
+    (only_pickle, r"only as a pickle, pytorch_model\.bin.*save_pretrained"),
     (nothing, r"holds no weights; expected model\.safetensors"),
     (both, r"holds both .* remove the one"),
     (twice, r"holds model\.language_model\.norm\.weight .* holds model\.norm\.weight: the same weight twice|"
@@ -168,6 +168,6 @@ def test_bad_directories_are_refused(copy, damage, says):
     assert str(copy) in str(refused.value)
 
 
-def test_a_path_that_is_no_directory_is_refused(tmp_path):
+def test_a_path_that_is_not_a_directory_is_rejected(tmp_path):
     with pytest.raises(UserError, match="is not a directory"):
         HFDirectory.open(tmp_path / "absent")

@@ -1,17 +1,17 @@
-"""A checkpoint that transformers computes otherwise is refused, whatever key of config.json says so."""
+"""A checkpoint that transformers would compute differently is rejected, whichever key of config.json causes it."""
 
 import dataclasses
 
 import pytest
-from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as theirs
+from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 
 from mm.errors import UserError
 from mm.formats.hf_config import KEYS, model_from_hf
 from mm.formats.hf_fixed import FIXED, fixed_problems
 from mm.formats.known_models import published_config
 
-# Without effect on what is trained: names, generation, classification, first values, and windows of the LLM, which
-# use_sliding_window, held to false, would switch on.
+# Keys without effect on training: names, generation, classification, initial values, and sliding windows of the LLM,
+# which use_sliding_window (always false) would enable.
 HARMLESS = """
 _name_or_path architectures bos_token_id dtype eos_token_id id2label initializer_range label2id max_window_layers
 model_type output_attentions output_hidden_states pad_token_id problem_type return_dict sliding_window
@@ -21,9 +21,10 @@ ELSEWHERE = {"text_config", "vision_config", "rope_parameters", "layer_types", "
 
 
 @pytest.mark.parametrize(("cls", "part"), [
-    (theirs.Qwen2_5_VLConfig, "text"), (theirs.Qwen2_5_VLTextConfig, "text"), (theirs.Qwen2_5_VLVisionConfig, "vision"),
+    (configs.Qwen2_5_VLConfig, "text"), (configs.Qwen2_5_VLTextConfig, "text"),
+    (configs.Qwen2_5_VLVisionConfig, "vision"),
 ])
-def test_no_key_that_transformers_reads_slips_by(cls, part):
+def test_every_key_that_transformers_reads_is_handled(cls, part):
     read = {field.name for field in dataclasses.fields(cls)} | cls().to_dict().keys()
     understood = {name for section, names, _ in KEYS.values() for name in names.split()
                   if section in (part, "top" if part == "text" else part)}
@@ -75,8 +76,8 @@ def test_another_vit(changes, what):
         model_from_hf(config)
 
 
-def test_what_both_versions_publish_is_taken():
+def test_configs_of_both_versions_are_accepted():
     assert list(fixed_problems(published_config("7B"))) == [] == list(fixed_problems(nested()))
-    saved = theirs.Qwen2_5_VLConfig(**published_config("3B")).to_dict()
+    saved = configs.Qwen2_5_VLConfig(**published_config("3B")).to_dict()
     assert list(fixed_problems(saved)) == []
     assert model_from_hf(saved) == model_from_hf(published_config("3B"))

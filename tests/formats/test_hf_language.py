@@ -44,8 +44,8 @@ def test_an_llm_that_does_not_fit(directories, tmp_path, capsys):
     tensors.pop("model.norm.weight")
     save_file(tensors | {"lm_head.weight": torch.zeros(1, 1)}, llm / "model.safetensors")
     assert run("hf_to_mm", **flags) == 2
-    told = capsys.readouterr().err
-    assert f"{llm} lacks the tensor model.norm.weight" in told and "lm_head.weight has shape [1, 1]" in told
+    printed = capsys.readouterr().err
+    assert f"{llm} lacks the tensor model.norm.weight" in printed and "lm_head.weight has shape [1, 1]" in printed
 
     other = replace(SMALL, language_ffn=9).config
     (llm / "config.json").write_text(json.dumps(other))

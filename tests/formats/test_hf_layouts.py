@@ -1,4 +1,4 @@
-"""Hugging Face weights through the stages of every layout of the parity matrix and back: every tensor bit-equal."""
+"""Round trip of Hugging Face weights through every layout of the parity matrix: every tensor is bit-equal."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""New Hugging Face directories where the base has no weights to follow, as transformers reads them."""
+"""New Hugging Face directories if the base has no weights, as transformers reads them."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def without_weights(directory: Path, target: Path) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shard_bytes", [50_000, 5_000_000_000])
 def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_bytes):
-    """4.57.6, 5.0.0 and 5.8.0, tried by hand, loaded the same directories with the same logits."""
+    """Tried by hand: 4.57.6, 5.0.0 and 5.8.0 loaded the same directories with the same logits."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     base = without_weights(saved, tmp_path / "base")
@@ -71,7 +71,7 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
     assert torch.equal(tiny.hf_logits(model.float(), sample), tiny.hf_logits(reference, sample))
 
 
-def test_config_json_says_the_dtype_of_the_source(saved, tmp_path):
+def test_config_json_states_the_dtype_of_the_source(saved, tmp_path):
     cast(saved, tmp_path / "wide", torch.float32)
     convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(ONE_WORKER)
     convert.mm_to_hf(tmp_path / "mm", without_weights(saved, tmp_path / "base"), tmp_path / "out").run(ONE_WORKER)

@@ -1,4 +1,4 @@
-"""Nothing of a pickle is imported or called, whatever it asks for."""
+"""No global of a pickle is imported or called."""
 
 import argparse
 import enum
@@ -32,7 +32,7 @@ def test_plain_values_come_back_equal(protocol: int):
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_what_megatron_saves_beside_the_model_is_readable(protocol: int):
+def test_objects_that_megatron_saves_beside_the_model_are_readable(protocol: int):
     """args with enums, dtypes and functions; random states of Python, numpy and torch."""
     args = argparse.Namespace(
         tp=2, backend=Backend.FLASH, flag=Color.RED, dtype=torch.bfloat16, function=torch.nn.functional.gelu,
@@ -93,7 +93,7 @@ def test_a_module_is_not_even_imported(tmp_path, monkeypatch):
 
 
 def test_a_state_cannot_change_our_classes():
-    """BUILD with slot state sets attributes: on the placeholder of this pickle at most."""
+    """BUILD with slot state sets attributes, but only on the placeholder of this pickle."""
     build = b"cargparse\nNamespace\n)\x81(N}(Vargs\nK\x01utb."
     assert load(build).args == ()
     assert load(b"cargparse\nNamespace\n.").global_name == "argparse.Namespace"
@@ -101,5 +101,5 @@ def test_a_state_cannot_change_our_classes():
 
 
 def test_a_huge_memo_index_takes_no_memory():
-    """The unpickler in C would fill gigabytes for this."""
+    """The C unpickler would allocate gigabytes for this."""
     assert load(b"\x80\x02K\x07r" + struct.pack("<I", 0x7FFFFFF0) + b".") == 7

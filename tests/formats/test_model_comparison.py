@@ -34,17 +34,17 @@ def config(request, tmp_path) -> dict:
     return written
 
 
-def told(tmp_path, config: object, size: str = "3b") -> list[str]:
+def problems_of(tmp_path, config: object, size: str = "3b") -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(config))
     return hf_problems(read_model(EXAMPLES / f"model_{size}.json").value, tmp_path, f"model_{size}.json")
 
 
 def test_the_same_model_is_accepted(tmp_path, config):
-    assert told(tmp_path, config) == []
+    assert problems_of(tmp_path, config) == []
 
 
 def test_another_size_gives_one_table(tmp_path, config):
-    (problem,) = told(tmp_path, config, "7b")
+    (problem,) = problems_of(tmp_path, config, "7b")
     for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size",
                 "untie_embeddings_and_output_weights"):
         assert f"text_decoder.{key} " in problem
@@ -53,26 +53,26 @@ def test_another_size_gives_one_table(tmp_path, config):
     assert "model_7b.json describes another model" in problem
 
 
-@pytest.mark.parametrize(("key", "ours", "value"), [
+@pytest.mark.parametrize(("key", "field", "value"), [
     ("tokens_per_second", "tokens_per_second", 4),
     ("window_size", "window_attn_size", 224),
     ("fullatt_block_indexes", "fullatt_block_indexes", [7, 15, 23]),
 ])
-def test_settings_that_would_silently_train_another_model(tmp_path, config, key, ours, value):
+def test_settings_that_would_silently_train_another_model(tmp_path, config, key, field, value):
     config["vision_config"][key] = value
-    (problem,) = told(tmp_path, config)
-    assert f"image_encoder.vision_encoder.{ours} " in problem
+    (problem,) = problems_of(tmp_path, config)
+    assert f"image_encoder.vision_encoder.{field} " in problem
     assert problem.count("\n") == 1
 
 
-def test_small_epsilons_are_told_apart(tmp_path):
-    (problem,) = told(tmp_path, FLAT_3B | {"rms_norm_eps": 1e-5})
+def test_small_epsilons_are_distinguished(tmp_path):
+    (problem,) = problems_of(tmp_path, FLAT_3B | {"rms_norm_eps": 1e-5})
     assert "text_decoder.layernorm_epsilon  1e-06  |  1e-05" in problem
 
 
 def test_other_model_types_and_broken_files(tmp_path):
-    assert "model_type is 'qwen2_vl'; expected 'qwen2_5_vl'" in told(tmp_path, {"model_type": "qwen2_vl"})[0]
-    assert "model_type is None" in told(tmp_path, [])[0]
+    assert "model_type is 'qwen2_vl'; expected 'qwen2_5_vl'" in problems_of(tmp_path, {"model_type": "qwen2_vl"})[0]
+    assert "model_type is None" in problems_of(tmp_path, [])[0]
     (tmp_path / "config.json").write_text("{,}")
     model = read_model(EXAMPLES / "model_3b.json").value
     assert "config.json:1:2" in hf_problems(model, tmp_path, "m")[0]
@@ -82,10 +82,10 @@ def test_other_model_types_and_broken_files(tmp_path):
 @pytest.mark.parametrize(("key", "value"), [
     ("text_config", 5), ("vision_config", [1]), ("rope_scaling", "mrope"), ("rope_parameters", "mrope")])
 def test_a_value_in_the_place_of_a_section_is_named(tmp_path, key, value):
-    (problem,) = told(tmp_path, FLAT_3B | {key: value})
+    (problem,) = problems_of(tmp_path, FLAT_3B | {key: value})
     assert f"{key} is {value!r}; expected an object" in problem
 
 
 def test_lists_are_shown_as_json_has_them(tmp_path):
-    (problem,) = told(tmp_path, FLAT_3B | {"rope_scaling": {"mrope_section": [8, 28, 28]}})
+    (problem,) = problems_of(tmp_path, FLAT_3B | {"rope_scaling": {"mrope_section": [8, 28, 28]}})
     assert "[16, 24, 24]  |  [8, 28, 28]" in problem

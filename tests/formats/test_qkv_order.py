@@ -1,4 +1,4 @@
-"""Directories of MindSpeed-MM 2.2.0 and 2.3.0, whose ViT's qkv is [Q; K; V] as a whole, are read rightly."""
+"""Directories of MindSpeed-MM 2.2.0 and 2.3.0, which store the ViT's qkv as a whole [Q; K; V], are read correctly."""
 
 import shutil
 from dataclasses import replace
@@ -30,7 +30,7 @@ def hf(tmp_path_factory) -> Path:
 
 
 def converted(hf: Path, target: Path, tp_size: int, is_whole: bool, change: float = 0.0) -> Path:
-    """As a converter of MindSpeed-MM leaves it: torch files without a manifest; ``change`` as training would."""
+    """As a converter of MindSpeed-MM writes it: torch files without a manifest; ``change`` simulates training."""
     storage = Storage(Format.TORCH, whole_vision_qkv=is_whole)
     convert.hf_to_mm(hf, target, TWO_STAGES[tp_size], storage).run(Options(num_workers=1))
     (target / "manifest.json").unlink()
@@ -44,14 +44,14 @@ def converted(hf: Path, target: Path, tp_size: int, is_whole: bool, change: floa
 
 
 def qkv_rows(directory: Path, tp_size: int) -> list[torch.Tensor]:
-    """The first layer's qkv of every rank, as the files hold it."""
+    """The stored qkv of the first layer on every rank."""
     name = "image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.weight"
     paths = [directory / f"release/mp_rank_{rank:02d}_000/model_optim_rng.pt" for rank in range(tp_size)]
     return [torch.load(path, weights_only=True)["model"][name] for path in paths]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_files_are_as_the_peers_converter_leaves_them(hf, tmp_path, tp_size):
+def test_the_files_equal_those_of_mindspeeds_converter(hf, tmp_path, tp_size):
     found = torch.cat(qkv_rows(converted(hf, tmp_path / "mm", tp_size, is_whole=True), tp_size))
     weight = next(one for one in model_weights(MODEL) if "linear_qkv" in one.name)
     source = open_to_train(hf, MODEL)
@@ -75,13 +75,13 @@ def test_a_hugging_face_directory_shows_the_order(hf, tmp_path, capsys, tp_size,
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_after_some_training_it_still_shows(hf, tmp_path, capsys, is_whole):
+def test_the_order_is_recognized_after_some_training(hf, tmp_path, capsys, is_whole):
     mm = converted(hf, tmp_path / "mm", 2, is_whole, change=0.05)
     assert run("mm_to_hf", mm_dir=mm, save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 0
     assert ("2.2.0 and 2.3.0" in capsys.readouterr().out) is is_whole
 
 
-def test_without_one_it_is_stated_or_noted(hf, tmp_path, capsys):
+def test_without_a_base_the_order_is_stated_or_noted(hf, tmp_path, capsys):
     mm = converted(hf, tmp_path / "mm", 2, is_whole=True)
     empty = Path(shutil.copytree(hf, tmp_path / "empty"))
     for path in empty.glob("*.safetensors*"):
@@ -90,8 +90,8 @@ def test_without_one_it_is_stated_or_noted(hf, tmp_path, capsys):
         flags = {} if stated is None else {"common_model_config__vit_qkv_order": stated}
         back = tmp_path / f"back{number}"
         assert run("resplit", source_dir=mm, target_dir=back, hf_config__hf_dir=empty, **TARGET, **flags) == 0
-        told = capsys.readouterr().out
-        assert ("give --cfg.common_model_config.vit_qkv_order whole" in told) is (stated is None)
+        printed = capsys.readouterr().out
+        assert ("give --cfg.common_model_config.vit_qkv_order whole" in printed) is (stated is None)
         assert (run("verify", mm_dir=back, hf_config__hf_dir=hf) == 0) is (stated == "whole")
         capsys.readouterr()
 

@@ -1,4 +1,4 @@
-"""Training checkpoints as a source of every command, and what is refused of them."""
+"""Training checkpoints as a source of every command, and their errors."""
 
 import json
 import tempfile
@@ -57,8 +57,8 @@ def test_every_command_reads_it(trained, tmp_path, capsys):
     assert run("show", dir=trained) == 0
     assert "training checkpoint, iteration " in capsys.readouterr().out
     assert run("verify", mm_dir=trained, **hf) == 0
-    told = capsys.readouterr().out
-    assert "tensors are as manifest.json says" in told and "tensors are those of" in told
+    printed = capsys.readouterr().out
+    assert "tensors match manifest.json" in printed and "tensors match those of" in printed
     assert run("diff", source_dir=trained, target_dir=tmp_path / "hf") == 0
     assert run("resplit", source_dir=trained, target_dir=tmp_path / "mm", **LISTS) == 0
     assert run("mm_to_hf", mm_dir=trained, save_hf_dir=tmp_path / "back", **hf) == 0
@@ -78,7 +78,7 @@ def test_damage_is_named(trained, capsys):
     assert str(path) in capsys.readouterr().err
 
 
-def test_what_is_refused(trained):
+def test_invalid_sources_are_rejected(trained):
     wrong = Layout(((1, 1),), ((0, 3),), 2)
     with pytest.raises(UserError, match=r"--flag says .*\[\[1, 1\]\].*was saved with"):
         open_source(trained, layout=wrong, layout_flag="--flag")

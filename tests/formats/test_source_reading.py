@@ -1,4 +1,4 @@
-"""Weights as any layout needs them, from a directory of any other one, and every damage found on the way."""
+"""Weights read for any layout from a directory of any other, and detection of damage."""
 
 import argparse
 import dataclasses
@@ -107,7 +107,7 @@ def copy(request, made, tmp_path) -> Path:
 
 
 def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer: bool = True) -> None:
-    """On one rank, after what is checked for all ranks."""
+    """Read as one rank, after the checks that run once for all ranks."""
     source = open_to_train(directory, model, needs_optimizer)
     if not source.has_checksums:
         source.check()
@@ -117,7 +117,7 @@ def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer:
 
 
 def flip(directory: Path, name: str, tp_rank: int, place: int = 0) -> Path:
-    """Change one bit of a tensor; returns its file."""
+    """Flip one bit of a tensor; return its file."""
     opened = MindSpeedDirectory.open(directory)
     for file, tensors in opened.contents.items():
         stored = next((one for key, one in tensors.items() if key.endswith(name)), None)
@@ -167,34 +167,34 @@ def test_missing_files_and_layers(copy):
 
 
 def test_layers_that_the_peers_converter_loses(made, tmp_path):
-    """From 26.0.0 on it leaves out the end of an LLM whose list begins with 0."""
+    """Since 26.0.0 it omits the end of an LLM whose list begins with 0."""
     layout = Layout(((2, 0, 0),), ((0, 1, 2),), 1)
     convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
     (tmp_path / "mm" / "manifest.json").unlink()
     last = tmp_path / "mm" / "release" / "mp_rank_00_002" / "model.safetensors"
     lost = ("decoder.layers.1.", "final_layernorm", "output_layer")
     save_file({name: tensor for name, tensor in load_file(last).items() if not any(one in name for one in lost)}, last)
-    with pytest.raises(UserError, match="on loses the last LLM layers") as told:
+    with pytest.raises(UserError, match="converter loses the last LLM layers") as raised:
         read_all(tmp_path / "mm")
-    assert "llm_pp_layers is [0, 1, 1], which sums to 2; expected num_layers = 3" in told.value.problems[0]
+    assert "llm_pp_layers is [0, 1, 1], which sums to 2; expected num_layers = 3" in raised.value.problems[0]
 
 
 def test_directories_of_the_peers_hetero_parallel_are_named(made, tmp_path):
-    """Every file of theirs holds the whole encoder."""
+    """Each of its files holds the whole encoder."""
     convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(ONE_WORKER)
     (tmp_path / "mm" / "manifest.json").unlink()
     first, last = (tmp_path / f"mm/release/mp_rank_00_{stage:03}/model.safetensors" for stage in range(2))
     vision = {name: tensor for name, tensor in load_file(first).items() if name.startswith("image_encoder.")}
     save_file({**load_file(last), **vision}, last)
-    with pytest.raises(UserError, match="every stage holds the whole ViT, as MindSpeed-MM's --hetero-parallel has it"):
+    with pytest.raises(UserError, match="every stage holds the whole ViT, as with MindSpeed-MM's --hetero-parallel"):
         read_all(tmp_path / "mm")
 
 
-def test_another_model_is_told_with_every_field(copy):
+def test_another_model_is_reported_with_every_field(copy):
     language = dataclasses.replace(SMALL.model.language, rope_theta=10.0, layernorm_epsilon=0.5)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         read_all(copy, dataclasses.replace(SMALL.model, language=language))
-    text = "\n".join(told.value.problems)
+    text = "\n".join(raised.value.problems)
     assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 10.0" in text
     assert "text_decoder.layernorm_epsilon" in text
     longer = dataclasses.replace(SMALL.model.language, max_position_embeddings=7, freeze=True,
@@ -203,13 +203,13 @@ def test_another_model_is_told_with_every_field(copy):
         SMALL.model, language=longer, freeze_modules=("norm",), trainable_modules=("bias",)))
 
 
-def test_the_vit_alone_is_no_model(made):
+def test_the_vit_alone_is_not_a_model(made):
     with pytest.raises(UserError, match="holds no LLM"):
         read_all(made / "vit")
 
 
-def test_what_mindspeed_mm_trained(made, tmp_path):
-    """Its files hold more than weights, which is left aside; going on from them must be asked for."""
+def test_a_checkpoint_that_mindspeed_mm_trained(made, tmp_path):
+    """Its files hold more than weights, which is ignored; continuing from them needs a flag."""
     trained = Path(shutil.copytree(made / "torch-fused", tmp_path / "trained"))
     (trained / "manifest.json").unlink()
     (trained / "release").rename(trained / "iter_0000100")
@@ -233,7 +233,7 @@ def test_what_mindspeed_mm_trained(made, tmp_path):
         assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
 
 
-def test_whole_numbers_are_no_weights(copy):
+def test_integers_are_not_weights(copy):
     (copy / "manifest.json").unlink()
     (path,) = (copy / "release" / "mp_rank_00_000").iterdir()
     name = "image_encoder.projector.layernorm.weight"
@@ -269,30 +269,30 @@ def test_every_flipped_bit_is_found_and_named(made, tmp_path):
             whole = bytes(content)
             content[one.offset + chooser.randrange(one.num_bytes)] ^= 1 << chooser.randrange(8)
             (path / one.file).write_bytes(content)
-            with pytest.raises(UserError) as told:
+            with pytest.raises(UserError) as raised:
                 read_all(path)
-            (problem,) = told.value.problems
+            (problem,) = raised.value.problems
             assert problem.startswith(f"{path / one.file}: {one.name} is damaged (its crc32 differs")
             (path / one.file).write_bytes(whole)
         read_all(path)
 
 
 def edit(path: Path, name: str, change) -> None:
-    """Change a tensor in its safetensors file in place."""
+    """Change a tensor in place in its safetensors file."""
     tensors = load_file(path)
     change(tensors[name])
     save_file(tensors, path)
 
 
 def problem_of(directory: Path) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         read_all(directory)
-    (problem,) = told.value.problems
+    (problem,) = raised.value.problems
     return problem
 
 
 def test_copies_are_compared_by_bits(made, tmp_path):
-    """Two equal NaN are no difference; 0 and -0 are one; so are the same bytes under two dtypes."""
+    """Two equal NaN do not differ; 0 and -0 differ; so do the same bytes under two dtypes."""
     path, name = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm")), (
         "text_decoder.decoder.final_layernorm.weight")
     (path / "manifest.json").unlink()
@@ -306,8 +306,8 @@ def test_copies_are_compared_by_bits(made, tmp_path):
     assert f"{files[1]}: {name} differs from the one in {files[0]}" in problem_of(path)
 
 
-def test_a_rank_that_holds_padding_only_holds_zeros(tmp_path):
-    """Five columns on four ranks: none is left for the fourth, whose file no rank reads."""
+def test_a_rank_that_holds_only_padding_holds_zeros(tmp_path):
+    """Five columns on four ranks: the fourth gets none, and no rank reads its file."""
     small, layout = SmallModel(4, vision_ffn=5), Layout(((2,),), ((3,),), 4)
     small.save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout, Storage()).run(ONE_WORKER)
@@ -320,7 +320,7 @@ def test_a_rank_that_holds_padding_only_holds_zeros(tmp_path):
         read_all(tmp_path / "mm", small.model)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read(copy):
+def test_a_file_that_is_truncated_during_reading(copy):
     (copy / "manifest.json").unlink()
     source = open_source(copy, model=SMALL.model)
     stored = source.views[0].stored
@@ -331,8 +331,8 @@ def test_a_file_that_becomes_shorter_while_it_is_read(copy):
             source.read(weight, 1, 0, torch.float32)
 
 
-def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
-    """The checksum, of the bytes alone, is the same."""
+def test_a_dtype_that_differs_from_the_manifest(made, tmp_path):
+    """The checksum covers only the bytes, so it is the same."""
     path = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm"))
     file, name = path / "release/mp_rank_00_001/model.safetensors", "text_decoder.decoder.final_layernorm.weight"
     tensors = load_file(file)
@@ -341,25 +341,25 @@ def test_a_dtype_that_the_manifest_does_not_state(made, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
-def test_the_shipped_model_files_describe_what_is_converted_from_the_published_models(size):
+def test_the_shipped_model_files_match_conversions_of_the_published_models(size):
     shipped = read_model(EXAMPLES / f"model_{size}.json").value
     assert stored_problems(Path("converted"), published_model(size.upper()), shipped) == []
 
 
 def resident_bytes(name: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the most since the last reset) of this process."""
+    """``VmRSS`` (current) or ``VmHWM`` (peak since the last reset) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 @pytest.mark.parametrize(("stored_tp", "tp_size"), [(1, 1), (1, 2), (2, 1), (2, 4)])
-def test_reading_takes_no_more_memory_than_the_result_and_a_block(stored_tp, tp_size, tmp_path):
+def test_reading_takes_memory_for_the_result_and_one_block(stored_tp, tp_size, tmp_path):
     config = SmallModel(8, queries_per_group=128).config | {"vocab_size": 1 << 14}
     model, block_bytes = model_from_hf(config), 1 << 20
     write_sparse_mm(model, stored_tp, Storage(), tmp_path)
     source = open_source(tmp_path, model=model)
     embedding = next(weight for weight in model_weights(model) if weight.name == EMBEDDING_NAME)
-    source.read(embedding, 1 << 14, 0, torch.bfloat16, block_bytes)  # what the first use takes is not counted
+    source.read(embedding, 1 << 14, 0, torch.bfloat16, block_bytes)  # warm-up, not measured
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmRSS")
     found = source.read(embedding, tp_size, 0, torch.bfloat16, block_bytes)

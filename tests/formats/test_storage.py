@@ -17,7 +17,7 @@ def part(name: str):
 
 
 def test_names_and_shapes():
-    """MindSpeed-MM's, which stay in use where nothing is kept apart."""
+    """MindSpeed-MM's names, which weights that are not split keep."""
     decoder, blocks = "text_decoder.decoder.layers.0", "image_encoder.encoder.blocks.layers.0"
     found = {stored.name: stored.hf_names for weight in model_weights(MODEL)
              for stored in stored_weights(weight, Structure.CANONICAL)}
@@ -38,8 +38,8 @@ def test_names_and_shapes():
     assert not any(is_canonical_name(name) for name in fused)
 
 
-def test_a_shard_of_the_vit_qkv_is_what_its_heads_need():
-    """Reshaped to (3, local heads, head size), as the runtime does, it holds the rank's heads of the whole."""
+def test_a_shard_of_the_vit_qkv_holds_its_heads():
+    """Reshaped to (3, local heads, head size), as in the runtime, it holds the rank's heads."""
     weight = part("image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.weight")
     whole = torch.randn(weight.shape)
     heads = whole.reshape(3, MODEL.vision.num_attention_heads, -1, weight.shape[1])

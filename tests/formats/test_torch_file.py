@@ -1,4 +1,4 @@
-"""Byte ranges of torch.save files: as torch.load reads them, and every unusable file refused by name."""
+"""Byte ranges of torch.save files match torch.load's, and every unusable file is rejected by name."""
 
 import argparse
 import io
@@ -35,7 +35,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def read(path: Path) -> list[Stored]:
-    """The tensors of a file that has the one chunk ``model``."""
+    """The tensors of a file with one chunk, ``model``."""
     tensors, chunks = read_torch_file(path, "the file")
     assert chunks == ("model",)
     assert [(stored.file, stored.name) for stored in tensors.values()] == [("the file", name) for name in tensors]
@@ -155,7 +155,7 @@ def test_tensors_saved_from_an_npu(path):
 
 
 def rewrite(path: Path, edit) -> None:
-    """Change data.pkl, with right checksums."""
+    """Change data.pkl and update its checksums."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -184,7 +184,7 @@ def refusal(path: Path) -> str:
         (None, "is a NoneType"),
     ],
 )
-def test_what_is_no_byte_range_is_refused_by_name(path, tensor, words):
+def test_a_tensor_that_is_not_a_byte_range_is_rejected_by_name(path, tensor, words):
     message = refusal(saved(path, {"good": torch.ones(2), "bad.weight": tensor}))
     assert words in message and "model/bad.weight" in message and "good" not in message
 
@@ -262,7 +262,7 @@ def duplicate(path: Path) -> None:
         (compressed, "compressed or encrypted"),
         (plain_zip, "without <name>/data.pkl"),
         (big_endian, "byte order b'big'"),
-        (duplicate, "there twice"),
+        (duplicate, "occurs twice"),
         (lambda path: path.mkdir(), "cannot be read: Is a directory"),
         (lambda path: None, "cannot be read: No such file"),
         (lambda path: torch.save([1], path), "holds a list"),
@@ -290,8 +290,8 @@ def test_every_truncation_is_refused(path, whole):
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), num_changes=st.integers(1, 4))
-def test_damage_leads_to_a_refusal_or_to_ranges_within_the_file(tmp_path_factory, whole, seed, num_changes):
-    """Bytes of the pickle are changed and its checksum put right, or bytes anywhere in the file."""
+def test_damage_causes_an_error_or_ranges_within_the_file(tmp_path_factory, whole, seed, num_changes):
+    """Changes bytes of the pickle and updates its checksum, or changes bytes anywhere in the file."""
     path = tmp_path_factory.getbasetemp() / "damaged.pt"
     chance = random.Random(seed)
 

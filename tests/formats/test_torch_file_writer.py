@@ -1,4 +1,4 @@
-"""A frame around copied tensors is a file of torch.save, bit for bit."""
+"""A frame filled with tensors equals a file of torch.save, bit for bit."""
 
 import sys
 import zipfile
@@ -22,7 +22,7 @@ EXAMPLE: Chunks = {
     f"model{i}": {f"{dtype}{shape}": torch.randint(0, 2, shape).to(dtype) for dtype in DTYPES for shape in shapes}
     for i, shapes in enumerate([[(), (0,), (3, 0), (5,)], [(2, 3, 4), (1, 1), (), (0, 3)], []])
 }
-"""With the same names in several chunks, and a chunk of no tensors."""
+"""Chunks with the same names, and a chunk without tensors."""
 
 
 def specs(chunks: Chunks) -> dict:
@@ -53,7 +53,7 @@ def write_frame(path: Path, file: TorchFile, checksums: dict[str, int]) -> None:
 
 
 def write(path: Path, chunks: Chunks) -> TorchFile:
-    """The frame first, then the tensors."""
+    """Write the frame first, then the tensors."""
     file = TorchFile.new(path.name, specs(chunks))
     write_frame(path, file, crc32s(file, chunks))
     with path.open("r+b") as opened:
@@ -79,7 +79,7 @@ def path(tmp_path) -> Path:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("calculate_offsets", [False, True], ids=["offsets-read", "offsets-computed"])
-def test_torch_loads_what_was_copied_in(path, mmap, calculate_offsets):
+def test_torch_loads_the_filled_file(path, mmap, calculate_offsets):
     write(path, EXAMPLE)
     with serialization_config.patch("load.calculate_storage_offsets", calculate_offsets):
         found = torch.load(path, weights_only=True, mmap=mmap)
@@ -105,12 +105,12 @@ def records(path: Path) -> dict[str, tuple]:
         }
 
 
-def assert_as_torch_writes(path: Path, theirs: Path) -> None:
+def assert_as_torch_writes(path: Path, reference: Path) -> None:
     """Equal records, and equal bytes up to torch's serialization_id, which depends on the checksums."""
-    assert records(path) == records(theirs)
+    assert records(path) == records(reference)
     with zipfile.ZipFile(path) as archive:
         num_bytes = archive.getinfo("archive/.data/serialization_id").header_offset
-    assert path.read_bytes()[:num_bytes] == theirs.read_bytes()[:num_bytes]
+    assert path.read_bytes()[:num_bytes] == reference.read_bytes()[:num_bytes]
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30)
@@ -129,17 +129,17 @@ def test_equal_to_torch_save_bit_for_bit(tmp_path_factory, models, seed):
         }
         for key, model in zip(keys, models, strict=True)
     }
-    path = tmp_path_factory.getbasetemp() / "ours.pt"
-    theirs = tmp_path_factory.getbasetemp() / "theirs.pt"
+    path = tmp_path_factory.getbasetemp() / "copied.pt"
+    reference = tmp_path_factory.getbasetemp() / "reference.pt"
     write(path, chunks)
-    with theirs.open("wb") as opened:
+    with reference.open("wb") as opened:
         torch.save(chunks | {"checkpoint_version": 3.0}, opened)
-    assert_as_torch_writes(path, theirs)
-    assert read_torch_file(path, "file") == read_torch_file(theirs, "file")
+    assert_as_torch_writes(path, reference)
+    assert read_torch_file(path, "file") == read_torch_file(reference, "file")
 
 
 def test_checksums_are_right(path):
-    """torch.load does not compare them; zipfile and unzip do."""
+    """torch.load does not verify them; zipfile and unzip do."""
     file = write(path, EXAMPLE)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -173,13 +173,13 @@ def test_a_shared_shape_object_changes_nothing():
     assert TorchFile.new("file", shared) == TorchFile.new("file", apart)
 
 
-def test_a_dtype_that_the_format_lacks_is_refused():
+def test_an_unsupported_dtype_is_rejected():
     with pytest.raises(UserError, match=r"model/w \(torch.float8_e4m3fn\); expected one of torch.bfloat16"):
         TorchFile.new("file", {"model": {"w": (torch.float8_e4m3fn, (2,))}})
 
 
 def test_more_than_4_gib(path, tmp_path):
-    """Tensors and offsets beyond 32 bits, sparse on the disk: the records as torch writes them."""
+    """Tensors and offsets beyond 32 bits, sparse on disk; the records equal torch's."""
     chunks = {
         "model": {"small": (torch.float32, (3,)), "big": (torch.uint8, (5 << 30,)), "end": (torch.bfloat16, (7,))}
     }
@@ -187,11 +187,11 @@ def test_more_than_4_gib(path, tmp_path):
     zeros = {tensor.name: 0 for tensor in file.tensors}
     write_frame(path, file, zeros)
     assert path.stat().st_blocks * 512 < 1 << 20
-    theirs = tmp_path / "theirs.pt"
-    with torch.serialization.skip_data(), theirs.open("wb") as opened:
+    reference = tmp_path / "reference.pt"
+    with torch.serialization.skip_data(), reference.open("wb") as opened:
         empty = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in chunks["model"].items()}
         torch.save({"model": empty, "checkpoint_version": 3.0}, opened)
-    assert records(path) == records(theirs)
+    assert records(path) == records(reference)
     known = zeros | {"model/big": 0x01234567, "model/end": zlib.crc32(b"\x42" * 14)}
     write_frame(path, file, known)
     small, big, end = file.tensors

@@ -1,4 +1,4 @@
-"""Training checkpoints as files: whole or not at all wherever a process is killed, each run's own, tidied up."""
+"""Training checkpoints on disk: atomic even if the process is killed, deleted only by their own run, cleaned up."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def manifest(iteration: int, pieces: list[files.Piece], run_id: str | None) -> f
 
 
 def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str | None = None) -> None:
-    """A whole save of two small files."""
+    """Save a checkpoint of two small files."""
     temporary = files.begin(directory, iteration, 100)
     pieces = []
     for name in ("a", "b"):
@@ -38,7 +38,7 @@ def small_value(directory: Path) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
-def test_a_save_killed_at_any_point_leaves_a_whole_checkpoint(iteration: int, tmp_path: Path) -> None:
+def test_a_save_killed_at_any_point_leaves_a_complete_checkpoint(iteration: int, tmp_path: Path) -> None:
     outcomes, point = [], 0
     was_killed = True
     while was_killed:
@@ -47,7 +47,7 @@ def test_a_save_killed_at_any_point_leaves_a_whole_checkpoint(iteration: int, tm
         write_small(directory, 10, 1.0)
         was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
         outcomes.append(small_value(directory)[1])
-        write_small(directory, iteration, 3.0)  # whatever was left over does not disturb the next save
+        write_small(directory, iteration, 3.0)  # leftovers do not disturb the next save
         assert small_value(directory) == (files.iteration_name(iteration), 3.0)
     assert point > 15
     assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
@@ -57,7 +57,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_run_deletes_its_own_checkpoints_only(tmp_path: Path) -> None:
+def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
     for iteration, run_id in ((1, "mine"), (2, "other"), (3, "mine"), (4, None), (5, "mine"), (6, "mine")):
         write_small(tmp_path, iteration, run_id=run_id)
     (tmp_path / "iter_0000002" / files.MANIFEST_FILE).write_text("{")
@@ -66,7 +66,7 @@ def test_a_run_deletes_its_own_checkpoints_only(tmp_path: Path) -> None:
     assert list(files.run_ids(tmp_path)) == [2, 4, 5, 6]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: Path, monkeypatch) -> None:
+def test_the_others_are_deleted_if_one_checkpoint_cannot_be(tmp_path: Path, monkeypatch) -> None:
     for iteration in range(1, 5):
         write_small(tmp_path, iteration)
     really = Path.rename
@@ -76,13 +76,13 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(tmp_path: 
             raise PermissionError(13, "Permission denied", str(path))
         return really(path, target)
 
-    monkeypatch.setattr(Path, "rename", rename)  # root, who runs these tests in places, may rename everything
+    monkeypatch.setattr(Path, "rename", rename)  # tests may run as root, who may rename everything
     (problem,) = files.purge(tmp_path, 4, 1, None)
     assert problem.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted: ")
     assert names(tmp_path) == ["iter_0000001", "iter_0000004", files.LATEST_FILE]
 
 
-def test_what_killed_saves_left_is_deleted_but_the_only_copy(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Path) -> None:
     for iteration in (10, 20):
         write_small(tmp_path, iteration)
     (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.old-ab12")  # killed before the new one was in place
@@ -93,12 +93,12 @@ def test_what_killed_saves_left_is_deleted_but_the_only_copy(tmp_path: Path) -> 
     notes = files.tidy(tmp_path)
     assert [note.split(" ")[0].removeprefix(f"{tmp_path}/") for note in notes] == [
         "iter_0000020.old-cd34", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", f"{files.LATEST_FILE}.tmp-12ab"]
-    assert all(note.endswith("was left over from an interrupted save; it is deleted") for note in notes)
+    assert all(note.endswith("was left over from an interrupted save and has been deleted") for note in notes)
     assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", files.LATEST_FILE, "my.tmp-78ab"]
     assert files.tidy(tmp_path) == files.tidy(tmp_path / "none") == []
 
 
-def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path: Path) -> None:
+def test_without_latest_the_newest_complete_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:
     write_small(tmp_path, 10, 1.0)
     write_small(tmp_path, 20, 2.0)
     (tmp_path / files.LATEST_FILE).unlink()
@@ -111,7 +111,7 @@ def test_without_latest_the_newest_complete_checkpoint_is_used_and_said(tmp_path
         files.find_checkpoint(tmp_path)
 
 
-def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_save_that_does_not_fit_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
         files.begin(tmp_path / "new", 1, 10**18)
     assert list((tmp_path / "new").iterdir()) == []
@@ -131,7 +131,7 @@ def current_umask() -> int:
     return mask
 
 
-def test_remove_takes_checkpoints_only(tmp_path: Path) -> None:
+def test_remove_deletes_only_checkpoints(tmp_path: Path) -> None:
     write_small(tmp_path / "new", 10, 1.0)
     (tmp_path / "new" / "notes.txt").write_text("mine")
     assert files.complete_iterations(tmp_path / "new") == [10]

@@ -1,4 +1,4 @@
-"""Optimizer state of a checkpoint, read for another TP size: the same numbers, and only the shards that hold them."""
+"""Optimizer state of a checkpoint read for another TP size: equal values, and only the needed shards are read."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.checkpoint.models import SmallModel
 def test_ranks_read_only_the_shards_that_they_need(
     stored_size: int, tp_size: int, times_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more ranks than before several need the same shard; otherwise each is read once."""
+    """With more ranks than when saved, several need the same shard; otherwise each shard is read once."""
     model, generator = SmallModel(4, vision_ffn=6).model, torch.Generator().manual_seed(0)
     whole = {one.name: torch.rand(one.shape, generator=generator) for one in model_weights(model)}
     cut = [one for one in model_weights(model) if one.tp_dim is not None]
@@ -40,5 +40,5 @@ def test_ranks_read_only_the_shards_that_they_need(
             found = stored.read_state(one, "exp_avg", tp_size, rank, 1, size)
             assert torch.equal(found, shard(one, whole[one.name], tp_size, rank).reshape(-1)[1:]), one.name
     total = sum(piece.stored.num_bytes for piece in pieces)
-    # measured 0.991 from 4 to 1, where shards that are padding alone are left out; otherwise exact
+    # measured 0.991 from 4 to 1, because shards of only padding are skipped; otherwise exact
     assert sum(sizes) == pytest.approx(times_read * total, rel=0.02)

@@ -28,14 +28,14 @@ class Case:
     tied: bool = False
     freeze: tuple[str, ...] = ()
     freeze_layers: tuple[str, str] = ("", "")
-    """Of the ViT and of the LLM, as the model JSON has them."""
+    """Frozen layers of the ViT and the LLM, in the syntax of the model JSON."""
     freeze_modules: tuple[str, ...] = ()
     trainable_modules: tuple[str, ...] = ()
     batch: str = "mixed"
     grids: tuple[tuple[Grid, ...], ...] = ()
     """Pictures of each sample, in place of those that ``batch`` names."""
     text_tokens: tuple[int, ...] = (9, 14, 19, 24)
-    """Of one sample after another, in turn."""
+    """Number of text tokens of consecutive samples, repeated cyclically."""
     distributed_optimizer: bool = False
     overlap: bool = False
     loss_unit: LossUnit = "token"
@@ -59,7 +59,7 @@ class Case:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Case":
-        """Of what ``json`` made of the fields: its lists are tuples here."""
+        """A case from its fields after a round trip through JSON, which turned tuples into lists."""
         def tuples(value: Any) -> Any:
             return tuple(map(tuples, value)) if isinstance(value, list) else value
 

@@ -140,7 +140,7 @@ class Engine:
         return update(self.parts.optimizer, loss, LR, self.parts.mesh, self.parts.stage.device)
 
     def loss(self) -> float:
-        """Of the global batch, by a forward and backward pass: each rank's share, every one of a head's ranks once."""
+        """The loss of the global batch, from a forward and backward pass; the shares of a head's ranks count once."""
         loss = forward_backward(self.parts, self.plan)
         dist.all_reduce(loss, group=self.parts.mesh.groups.dp_cp)
         dist.all_reduce(loss, group=self.parts.mesh.groups.pp)

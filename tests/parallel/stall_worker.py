@@ -28,7 +28,8 @@ from tests.tiny import microbatch, random_sample
 
 NUM_MICROBATCHES = 8
 STEP_SECONDS = 120.0
-"""Of a step that takes some tenths of a second: one that takes longer is the stall, and the watchdog reports it."""
+"""Time limit of a step, which normally takes some tenths of a second: a longer one stalls, and the watchdog reports it.
+"""
 DEEP_VISION, DEEP_LANGUAGE = ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1))
 LAYOUTS = {
     "pp4": Layout((2, 2, 0, 0), (0, 0, 2, 2)),

@@ -113,7 +113,7 @@ class Run:
         return losses
 
     def gradients(self) -> list[Tensor]:
-        """Of the next step, reduced, in fp32, as the optimizer on this rank gets them."""
+        """Gradients of the next step, reduced, in fp32, as this rank's optimizer gets them."""
         forward_backward(self.parts, self.plan())
         assert not self.optimizer.prepare_grads()
         return [gradient for one in self.optimizer.chained_optimizers

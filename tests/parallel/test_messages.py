@@ -74,7 +74,7 @@ def sending_in_another_order(program: Program) -> Program:
 
 @pytest.mark.parametrize("mode", [AHEAD, WHEN_WANTED], ids=str)
 def test_a_broken_order_is_found(mode: Mode, programs: dict) -> None:
-    """Of one stage alone, in the middle."""
+    """One stage in the middle has a wrong order."""
     first, second, *others = programs["PP4"][mode]
     assert replay([first, waiting_for_a_gradient_first(second), *others]).stuck
     with pytest.raises(ValueError, match="meet"):

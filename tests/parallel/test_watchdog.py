@@ -85,7 +85,7 @@ def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
 
 @pytest.mark.parametrize("name", ["interrupted", "interrupted alone"])
 def test_an_interruption_is_one_line(name: str, jobs: Path) -> None:
-    """Of all ranks at once, as a terminal does it, and of one alone."""
+    """Whether all ranks are interrupted at once, as by a terminal, or only one."""
     assert said(jobs, name) == "Interrupted: nothing is kept, because there is no --save.\n"
 
 

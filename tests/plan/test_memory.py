@@ -1,5 +1,7 @@
-"""The memory formulas by hand, for one layer of 3B and for what settings change.  What a step really keeps is held
-against them in ``tests/test_budgets.py``."""
+"""The memory formulas, computed by hand for one layer of 3B and for several settings.
+
+``tests/test_budgets.py`` compares them with what a traced step keeps.
+"""
 
 import dataclasses
 
@@ -14,7 +16,7 @@ TOKENS = Rows(num_tokens=100, num_patches=0, num_targets=0)
 PATCHES = Rows(num_tokens=0, num_patches=100, num_targets=0)
 FULL = RecomputeConfig("full", "uniform", 1)
 NO_OUTPUTS = Keeps(False, 2, 0, True, True, False)
-"""All but the outputs of norms and SwiGLU: selective recompute, or frozen on a gradient's way."""
+"""Everything except outputs of norms and SwiGLU: selective recompute, or a frozen layer that a gradient passes."""
 
 
 def model_3b() -> ModelConfig:
@@ -32,7 +34,7 @@ def stages(vision: list[int], language: list[int], freeze: str = "", recompute: 
 
 
 def test_a_layer_of_the_llm() -> None:
-    """hidden 2048, 16 heads and 2 groups of 128, ffn 11008, in bf16; the log-sum-exp and the norms' factors in fp32."""
+    """hidden 2048, 16 heads and 2 groups of 128, ffn 11008, in bf16; log-sum-exp and the norms' factors in fp32."""
     layer = layer_bytes(model_3b().language, 11008, tp_size=1, width=2)
     assert layer.residuals == 2 * (2048 * 2 + 4)
     assert layer.norm_outputs == 2 * 2048 * 2
@@ -83,7 +85,7 @@ def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, la
     assert stage.kept_bytes(TOKENS) == 100 * (18 * layer.kept(layers_kept) + tables)
 
 
-def test_block_recompute_is_of_the_first_layers_of_a_stage() -> None:
+def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
     _, stage = stages([32, 0], [18, 18], recompute=RecomputeConfig("full", "block", 5))
     layer = layer_bytes(stage.model.language, 11008, 1, 2)
     kept = 5 * layer.kept(INPUT) + 13 * layer.kept(ALL) + 2 * 128 * 2
@@ -91,14 +93,14 @@ def test_block_recompute_is_of_the_first_layers_of_a_stage() -> None:
     assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
 
 
-def test_a_frozen_prefix_keeps_nothing_and_works_all_the_same() -> None:
+def test_a_frozen_prefix_keeps_nothing_but_needs_working_memory() -> None:
     stage, _ = stages([32, 0], [0, 36], "vp")
     assert stage.kept_bytes(PATCHES) == 0
     layer = layer_bytes(stage.model.vision, 3424, 1, 2)
     assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
 
 
-def test_microbatches_in_flight_of_1f1b() -> None:
+def test_microbatches_in_flight_under_1f1b() -> None:
     found = [StageMemory((chunk,)).in_flight(TOKENS, 3) for chunk in stages([32, 0, 0, 0], [0, 12, 12, 12])]
     assert found == [(3,), (3,), (2,), (1,)]
 
@@ -112,7 +114,7 @@ def test_logits_of_one_chunk() -> None:
     assert first.logit_bytes(rows) == first.kept_logit_bytes(rows) == last.kept_logit_bytes(TOKENS) == 0
 
 
-def test_the_peak_has_logits_or_a_layer_at_work() -> None:
+def test_the_peak_includes_logits_or_a_running_layer() -> None:
     (stage,) = stages([32], [36])
     few, many = Rows(1000, 0, 1), Rows(1000, 0, 1000)
     assert stage.working_bytes(few) > stage.logit_bytes(few) and stage.working_bytes(many) < stage.logit_bytes(many)
@@ -122,18 +124,19 @@ def test_the_peak_has_logits_or_a_layer_at_work() -> None:
 
 
 def test_chunks_of_a_stage_share_its_memory() -> None:
-    """3B on two stages of two chunks, 4 microbatches: stage 0 makes five forward steps before a backward step."""
+    """3B on two stages of two chunks, 4 microbatches: stage 0 runs five forward passes before a backward pass."""
     model = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4).model
     first, last = (StageMemory.of(model, model.placement(), stage, 1, "bf16") for stage in range(2))
-    assert first.in_flight(TOKENS, 4) == (3, 2)  # chunk 0 is the ViT, which keeps nothing of text
-    assert last.in_flight(TOKENS, 4) == (3, 0)  # its second chunk goes back at once
+    assert first.in_flight(TOKENS, 4) == (3, 2)  # chunk 0 is the ViT, which keeps nothing for text
+    assert last.in_flight(TOKENS, 4) == (3, 0)  # its second chunk runs the backward pass at once
     kept = [chunk.kept_bytes(TOKENS) for chunk in last.chunks]
-    coming = 100 * (2 * 128 * 2 + 2048 * 2)  # tables of cos and sin, and the hidden states that arrive
+    coming = 100 * (2 * 128 * 2 + 2048 * 2)  # cos and sin tables, and the hidden states being received
     assert last.kept_bytes(TOKENS, 4) == 3 * kept[0] + coming and kept[0] > kept[1]
 
 
-def test_what_the_vit_made_may_come_in_whole_rows() -> None:
-    """In place of pixels of 1176 numbers, or of a message that tensor-parallel ranks cut; only to the projector."""
+def test_cached_vit_features_arrive_in_whole_rows() -> None:
+    """They replace pixels (1176 elements each) or a message cut over tensor-parallel ranks; only the projector gets
+    them."""
     first, second = (dataclasses.replace(chunk, tp_size=2, num_pieces=2) for chunk in stages([16, 16], [0, 36]))
     (alone,) = stages([32], [36])
     rows = Rows(100, 400, 0)
@@ -146,8 +149,8 @@ def test_what_the_vit_made_may_come_in_whole_rows() -> None:
     assert more(alone) == 400 * (1280 - 1176) * 2
 
 
-def test_what_a_frozen_prefix_sends_ahead_is_held() -> None:
-    """Up to 4 x stages messages and one, but no more than there are microbatches; none where a gradient comes back."""
+def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:
+    """Up to 4 x stages + 1 messages, at most one per microbatch; none if a gradient comes back."""
     lists, rows, patches = ([16, 16, 0], [0, 0, 36]), Rows(100, 400, 0), 400 * 1280 * 2
     first, second, last = (StageMemory((chunk,)) for chunk in stages(*lists, freeze="vp"))
     assert [first.ahead_bytes(rows, count) for count in (2, 13, 99)] == [2 * patches, 13 * patches, 13 * patches]
@@ -160,8 +163,8 @@ def test_what_a_frozen_prefix_sends_ahead_is_held() -> None:
     assert dataclasses.replace(halves[0], num_pieces=2).ahead_bytes(rows) == patches // 2
 
 
-def test_the_next_microbatch_is_there_already() -> None:
-    """Its pixels, indices and tables, and what it works on; behind the last one there is none."""
+def test_the_next_microbatch_is_already_allocated() -> None:
+    """Its pixels, indices and tables, and its message; there is none after the last microbatch."""
     first, second, last = (StageMemory((chunk,)) for chunk in stages([16, 16, 0], [0, 0, 36]))
     tables, rows = 2 * 2 * 80 * 4 + 2 * 8, Rows(100, 400, 0)
     kept = [one.chunks[0].kept_bytes(rows) for one in (first, second, last)]

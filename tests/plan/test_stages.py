@@ -1,4 +1,4 @@
-"""The dry-run text: numbers by hand for small cases, and what it says of stages and boundaries."""
+"""The dry-run text: numbers computed by hand for small cases, and the lines on stages and boundaries."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params,
 from tests.files import EXAMPLES
 
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)
-"""In memory the ViT's ffn is 3424 wide instead of 3420, in all layers: gate and up with their biases, and down."""
+"""In memory the ViT's ffn is 3424 wide instead of 3420 in all layers: gate and up with their biases, and down."""
 
 
 NO_RECOMPUTE = RecomputeConfig()
@@ -27,7 +27,7 @@ def nested(lists: list) -> tuple[tuple[int, ...], ...]:
 
 def run_of(size: str, vision: list, language: list, world_size: int, *, freeze: str = "",
            seq_length: int = 1024, recompute: RecomputeConfig = NO_RECOMPUTE, **flags) -> Run:
-    """A run on the given lists, flat or one for each chunk; ``freeze`` has v, p, l for the frozen parts."""
+    """A run on the given lists, flat or one per chunk; ``freeze`` contains v, p, l for the frozen parts."""
     model = read_model(EXAMPLES / f"model_{size}.json").value
     model = dataclasses.replace(
         model,
@@ -48,7 +48,7 @@ def sizes(run: Run):
 
 
 def test_parameters_of_the_3b_parts():
-    """Patch embedding 1280 x 1176 and 32 ViT layers and the merger: 668,684,288; the rest is the LLM."""
+    """Patch embedding 1280 x 1176, 32 ViT layers and the merger: 668,684,288; the rest is the LLM."""
     (size,) = sizes(run_of("3b", [32], [36], 1, freeze="vp"))
     assert size.num_params == 3_754_622_976 + VISION_PADDING
     assert size.num_params - size.num_trainable_params == 668_684_288 + VISION_PADDING
@@ -66,13 +66,13 @@ def test_bytes(precision, weight, optimizer):
     assert split.optimizer_bytes == whole.optimizer_bytes // 4
 
 
-def test_groups_of_the_optimizer_are_shown_where_there_are_more_than_two():
+def test_optimizer_groups_are_shown_if_there_are_more_than_two():
     run = run_of("3b", [32], [36], 1, freeze="p")
-    assert "Groups of the optimizer" not in stage_report(run)
+    assert "Optimizer groups" not in stage_report(run)
     run = dataclasses.replace(run, model=dataclasses.replace(
         run.model, vision=dataclasses.replace(run.model.vision, rates=Rates(1e-6, 0.5))))
     vit = 32 * (4 * 1280 * 1280 + 3 * 1280 * 3420) + 1280 * 3 * 2 * 14 * 14
-    lines = stage_report(run).split("Groups of the optimizer (highest learning rates):\n")[1].splitlines()[:5]
+    lines = stage_report(run).split("Optimizer groups (maximum learning rates):\n")[1].splitlines()[:5]
     assert [line.split() for line in lines[1:]] == [
         ["1e-06", "0.5", "129", f"{vit:,}", "vision"],
         ["1e-06", "0", "192", f"{32 * (4 * 1280 + 3840 + 2 * 3420):,}", "vision"],
@@ -89,7 +89,7 @@ def test_frozen_stage_has_weights_only():
 
 
 def test_tensor_parallel_ranks_hold_parts():
-    """Everything is halved but the norms, biases after row-parallel layers, and the patch embedding."""
+    """Everything is halved except the norms, biases after row-parallel layers, and the patch embedding."""
     (whole,), (half,) = sizes(run_of("7b", [32], [28], 1)), sizes(run_of("7b", [32], [28], 2,
                                                                          tensor_model_parallel_size=2))
     replicated = (1280 * 1176 + 32 * 4 * 1280 + 1280 + 3584) + (28 * 2 * 3584 + 3584)
@@ -108,7 +108,7 @@ def test_text_of_a_layout_with_every_kind_of_boundary():
     assert "5 ranks = tensor 1 x pipeline 5 x data 1" in text
     assert "0      patch embedding (frozen), ViT 0-15 (frozen) " in text
     assert "1      ViT 16-31 (frozen), projector " in text
-    assert "2      nothing (hands on what it receives) " in text
+    assert "2      nothing (forwards what it receives) " in text
     assert "3      embedding, LLM 0-26 " in text
     assert "4      LLM 27, norm + head " in text
     assert "  0 -> 1: patches [patches, 1280] bf16; no gradient\n" in text
@@ -144,7 +144,7 @@ def test_largest_stage_and_total():
     first, second = sizes(run)
     text = stage_report(run)
     assert f"Largest   stage 1 with {second.total_bytes / 2**30:.2f} GiB on each rank" in text
-    assert f"In all    {4 * (first.total_bytes + second.total_bytes) / 2**30:.2f} GiB on 8 ranks" in text
+    assert f"Total     {4 * (first.total_bytes + second.total_bytes) / 2**30:.2f} GiB on 8 ranks" in text
     assert "Batch     4 samples per step = micro 1 x 1 microbatches x data 4" in text
 
 
@@ -177,19 +177,19 @@ def test_memory_of_each_stage():
     assert "or all visual (4,096 patches)" in text
 
 
-def test_packs_are_held_in_the_number_that_needs_most():
-    """As many as a step of plain microbatches ever holds at a time: a stage fills up and then gives one for one."""
+def test_packing_assumes_the_worst_number_of_packs_in_flight():
+    """As many as in any step of plain microbatches: after warm-up, a stage frees one for each new one."""
     lists = ([16, 16, 0, 0], [0, 0, 18, 18])
     plain = run_of("3b", *lists, 8, global_batch_size=64)
     packed = dataclasses.replace(plain, data=dataclasses.replace(plain.data, packing=True, packing_max_patches=999))
     report = stage_report(packed)
     assert "64 samples per step = packs of at most 1024 tokens and 999 patches, as many as it takes, over data 2" in (
         report)
-    tables = [text.partition("Memory at")[2].partition("Peak")[0] for text in (report, stage_report(plain))]
+    tables = [text.partition("Peak memory")[2].partition("Peak  ")[0] for text in (report, stage_report(plain))]
     assert tables[0] == tables[1] and "in flight" in tables[0]
 
 
-def test_virtual_chunks_hold_packs_as_they_hold_multiples_of_the_stages():
+def test_with_virtual_chunks_packs_take_the_worst_of_all_microbatch_counts():
     run = run_of("3b", [[16, 16], [0, 0]], [[0, 0], [18, 18]], 4)
     placement, model_sizes = run.model.placement(), sizes(run)
 
@@ -206,19 +206,19 @@ def test_a_stated_number_of_patches():
     run = run_of("3b", [32], [36], 1, dry_run_patches=1000)
     (rows,) = longest_microbatches(run).values()
     assert (rows.num_tokens, rows.num_patches, rows.num_targets) == (1024, 1000, 1024 - 250)
-    assert "1,000 patches (--dry-run-patches), and text" in stage_report(run)
+    assert "1,000 patches (--dry-run-patches), the rest text" in stage_report(run)
 
 
-def test_context_parallel_ranks_hold_their_share_and_one_image_more():
+def test_a_context_parallel_rank_holds_its_share_and_one_more_image():
     run = run_of("3b", [32], [36], 4, context_parallel_size=4, micro_batch_size=10)
     visual = longest_microbatches(run)[VISUAL]
     assert (visual.num_tokens, visual.num_patches) == (2560, 10240 + 768 * 768 // 14**2)
     text = stage_report(run)
     assert "4 ranks = tensor 1 x context 4 (Ulysses) x pipeline 1 x data 1" in text
-    assert "a context-parallel rank holds 2,560 tokens and at most 13,249 patches: its share, and one image" in text
+    assert "rank holds 2,560 of the tokens and at most 13,249 patches: its share, and one\nimage of image" in text
 
 
-def test_chunks_stand_in_the_table_and_count_for_their_stage():
+def test_chunks_are_listed_and_count_for_their_stage():
     run = run_of("3b", [[16, 16], [0, 0]], [[0, 4], [16, 16]], 2, bf16=True, global_batch_size=4)
     found, (first, last) = stage_report(run), sizes(run)
     for line in ("  0, chunk 0 -> 1, chunk 0: patches", "  1, chunk 0 -> 0, chunk 1: hidden states",
@@ -226,11 +226,11 @@ def test_chunks_stand_in_the_table_and_count_for_their_stage():
         assert line in found
     assert "0, chunk 1  LLM 4-19 " in found and "1, chunk 0  ViT 16-31, projector, embedding, LLM 0-3 " in found
     assert first.num_params + last.num_params == num_model_params(run) + VISION_PADDING + 151936 * 2048  # tied
-    assert f"In all    {(first.total_bytes + last.total_bytes) / 2**30:.2f} GiB on 2 ranks" in found
+    assert f"Total     {(first.total_bytes + last.total_bytes) / 2**30:.2f} GiB on 2 ranks" in found
 
 
 def test_whether_7b_with_a_frozen_vit_fits_an_h200():
-    """8192 tokens and full recompute: 138.4 GB of states leave some 12 GB, which is where the logits count."""
+    """8192 tokens and full recompute: 138.4 GB of states leave about 12 GB, so the logits matter."""
     run = run_of("7b", [32], [28], 1, freeze="vp", bf16=True, seq_length=8192,
                  recompute=RecomputeConfig("full", "uniform", 1))
     found, size = peaks(run, run.model.placement(), sizes(run)), known_device("NVIDIA H200").memory_bytes
@@ -255,7 +255,7 @@ def test_every_known_device_has_one_verdict(world_size, verdict):
     assert any(line.startswith(verdict) for line in verdicts)
 
 
-def test_gradients_that_are_reduced_in_bf16_take_half_and_fp32_copies_in_the_update():
+def test_gradients_reduced_in_bf16_take_half_and_need_fp32_copies_in_the_update():
     layout = ("3b", [32], [36], 8)
     options = {"bf16": True, "use_distributed_optimizer": True}
     plain, reduced = (run_of(*layout, **options, grad_reduce_in_bf16=flag) for flag in (False, True))

@@ -23,7 +23,7 @@ def read(tmp_path, name: str, rows: list[dict[str, str]], custom: bool = False) 
 
 
 def asked(items: Items) -> list[list[str]]:
-    """Of each item its texts, and the numbers of its pictures."""
+    """The texts and picture numbers of each item."""
     return [[part if isinstance(part, str) else str(part.number) if isinstance(part, Cell) else part.path
              for part in item.parts] for item in items.items]
 

@@ -1,4 +1,4 @@
-"""Trains two epochs with what a frozen ViT makes kept on disk, and without, and writes what differed as JSON.
+"""Trains two epochs with and without a disk cache of a frozen ViT's features, and writes the differences as JSON.
 
 Launched by tests/training/test_feature_cache.py: ``feature_worker DIR NAME...``, where DIR has what ``write_cases`` has
 written.  Both runs of a case start from the same checkpoint and read the same samples in the same order.
@@ -32,30 +32,30 @@ NUM_EPOCHS = 2
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one rank did in it."""
+    """What one rank did in one epoch."""
 
     num_vision_layer_runs: int
     num_sends: int
-    """Messages to other stages."""
+    """Number of messages to other stages."""
     num_read_back: int
-    """Times that the host waited for a number of the device."""
+    """Number of host reads from the device."""
 
 
 @dataclass
 class Result:
-    """Of one run, on one rank."""
+    """The result of one run on one rank."""
 
     fingerprint: str | None
     fingerprint_of_others: list[str] = field(default_factory=list)
-    """Of other LLMs and projectors with this ViT, and of another ViT."""
+    """Fingerprints with other LLM or projector weights, and with another ViT."""
     epochs: list[Epoch] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
-    """On the rank that writes them."""
+    """Metrics, on the rank that writes them."""
 
 
 def train(directory: Path, name: str, *flags: str) -> Result:
-    """The whole of a run but its export, epoch by epoch."""
+    """Train a whole run without export, epoch by epoch."""
     argv = [*json.loads((directory / f"{name}.argv.json").read_text()), *flags]
     run = load_run(argv, dist.get_world_size(), {})
     check(run)  # makes the index of the samples, which is no part of what is counted
@@ -84,7 +84,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
 
 
 def changed(trainer: Trainer, *names: str) -> str:
-    """The fingerprint after one number of every weight with one of ``names`` in its name has changed a little."""
+    """The fingerprint after a small change to one element of every weight whose name contains one of ``names``."""
     with torch.no_grad():
         for name, parameter in trainer.parts.stage.named_parameters():
             if any(part in name for part in names):
@@ -93,7 +93,7 @@ def changed(trainer: Trainer, *names: str) -> str:
 
 
 def compare(directory: Path, name: str) -> dict:
-    """What the ranks found, and whether all weights are the same bits."""
+    """The results of all ranks, and whether all weights are bit-equal."""
     off = train(directory, name, "--log-dir", str(directory / name / "off"))
     on = train(directory, name, "--log-dir", str(directory / name / "on"),
                "--vision-feature-cache", str(directory / name / "cache"))

@@ -1,4 +1,4 @@
-"""Trains the same steps under several samplers, and writes the metrics of each and how its samples were dealt as JSON.
+"""Trains the same steps with several samplers; writes the metrics and sample distribution of each as JSON.
 
 Launched by tests/training/test_packing.py on four ranks, PP2 x DP2: ``packing_worker DIR``, where DIR has what
 ``write_cases`` has written.
@@ -27,15 +27,15 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
+    """The result of one case."""
 
     metrics: list[dict]
     microbatches: list[list[list[list[int]]]]
-    """By step, replica and microbatch: numbers of its samples."""
+    """Sample indices by step, replica and microbatch."""
 
 
 def train(directory: Path, name: str) -> Result:
-    """The whole of a run but its export."""
+    """Train a whole run without export."""
     argv = json.loads((directory / f"{name}.argv.json").read_text())
     run = load_run(argv, dist.get_world_size(), {})
     mesh = parallel.start(DEVICE, run.model, run.tp_size)

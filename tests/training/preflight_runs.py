@@ -1,4 +1,4 @@
-"""A small run, for tests of what is checked before it begins."""
+"""A small run for tests of the preflight."""
 
 import json
 from pathlib import Path

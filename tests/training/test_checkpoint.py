@@ -29,12 +29,12 @@ from tests.launch import run_ranks
 
 LOSS_TOLERANCE = 1e-5
 BF16_LOSS_TOLERANCE = 2e-3
-"""Sums in another order, in bf16."""
+"""Tolerance for bf16 sums in another order."""
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker wrote.  Its last act is to die in a save, so the launch must fail."""
+    """The worker's results.  The worker finally dies in a save, so the launch must fail."""
     directory = tmp_path_factory.mktemp("state")
     for name, tied in (("hf", False), ("hf-tied", True)):
         tiny.hf_model(tied).save_pretrained(directory / name)
@@ -60,7 +60,7 @@ SAME_LAYOUT = (
 
 
 @pytest.mark.parametrize("name", SAME_LAYOUT)
-def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
+def test_resume_is_bit_exact(name: str, results: dict) -> None:
     measured = results["resume"][name]
     assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2
     assert measured["different"] == [] and measured["num_compared"] > 20
@@ -70,7 +70,7 @@ def test_resume_is_exact_to_the_last_bit(name: str, results: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups"])
-def test_any_layout_goes_on_from_any_other(name: str, results: dict) -> None:
+def test_any_layout_continues_from_any_other(name: str, results: dict) -> None:
     tolerance = BF16_LOSS_TOLERANCE if name == "bf16" else LOSS_TOLERANCE
     for measured in results["reshard"][name]:
         assert measured["different"] == [] and measured["num_compared"] > 100
@@ -79,19 +79,19 @@ def test_any_layout_goes_on_from_any_other(name: str, results: dict) -> None:
             assert "random states are not restored" in measured["notes"][0]
 
 
-def test_a_bf16_checkpoint_goes_on_in_fp32_from_its_fp32_copies(results: dict) -> None:
+def test_an_fp32_run_continues_from_the_fp32_copies_of_a_bf16_checkpoint(results: dict) -> None:
     assert results["to_fp32"] == []
 
 
 @pytest.mark.parametrize("written", ["tp1", "tp2"])
-def test_files_hold_no_padding_of_memory(written: str, results: dict) -> None:
-    """A checkpoint that was cut by hand, as files have always been, is loaded on any layout."""
+def test_files_do_not_contain_memory_padding(written: str, results: dict) -> None:
+    """A checkpoint that was cut by hand, in the file format, loads on any layout."""
     assert results["by_hand"][written] == {"tp2": [], "pp2": [], "dp2": [], "dp2-distributed": []}
 
 
 @pytest.mark.parametrize("name", ["dp2-distributed-bf16", "tp2-bf16", "pp2"])
-def test_saved_shapes_are_those_of_files(name: str, directory: Path) -> None:
-    """Of weights; the ranges of fp32 copies and moments are as large in all."""
+def test_saved_shapes_are_without_padding(name: str, directory: Path) -> None:
+    """Checks the weights, and the total size of the ranges of fp32 copies and moments."""
     manifest = TrainingDirectory.open(directory / "resume" / name).manifest
     shapes, sizes = {one.name: local_shape(one, manifest.tp_size) for one in model_weights(manifest.model)}, Counter()
     for piece in (piece for piece in manifest.pieces if piece.part != "random"):
@@ -100,7 +100,7 @@ def test_saved_shapes_are_those_of_files(name: str, directory: Path) -> None:
     assert len(sizes) > 200 and all(size == math.prod(shapes[name]) for (name, _, _), size in sizes.items())
 
 
-def test_refusals_are_the_same_on_all_ranks_and_say_how_to_mend(results: dict) -> None:
+def test_errors_are_the_same_on_all_ranks_and_suggest_a_fix(results: dict) -> None:
     found = results["refusals"]
     for problems in found.values():
         assert problems[0] == problems[1] and problems[0]
@@ -138,12 +138,12 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict
 
 @pytest.mark.parametrize(
     "name", ["dp2", "dp2-distributed", "dp2-distributed to dp2", "dp2-distributed to pp2", "tp2 to pp2"])
-def test_ranks_read_the_optimizer_state_once_in_all(name: str, results: dict) -> None:
-    """Also replicas that all hold the same."""
+def test_ranks_read_the_optimizer_state_only_once(name: str, results: dict) -> None:
+    """Even if all replicas hold the same state."""
     assert results["optimizer_reads"][name] == 1.0, results["optimizer_reads"]
 
 
-def test_old_checkpoints_are_deleted_beyond_the_number_to_keep(results: dict) -> None:
+def test_only_the_newest_checkpoints_are_kept(results: dict) -> None:
     assert results["retention"] == ["iter_0000003", "iter_0000004", files.LATEST_FILE]
 
 
@@ -166,7 +166,7 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
 
 @pytest.mark.parametrize("tied", ["", "-tied"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
+def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
     convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(Options(num_workers=1))
     expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -178,12 +178,12 @@ def test_export_gives_back_what_was_loaded(layout: str, tied: str, directory: Pa
         assert torch.equal(parameter, expected[published_name(name)]), name
 
 
-def test_export_refuses_another_model(directory: Path, tmp_path: Path) -> None:
+def test_export_rejects_another_model(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="untie_embeddings_and_output_weights"):
         convert.mm_to_hf(directory / "tp2", directory / "hf-tied", tmp_path / "out")
 
 
-# What --load points at
+# Kinds of --load
 
 
 def test_load_kinds(directory: Path, tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
         find_kind(tmp_path / "broken")
 
 
-# Damage and interruption, on the files alone
+# Damage and interruption, tested on files only
 
 
 def read_everything(folder: Path) -> None:
-    """Every weight and moment whole, and every random state."""
+    """Read every whole weight and moment, and every random state."""
     stored = TrainingDirectory.open(folder)
     source = open_training(stored)
     for weight in model_weights(source.model):
@@ -231,7 +231,7 @@ def read_everything(folder: Path) -> None:
 
 @pytest.fixture
 def checkpoint(directory: Path, tmp_path: Path) -> Path:
-    """A copy of a distributed bf16 checkpoint, to be harmed."""
+    """A copy of a distributed bf16 checkpoint to damage."""
     source, _ = files.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
     return Path(shutil.copytree(source, tmp_path / source.name))
 
@@ -280,7 +280,7 @@ def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None
         read_everything(checkpoint)
 
 
-def test_a_damaged_or_foreign_manifest_is_refused(checkpoint: Path) -> None:
+def test_a_damaged_or_foreign_manifest_is_rejected(checkpoint: Path) -> None:
     path = checkpoint / files.MANIFEST_FILE
     text = path.read_text()
     for changed, problem in (

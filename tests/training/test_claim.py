@@ -1,4 +1,4 @@
-"""One run at a time in each directory, whatever becomes of the one before it."""
+"""One run at a time per directory, even after the previous one was killed."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def take(directories: dict[str, str]) -> Claim:
 
 
 def in_child(action: Callable[[], int]) -> int:
-    """Run ``action`` in a fork; returns its process id.  The fork ends with what it returns as its status."""
+    """Run ``action`` in a fork and return its process id.  The result of ``action`` is the exit status."""
     child = os.fork()
     if child:
         return child
@@ -36,7 +36,7 @@ def in_child(action: Callable[[], int]) -> int:
 
 
 def holder(directory: Path) -> int:
-    """A process that holds ``directory`` until it is killed; returns its id once it does."""
+    """Start a process that holds ``directory`` until it is killed; return its id once it has the lock."""
 
     def hold() -> int:
         take({"--save": str(directory)})
@@ -49,7 +49,7 @@ def holder(directory: Path) -> int:
     return child
 
 
-def test_a_second_run_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_while_the_first_runs(tmp_path: Path) -> None:
     with take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "logs")}):
         for directories in ({"--save": str(tmp_path / "a" / ".." / "a/save")}, {"--save": str(tmp_path / "logs")}):
             (given,) = directories.values()
@@ -59,35 +59,35 @@ def test_a_second_run_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None
             assert f"--save {given} is being written by another run, process {os.getpid()} on {socket.gethostname()} " \
                    "since 20" in problem
             assert claim_problems(directories) == [problem]
-            assert list((tmp_path / "other").iterdir()) == []  # what it had claimed before is given back
+            assert list((tmp_path / "other").iterdir()) == []  # already taken locks are released
     assert not list(tmp_path.rglob(f"{LOCK_FILE}*"))
     assert claim_problems({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "none")}) == []
     take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "a/save")}).release()  # one lock
 
 
-def test_a_killed_run_is_followed_at_once(tmp_path: Path) -> None:
+def test_a_killed_run_is_replaced_at_once(tmp_path: Path) -> None:
     child = holder(tmp_path)
     assert claim_problems({"--save": str(tmp_path)})[0].count(f"process {child} on ") == 1
-    os.kill(child, signal.SIGSTOP)  # it may go on
+    os.kill(child, signal.SIGSTOP)  # a stopped process may continue
     assert claim_problems({"--save": str(tmp_path)})
     os.kill(child, signal.SIGKILL)
-    while claim_problems({"--save": str(tmp_path)}):  # nobody has asked how it ended: it is still listed
+    while claim_problems({"--save": str(tmp_path)}):  # a zombie: its exit status has not been read
         time.sleep(0.01)
     take({"--save": str(tmp_path)}).release()
     os.waitpid(child, 0)
 
 
-def test_a_number_that_another_process_has_now_is_no_owner(tmp_path: Path) -> None:
+def test_a_reused_process_id_is_not_the_owner(tmp_path: Path) -> None:
     owner = replace(Owner.here(), started="1")
     (tmp_path / LOCK_FILE).write_bytes(owner.content())
     take({"--save": str(tmp_path)}).release()
 
 
-def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path, monkeypatch) -> None:
+def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch) -> None:
     find_left, random = claim._left, Random(0)
 
     def find_left_slowly(*arguments: Any) -> bytes | None:
-        """Whoever has found the killed run's file may find another in its place when it goes on."""
+        """The lock file may be replaced between finding and removing it."""
         left = find_left(*arguments)
         time.sleep(0.004 * Random(os.getpid() + random.randrange(100)).random())
         return left
@@ -103,8 +103,8 @@ def test_of_many_runs_that_follow_a_killed_one_one_begins(tmp_path: Path, monkey
         assert sorted(path.read_text() for path in found.iterdir()) == ["has it", *["refused"] * 5]
 
 
-def test_a_lock_that_took_a_killed_runs_place_is_not_moved_for_a_moment(tmp_path: Path, monkeypatch) -> None:
-    """Or a third run could put its own there."""
+def test_a_new_lock_is_not_even_briefly_moved(tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a third run could create its own."""
     killed = replace(Owner.here(), started="1").content()
     with take({"--save": str(tmp_path)}) as mine:
         for change in ("rename", "replace", "unlink"):
@@ -115,7 +115,7 @@ def test_a_lock_that_took_a_killed_runs_place_is_not_moved_for_a_moment(tmp_path
 
 
 def follow_all(directory: Path, found: Path, num_runs: int) -> None:
-    """Begin runs at once; each writes whether it has ``directory``, and one that has it keeps it until all have."""
+    """Start runs at the same time; each writes whether it got ``directory``, and a holder waits for all of them."""
 
     def follow() -> int:
         try:
@@ -144,18 +144,18 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / LOCK_FILE
 
 
-def test_another_hosts_run_is_gone_when_it_renews_nothing(elsewhere: Path, capsys) -> None:
+def test_another_hosts_run_counts_as_dead_without_renewal(elsewhere: Path, capsys) -> None:
     directories = {"--save": str(elsewhere.parent)}
-    assert claim_problems(directories) == []  # a rehearsal does not wait
+    assert claim_problems(directories) == []  # a check does not wait
     with take(directories):
         held = Owner.read(elsewhere.read_bytes())
         assert held is not None and held.pid == os.getpid()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     owner = "process 17 on node-7 since 2026-11-23 01:02:03"
-    assert said.startswith(f"note: --save {elsewhere.parent} is claimed by {owner}; this run takes it over if ")
+    assert printed.startswith(f"note: --save {elsewhere.parent} is claimed by {owner}; this run takes it over if ")
 
 
-def test_another_hosts_run_that_renews_is_there(elsewhere: Path) -> None:
+def test_another_hosts_run_that_renews_is_alive(elsewhere: Path) -> None:
     content = json.loads(elsewhere.read_bytes())
 
     def renew() -> None:
@@ -169,7 +169,7 @@ def test_another_hosts_run_that_renews_is_there(elsewhere: Path) -> None:
     thread.join()
 
 
-def test_a_run_renews_its_lock_and_notices_when_it_is_lost(elsewhere: Path) -> None:
+def test_a_run_renews_its_lock_and_notices_its_loss(elsewhere: Path) -> None:
     elsewhere.unlink()
     mine = take({"--save": str(elsewhere.parent)})
     content = elsewhere.read_bytes()
@@ -180,13 +180,13 @@ def test_a_run_renews_its_lock_and_notices_when_it_is_lost(elsewhere: Path) -> N
     other = replace(Owner.here(), host="node-8")
     elsewhere.unlink()
     elsewhere.write_bytes(other.content())
-    with pytest.raises(UserError, match=r"is not this run's any more.*this run writes no more"):
+    with pytest.raises(UserError, match=r"no longer belongs to this run.*this run stops writing"):
         mine.check()
     mine.release()
-    assert json.loads(elsewhere.read_bytes())["owner"] == asdict(other)  # it is not ours to remove
+    assert json.loads(elsewhere.read_bytes())["owner"] == asdict(other)  # it belongs to another run and stays
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match=r"--save .*file.* cannot be written"):
         take({"--save": str(tmp_path / "file")})

@@ -1,4 +1,4 @@
-"""``--num-train-epochs``: the number of steps, on every rank, and at resume."""
+"""``--num-train-epochs``: the number of steps, on every rank and after resuming."""
 
 import math
 from fractions import Fraction
@@ -17,7 +17,7 @@ from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 
 @given(st.integers(1, 10**6), st.integers(1, 4096), st.integers(1, 1000), st.integers(0, 50))
-def test_the_steps_hold_the_epochs_and_less_than_one_step_more(samples, batch, hundredths, done) -> None:
+def test_the_steps_cover_the_epochs_with_less_than_one_extra_step(samples, batch, hundredths, done) -> None:
     epochs = hundredths / 100
     steps = num_steps_of(epochs, samples, batch)
     assert steps == math.ceil(Fraction(hundredths, 100) * samples / batch)
@@ -26,7 +26,7 @@ def test_the_steps_hold_the_epochs_and_less_than_one_step_more(samples, batch, h
     assert num_steps_of(epochs, samples, batch, done, done * batch, done * batch) == done + steps
 
 
-def test_a_number_of_epochs_is_what_is_written() -> None:
+def test_a_number_of_epochs_is_an_exact_decimal() -> None:
     assert (num_steps_of(0.29, 100, 1), num_steps_of(1.0, 1437, 32), num_steps_of(2.0, 10, 4, 8, 28)) == (29, 45, 8)
 
 
@@ -43,14 +43,14 @@ def flags(inputs: Path, name: str, *more: str, num_stages: int = 1) -> list[str]
 
 
 def test_the_length_is_given_once(inputs: Path) -> None:
-    for more, told in ((("--num-train-epochs", "1", "--train-iters", "3"),
+    for more, message in ((("--num-train-epochs", "1", "--train-iters", "3"),
                         "--train-iters and --num-train-epochs both give the length of the run; keep one"),
                        ((), "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs")):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             load_run(flags(inputs, "twice", *more), 1, {})
 
 
-def test_what_must_fit_the_number_of_steps_is_checked_once_it_is_known(inputs: Path, capsys) -> None:
+def test_settings_are_checked_against_the_number_of_steps(inputs: Path, capsys) -> None:
     """Ten samples in steps of four."""
     assert main(flags(inputs, "late", "--num-train-epochs", "2", "--profile-pipeline", "6", "--check")) == 2
     assert "--profile-pipeline is 6, but the last iteration is --train-iters = 5" in capsys.readouterr().err
@@ -61,15 +61,15 @@ def test_what_must_fit_the_number_of_steps_is_checked_once_it_is_known(inputs: P
 
 
 def test_epochs_train_like_their_number_of_steps_on_every_rank(inputs: Path, capsys) -> None:
-    """Two stages, of which only the first rank counts; the schedule ends with the epochs, also at resume."""
+    """Two stages; only rank 0 counts the samples.  The schedule ends with the epochs, also after resuming."""
     words = ("--load", str(inputs / "hf"), "--deterministic-mode")
     run(inputs, "steps", 2, *words, "--train-iters", "5")
 
     first = flags(inputs, "epochs", "--num-train-epochs", "2", "--deterministic-mode", num_stages=2)
     run_ranks(2, "mm.train", *first, "--exit-interval", "3")
     again = [*first, "--load", str(inputs / "epochs" / "save")]
-    said = run_ranks(2, "mm.train", *again)
-    assert "| epoch: 2.000 | time left: 0:00:00 |" in said
+    printed = run_ranks(2, "mm.train", *again)
+    assert "| epoch: 2.000 | time left: 0:00:00 |" in printed
     found, whole = metrics(inputs, "epochs"), metrics(inputs, "steps")
     assert [row["epoch"] for row in found] == [0.4, 0.8, 1.2, 1.6, 2.0]
     for key in ("loss", "lr", "grad_norm"):

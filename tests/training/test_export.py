@@ -1,4 +1,4 @@
-"""What an export leaves behind when it fails."""
+"""A failed export cleans up."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from mm.training.claim import Claim
 from tests.formats.test_training import write_small
 
 
-def test_an_export_that_fails_removes_the_checkpoint_that_it_was_made_of(one_rank: Any, tmp_path: Path) -> None:
-    """A run without --save writes the weights for the export alone."""
+def test_a_failed_export_removes_its_temporary_checkpoint(one_rank: Any, tmp_path: Path) -> None:
+    """A run without --save writes its weights only for the export."""
     from mm.training.saver import Saver
 
     class Failing(Saver):

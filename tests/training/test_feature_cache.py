@@ -1,4 +1,4 @@
-"""With what a frozen ViT makes kept on disk, the second epoch runs no ViT layer and every bit is as without."""
+"""With a frozen ViT's features cached on disk, the second epoch runs no ViT layer and all results are bit-equal."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, list[int], list[int], bool, tuple[str, ...]]] = {
 
 
 def write_cases(directory: Path) -> None:
-    """Samples with pictures, videos, both and neither; the JSON files of every case, and its command line."""
+    """Samples with pictures, videos, both and neither; the JSON files and command line of every case."""
     write_inputs(directory)
     write_clip(directory / "plain.mp4", even(75))
     write_clip(directory / "turned.mp4", even(60), rotation=90)
@@ -78,12 +78,12 @@ def results(directory: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_bit_is_as_without(results: dict, name: str) -> None:
+def test_results_are_bit_equal_without_the_cache(results: dict, name: str) -> None:
     off, on = (results[name]["metrics"][kind] for kind in ("off", "on"))
     assert len(off) == len(on) == 2 * STEPS_OF_EPOCH
     for key in ("loss", "grad_norm", "num_tokens", "num_patches", "num_images", "consumed_samples"):
         assert [row[key] for row in on] == [row[key] for row in off], key
-    assert len({row["loss"] for row in off}) == 2 * STEPS_OF_EPOCH  # or there would be nothing to compare
+    assert len({row["loss"] for row in off}) == 2 * STEPS_OF_EPOCH  # otherwise the comparison would prove nothing
     for rank in results[name]["ranks"]:
         assert rank["differing"] == []
 
@@ -105,14 +105,14 @@ def test_the_second_epoch_runs_no_layer_of_the_vit(results: dict, name: str) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loop_waits_for_the_device_no_more_than_without(results: dict, name: str) -> None:
+def test_the_cache_causes_no_extra_host_reads(results: dict, name: str) -> None:
     for rank in results[name]["ranks"]:
         off, on = ([epoch["num_read_back"] for epoch in rank[kind]] for kind in ("off", "on"))
         assert on[0] == off[0] > 0 and on[1] <= off[1], (off, on)
 
 
 def test_the_second_epoch_sends_no_patches(results: dict) -> None:
-    """Of the ViT's two stages the first has nothing to send; where the projector is on the first, its tokens go on."""
+    """The first of the ViT's two stages sends nothing; if it has the projector, it still sends visual tokens."""
     sends = {name: [results[name]["ranks"][0][kind][epoch]["num_sends"] for kind in ("off", "on") for epoch in range(2)]
              for name, case in CASES.items() if len(case[1]) == 2}
     for name in ("ViT on two stages", "ViT on two stages, frozen projector"):
@@ -120,15 +120,15 @@ def test_the_second_epoch_sends_no_patches(results: dict) -> None:
     assert len(set(sends["ViT on its own stage"])) == 1 and sends["ViT on its own stage"][0] > 0, sends
 
 
-def test_the_vit_is_the_same_in_every_layout(results: dict) -> None:
-    """So that another layout takes what this one has kept."""
+def test_the_fingerprint_is_the_same_in_every_layout(results: dict) -> None:
+    """So other layouts can use the same cache."""
     found = {rank["fingerprint"] for result in results.values() for rank in result["ranks"]}
     assert len(found) == 1 and None not in found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_another_vit_is_another_one_and_another_llm_is_not(results: dict, name: str) -> None:
-    """One number of a layer differs, on every tensor-parallel rank."""
+def test_the_fingerprint_depends_on_the_vit_and_not_on_the_llm(results: dict, name: str) -> None:
+    """One element of a layer differs on every tensor-parallel rank."""
     for rank in results[name]["ranks"]:
         with_another_llm, another = rank["fingerprint_of_others"]
         assert with_another_llm == rank["fingerprint"] != another

@@ -1,4 +1,4 @@
-"""Updates with groups are those of torch's AdamW with the same groups, in a process group of one.
+"""Updates with groups equal those of torch's AdamW with the same groups, in a process group of one.
 
 In other layouts: tests/test_parity.py.
 """
@@ -24,7 +24,7 @@ UPDATE_TOLERANCE = 1e-5  # of the difference of two steps, by norm of each tenso
 
 
 def settings(name: str) -> tuple[float, float]:
-    """Learning rate and weight decay by our name, said in another way than in ``mm.weights.groups``."""
+    """Learning rate and weight decay by weight name, computed independently of ``mm.weights.groups``."""
     if name.startswith("image_encoder.projector"):
         lr, decay = PROJECTOR_LR, PROJECTOR_DECAY
     elif name.startswith("image_encoder"):
@@ -58,7 +58,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
     return Parts.build(stage, one_rank, args)
 
 
-def test_each_trained_parameter_is_in_its_group_alone(parts) -> None:
+def test_each_trained_parameter_is_only_in_its_group(parts) -> None:
     from mm.training.optimizer_state import owned_states
 
     states = owned_states(parts.optimizer, parts.models)
@@ -70,8 +70,8 @@ def test_each_trained_parameter_is_in_its_group_alone(parts) -> None:
         state.name for state in states)))) == 10
 
 
-def test_two_steps_are_those_of_torchs_adamw(parts) -> None:
-    """The second with half the learning rate, as a schedule would say: every group's is halved."""
+def test_two_steps_equal_torchs_adamw(parts) -> None:
+    """The second step has half the learning rate, as if scheduled, so every group's rate is halved."""
     from mm.training.step import forward_backward
     from mm.training.update import update
 
@@ -79,20 +79,20 @@ def test_two_steps_are_those_of_torchs_adamw(parts) -> None:
     batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
     plan = StepPlan(tuple(batch), BatchTotals.of(batch, parts.stage.model.vision))
     live = dict(parts.stage.named_parameters())
-    ours = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in live.items()}
+    updated = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in live.items()}
     start = {name: parameter.detach().clone() for name, parameter in live.items()}
     groups = [{"params": [one], "lr": settings(name)[0], "weight_decay": settings(name)[1]}
-              for name, one in ours.items()]
+              for name, one in updated.items()]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=False, foreach=False)
     for factor in (1.0, 0.5):
         loss = forward_backward(parts, plan)
-        for (name, parameter), group in zip(ours.items(), adam.param_groups, strict=True):
+        for (name, parameter), group in zip(updated.items(), adam.param_groups, strict=True):
             parameter.grad = live[name].main_grad.clone()
             group["lr"] = settings(name)[0] * factor
         adam.step()
         update(parts.optimizer, loss, LR * factor, parts.mesh, parts.stage.device)
-        moved = {name: ours[name].detach() - start[name] for name in ours}
-        errors = {name: float((live[name].detach() - ours[name].detach()).norm() / moved[name].norm())
-                  for name in ours}
+        moved = {name: updated[name].detach() - start[name] for name in updated}
+        errors = {name: float((live[name].detach() - updated[name].detach()).norm() / moved[name].norm())
+                  for name in updated}
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= UPDATE_TOLERANCE, (worst, errors[worst])

@@ -1,4 +1,4 @@
-"""What a node must offer: the amounts follow from the run's settings, and each finding says what mends it."""
+"""Requirements of a node: amounts follow from the run's settings, and each finding suggests a fix."""
 
 import dataclasses
 import re
@@ -33,11 +33,11 @@ def findings(run: Run, **changes: object) -> tuple[list[str], list[str]]:
     return node_problems(run, dataclasses.replace(PLENTY, **changes), notes), notes
 
 
-def test_a_node_with_plenty_of_everything_has_nothing_to_say(inputs: Path) -> None:
+def test_a_node_with_enough_of_everything_has_no_findings(inputs: Path) -> None:
     assert findings(run_of(inputs, 8)) == ([], [])
 
 
-def test_this_machine_carries_a_run_of_one_rank(inputs: Path) -> None:
+def test_this_machine_can_run_one_rank(inputs: Path) -> None:
     node = Node.here({})
     assert (node.first_rank, node.num_ranks) == (0, 1) and node.versions["torch"].startswith("2.")
     assert node.host_bytes <= psutil.virtual_memory().total and node.open_files > 0
@@ -89,22 +89,23 @@ def test_shared_memory_of_a_container(inputs: Path) -> None:
 def test_host_memory(inputs: Path) -> None:
     run = run_of(inputs, 8, "--global-batch-size", "64")
     (problem,), _ = findings(run, host_bytes=2 << 30)
-    assert re.search(r"2\.00 GiB of host memory are free, and the 8 ranks.*3\.00 for their processes", problem)
+    assert re.search(r"2\.00 GiB of host memory are free, but the 8 ranks.*3\.00 for their processes", problem)
     problems, (note,) = findings(run, host_bytes=4 << 30)
     assert problems == [] and "docker run --memory" in note
 
 
-def test_versions_beside_those_that_were_tested(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = [Requirement(one) for one in re.findall(r'^        "((?:torch|megatron-core|transformers)>=.*)",$',
                                                      (ROOT / "setup.py").read_text(), re.MULTILINE)]
     assert [one.name for one in ranges] == list(machine.PACKAGES)
     monkeypatch.setattr(machine, "_requirements", lambda: ranges)  # an install may be older than the file
     run, tested = run_of(inputs, 8), PLENTY.versions
     _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
-    assert note.startswith("transformers 4.57.0 is not of <6,>=5.8") and "pip install 'transformers<6,>=5.8'" in note
+    assert note.startswith("transformers 4.57.0 is outside the tested range, <6,>=5.8")
+    assert "pip install 'transformers<6,>=5.8'" in note
     assert findings(run, versions={**tested, "torch": "2.11.0a0+eb65b36914.nv26.2"}) == ([], [])
     (problem,), _ = findings(run, versions={**tested, "torch_npu": "2.12.0.post3"})
-    assert "torch is 2.13.0 and torch_npu 2.12.0.post3, which needs its own torch" in problem
+    assert "torch is 2.13.0, but torch_npu is 2.12.0.post3, which needs a matching torch" in problem
     assert "`python -m pip install 'torch==2.12.*'" in problem
     assert findings(run, versions={**tested, "torch_npu": "2.13.0"}) == ([], [])
     _, (note,) = findings(run, versions={**tested, "cuda": "13.0", "nvidia-driver": "550.54.15"})
@@ -112,12 +113,12 @@ def test_versions_beside_those_that_were_tested(inputs: Path, monkeypatch: pytes
     assert findings(run, versions={**tested, "cuda": "12.8", "nvidia-driver": "550.54.15"}) == ([], [])
 
 
-def test_the_names_are_those_of_setup() -> None:
+def test_the_names_match_setup() -> None:
     text = (ROOT / "setup.py").read_text()
     assert f'name="{machine.DISTRIBUTION}"' in text
     assert all(f'"{name}>=' in text for name in machine.PACKAGES)
     assert {one.name for one in machine._requirements()} == set(machine.PACKAGES)
 
 
-def test_the_files_of_a_small_run_are_fewer_than_is_allowed_for() -> None:
+def test_a_small_run_opens_fewer_files_than_allowed_for() -> None:
     assert psutil.Process().num_fds() < machine.FILES_OF_A_RANK

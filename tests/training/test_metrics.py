@@ -1,4 +1,4 @@
-"""The log line keeps its shape: the peer's awk finds what it looks for."""
+"""The log line has MindSpeed-MM's format: its awk scripts still work."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def _awk(line: str, program: str, separator: str) -> str:
     ).stdout.strip()
 
 
-def test_the_peers_awk_reads_the_line() -> None:
+def test_mindspeeds_awk_script_reads_the_line() -> None:
     line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
     field = _awk(line, "{print$5}", ":")
     assert _awk(field, "{print$1}", "|") == "870.0"
@@ -50,7 +50,7 @@ def test_the_peers_awk_reads_the_line() -> None:
     assert _awk(tokens, "{print$1}", "|") == "689.0"
 
 
-def test_the_line_is_the_peers_to_the_letter() -> None:
+def test_the_line_equals_mindspeeds() -> None:
     line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
         " [TIME] iteration        5/   10000 | consumed samples:          960 | elapsed time per iteration (ms): 870.0 "
@@ -107,8 +107,8 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
     assert list((tmp_path / "board").iterdir())
 
 
-def test_a_resumed_run_that_is_killed_at_once_has_lost_no_row(tmp_path: Path) -> None:
-    """Whatever change to the disk is the last: the file is there, with all rows that are kept."""
+def test_a_resumed_run_that_is_killed_at_once_loses_no_row(tmp_path: Path) -> None:
+    """Whichever disk change is the last, the file exists with all rows that are kept."""
     path = tmp_path / "metrics.jsonl"
     rows = "".join(json.dumps({"kind": "step", "iteration": iteration}) + "\n" for iteration in range(1, 6)) + '{"it'
     point, was_killed = 0, True
@@ -123,12 +123,12 @@ def test_a_resumed_run_that_is_killed_at_once_has_lost_no_row(tmp_path: Path) ->
     assert [row["iteration"] for row in json_lines(path)] == [1, 2, 3]
 
 
-def test_a_full_log_dir_is_told_by_the_file_that_did_not_fit(tmp_path: Path) -> None:
-    """/dev/full takes no byte, as a full disk does."""
+def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
+    """/dev/full rejects every write, like a full disk."""
     args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
                   "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
 
-    def told(write: Callable[[], object], name: str) -> None:
+    def reports(write: Callable[[], object], name: str) -> None:
         with pytest.raises(UserError) as caught:
             write()
         assert str(caught.value) == (f"--log-dir: {tmp_path / name} cannot be written (No space left on device); free "
@@ -138,7 +138,7 @@ def test_a_full_log_dir_is_told_by_the_file_that_did_not_fit(tmp_path: Path) -> 
         (tmp_path / name).symlink_to("/dev/full")
 
     fill("run.json")
-    told(lambda: MetricsWriter(args, {}, 0), "run.json")
+    reports(lambda: MetricsWriter(args, {}, 0), "run.json")
     (tmp_path / "run.json").unlink()
     writer = MetricsWriter(args, {}, 0)
     (number,) = (int(one.name) for one in Path("/proc/self/fd").iterdir()
@@ -146,18 +146,18 @@ def test_a_full_log_dir_is_told_by_the_file_that_did_not_fit(tmp_path: Path) -> 
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, number)
     os.close(full)
-    told(lambda: writer.write(STEP), "metrics.jsonl")
-    told(writer.close, "metrics.jsonl")
+    reports(lambda: writer.write(STEP), "metrics.jsonl")
+    reports(writer.close, "metrics.jsonl")
     spans = (Span(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
     fill("pipeline_step_3.svg")
-    told(lambda: write_timeline(tmp_path / "pipeline_step_3", [RankRecord(0, 0, 0, 0, "1 ViT", (), spans)], 3),
+    reports(lambda: write_timeline(tmp_path / "pipeline_step_3", [RankRecord(0, 0, 0, 0, "1 ViT", (), spans)], 3),
          "pipeline_step_3.svg")
     quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
     fill(LEDGER)
-    told(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)
+    reports(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)
 
 
-def test_rows_say_what_they_are_of(tmp_path: Path) -> None:
+def test_rows_have_their_kind(tmp_path: Path) -> None:
     args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
                   "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
     writer = MetricsWriter(args, {}, 0)
@@ -170,14 +170,14 @@ def test_rows_say_what_they_are_of(tmp_path: Path) -> None:
 
 
 def test_epoch_and_time_left_end_the_line() -> None:
-    """After all that the peer's line has; its scripts split at colons and count from the front."""
+    """After MindSpeed-MM's fields, because its scripts split at colons and count from the start."""
     line = log_line([replace(STEP, epoch=1.25)], 10000, log_tps=True, log_throughput=False, seconds_left=7984.6)
     plain = log_line([STEP], 10000, log_tps=True, log_throughput=False)
     assert line[22:] == f"{plain[22:]} epoch: 1.250 | time left: 2:13:05 |"
     assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
 
 
-def test_the_time_left_is_that_of_the_median_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_time_left_is_computed_from_the_median_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
                   "10", "--lr", "1", "--log-dir", str(tmp_path), "--log-interval", "1"])  # fmt: skip
     writer = MetricsWriter(args, {}, 0)

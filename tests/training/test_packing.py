@@ -1,4 +1,4 @@
-"""Packing and balance change who computes what and nothing else: loss and gradient of each step are the plain run's."""
+"""Packing and balancing only redistribute work: loss and gradient of each step equal the plain run's."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ LIKE_PLAIN = ("packed evenly", "packed", "balanced", "chunks", "buckets")
 
 
 def write_cases(directory: Path) -> None:
-    """The files of every case, and its command line."""
+    """The files and command line of every case."""
     write_inputs(directory)
     for name, (dataset_param, dataloader_param, flags) in CASES.items():
         data = json.loads((directory / "data.json").read_text())
@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.parametrize(("name", "reference"), [
     *((name, "plain") for name in LIKE_PLAIN), ("sample, packed evenly", "sample")])
-def test_loss_and_gradient_of_each_step_are_the_plain_runs(results: dict, name: str, reference: str) -> None:
+def test_loss_and_gradient_of_each_step_equal_the_plain_runs(results: dict, name: str, reference: str) -> None:
     found, expected = results[name]["metrics"], results[reference]["metrics"]
     assert [row["iteration"] for row in found] == [1, 2, 3]
     for key in ("num_tokens", "num_target_tokens", "num_patches", "consumed_samples", "lr"):
@@ -58,8 +58,8 @@ def test_loss_and_gradient_of_each_step_are_the_plain_runs(results: dict, name: 
         assert values == pytest.approx(others, rel=2e-6), key  # measured: 2.9e-7
 
 
-def test_the_runs_differ_in_who_takes_what(results: dict) -> None:
-    """Or the test above would show nothing."""
+def test_the_runs_differ_in_the_distribution_of_samples(results: dict) -> None:
+    """Otherwise the test above would prove nothing."""
     dealt = {name: result["microbatches"] for name, result in results.items()}
     for name in CASES:
         for step, plain in zip(dealt[name], dealt["plain"], strict=True):

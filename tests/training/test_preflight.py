@@ -1,4 +1,4 @@
-"""What is refused before any device is touched: broken or foreign files, and targets that must not be written."""
+"""Errors found before any device is used: broken or foreign files, and targets that must not be written."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def inputs(tmp_path: Path) -> Path:
     return make_inputs(tmp_path)
 
 
-def test_a_good_run_has_no_problems_and_only_the_index_of_the_samples_is_written(inputs: Path):
+def test_a_good_run_has_no_problems_and_writes_only_the_index(inputs: Path):
     before = sorted(inputs.rglob("*"))
     assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
                     str(inputs / "new")) == []
@@ -32,7 +32,7 @@ def test_a_good_run_has_no_problems_and_only_the_index_of_the_samples_is_written
     assert len(list((inputs / ".mm-index").glob("*.rows"))) == 1
 
 
-def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
+def test_all_problems_are_reported_together(inputs: Path):
     shutil.copytree(inputs / "hf", inputs / "cut")
     os.truncate(inputs / "cut/model.safetensors", 1000)
     (inputs / "full").mkdir()
@@ -49,7 +49,7 @@ def test_everything_that_is_wrong_is_told_at_once(inputs: Path):
     assert (inputs / "full/file").read_text() == "mine"
 
 
-def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
+def test_a_pattern_that_matches_no_weight_is_a_problem(inputs: Path):
     found = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5", "--freeze-modules", "embd")
     assert found[0] == "--freeze-modules has 'embd', which is in no name of a weight (did you mean 'embedding'?)"
     assert found[1].startswith("--lr-scale-modules has 'visoin', which is in no name of a weight; names begin with ")
@@ -61,20 +61,20 @@ def test_a_word_that_names_no_weight_is_a_problem(inputs: Path):
     (("--load", "hf"), ("--lora-rank-pattern", "q_prj=4", "--lr-scale-modules", "lora_A", "--lr-mult", "2")),
 ])
 def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
-    """That nothing is left to train, and that no rank fits, follows from it."""
+    """Consequences, that nothing is left to train and that no rank fits, are not reported."""
     (problem,) = problems(inputs, *(str(inputs / one) if one == "hf" else one for one in load),
                           "--lora-target-modules", "q_prj", *more)
     assert problem == "--lora-target-modules has 'q_prj', which names no linear layer (did you mean 'q_proj'?)"
 
 
-def test_a_wrong_name_of_what_is_trained_is_one_problem(inputs: Path):
-    """It was to be all that is trained, so nothing is."""
+def test_a_wrong_name_of_a_trainable_module_is_one_problem(inputs: Path):
+    """It is the only trained module, but that nothing is trained is not reported as well."""
     (problem,) = problems(inputs, "--freeze-modules", "*", "--trainable-modules", "finl", "--lr-scale-modules",
                           "layernorm", "--lr-mult", "2")
     assert problem.startswith("--trainable-modules has 'finl', which is in no name of a weight; names begin with ")
 
 
-def test_features_are_kept_of_a_frozen_vit_only(inputs: Path):
+def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
     kept = ("--vision-feature-cache", str(inputs / "kept"))
     (problem,) = problems(inputs, *kept)
     assert "--vision-feature-cache keeps what the ViT makes" in problem and "vision_encoder.freeze to true" in problem
@@ -96,7 +96,7 @@ def test_weights_that_cannot_be_loaded(inputs: Path, name, content, what):
     assert what in problem
 
 
-def test_an_unfinished_checkpoint_is_refused(inputs: Path):
+def test_an_unfinished_checkpoint_is_rejected(inputs: Path):
     (inputs / "save/iter_0000004").mkdir(parents=True)
     (inputs / "save/latest_checkpointed_iteration.txt").write_text("4")
     (problem,) = problems(inputs, "--load", str(inputs / "save"))
@@ -111,22 +111,22 @@ def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 
 
 
 @pytest.mark.parametrize("format", Format)
-def test_a_converted_directory_is_in_order(inputs: Path, format):
+def test_a_converted_directory_is_accepted(inputs: Path, format):
     assert problems(inputs, "--load", str(converted(inputs, format))) == []
 
 
-def test_every_problem_of_a_converted_directory_is_told_at_once(inputs: Path, capsys):
+def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Path, capsys):
     path = converted(inputs, Format.TORCH, tp_size=2)
     files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
     for file in files:
         os.truncate(file, 5000)
     capsys.readouterr()
     assert main(flags(inputs, "--check", "--load", str(path), "--save", str(path))) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3
-    for file, problem in zip(files, told[:2], strict=True):
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 3
+    for file, problem in zip(files, printed[:2], strict=True):
         assert problem.startswith(f"error: {file} starts like a file of torch.save") and "truncated" in problem
-    assert told[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
+    assert printed[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
 
 
 def test_missing_files_of_a_converted_directory(inputs: Path):
@@ -154,7 +154,7 @@ def test_a_converted_directory_of_another_model(inputs: Path):
     assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 5.0" in found[1]
 
 
-def test_of_a_directory_that_mindspeed_trained_the_optimizer_state_is_left_out(inputs: Path):
+def test_the_optimizer_state_of_a_mindspeed_checkpoint_is_not_read(inputs: Path):
     path = converted(inputs, Format.TORCH)
     (path / "manifest.json").unlink()
     (path / "release").rename(path / "iter_0000100")
@@ -162,7 +162,8 @@ def test_of_a_directory_that_mindspeed_trained_the_optimizer_state_is_left_out(i
     assert problems(inputs, "--load", str(path), "--finetune") == []
     assert problems(inputs, "--load", str(path), "--no-load-optim") == []
     (problem,) = problems(inputs, "--load", str(path))
-    assert "add --no-load-optim to go on from that iteration" in problem and "--finetune to start at step 0" in problem
+    assert "add --no-load-optim to continue from that iteration" in problem
+    assert "--finetune to start at step 0" in problem
 
 
 def test_checking_imports_no_megatron():
@@ -179,7 +180,7 @@ def test_a_directory_that_cannot_be_written(inputs: Path):
     assert "--save" in problem and "cannot be written" in problem
 
 
-def test_an_export_over_its_base_is_refused(inputs: Path):
+def test_an_export_over_its_base_is_rejected(inputs: Path):
     for target in (inputs / "hf", inputs / "hf" / ".." / "hf", inputs):
         (problem,) = problems(inputs, "--export-hf", str(target))
         assert problem.startswith("--export-hf: The target ") and "is or contains the base directory" in problem
@@ -192,7 +193,7 @@ def test_a_damaged_base_is_reported_once(inputs: Path):
         assert "model.safetensors (1000 bytes) is truncated" in problem
 
 
-def test_what_is_missing_is_left_to_the_notes_of_a_dry_run(inputs: Path):
+def test_missing_files_are_only_notes_in_a_dry_run(inputs: Path):
     shutil.rmtree(inputs / "hf")
     (inputs / "samples.json").unlink()
     assert problems(inputs, "--dry-run", "--load", "nowhere", "--export-hf", str(inputs / "new")) == []
@@ -200,17 +201,17 @@ def test_what_is_missing_is_left_to_the_notes_of_a_dry_run(inputs: Path):
         problems(inputs, "--check")
 
 
-def test_check_says_all_is_well_or_ends_with_status_2(inputs: Path, capsys):
+def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
     assert main(flags(inputs, "--check")) == 0
     assert "stops this run" in capsys.readouterr().out
     (inputs / "samples.json").write_text("[{}]")
     assert main(flags(inputs, "--check")) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error: ") and "samples.json:1" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and "samples.json:1" in printed.err
 
 
-def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inputs: Path):
+def test_a_script_reports_an_error_once_exits_with_status_2_and_writes_nothing(inputs: Path):
     environment = os.environ | {
         "PYTHON": sys.executable, "MM_MODEL": str(inputs / "model_1.json"), "MM_DATA": str(inputs / "data.json"),
         "LOAD_PATH": str(inputs / "nowhere"), "SAVE_PATH": str(inputs / "save"), "LOG_DIR": str(inputs / "logs"),
@@ -225,7 +226,7 @@ def test_a_script_tells_a_mistake_once_ends_with_status_2_and_writes_nothing(inp
     assert not (inputs / "logs").exists() and not (inputs / "save").exists()
 
 
-def test_another_model_in_the_hf_directories_is_refused(inputs: Path):
+def test_another_model_in_the_hf_directories_is_rejected(inputs: Path):
     directory = inputs / "other"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))

@@ -1,4 +1,4 @@
-"""What is found wrong or strange in the samples before any device is touched."""
+"""Problems and notes on the samples, found before any device is used."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def inputs(tmp_path: Path) -> Path:
     return make_inputs(tmp_path)
 
 
-def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
+def test_a_picture_that_the_selected_rule_cannot_resize_is_found(inputs: Path):
     Image.new("RGB", (1000, 4)).save(inputs / "strip.png")
     records = json.loads((inputs / "samples.json").read_text())
     records[0] |= {"images": ["strip.png"]}
@@ -35,33 +35,33 @@ def test_a_picture_that_the_rule_in_force_cannot_take_is_found(inputs: Path):
     assert problems(inputs, "--seq-length", "512") == []
 
 
-def test_pictures_that_the_peer_makes_larger_are_noted_once(inputs: Path):
+def test_pictures_that_mindspeed_would_enlarge_are_noted_once(inputs: Path):
     Image.new("RGB", (640, 480)).save(inputs / "large.png")
     records = [{"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}],
                 "images": ["large.png"]}] * 3
     (inputs / "samples.json").write_text(json.dumps(records))
     set_preprocessing(inputs, image_max_pixels=262144)
 
-    def told() -> list[str]:
+    def found_notes() -> list[str]:
         found = check(load_run(flags(inputs, "--seq-length", "512"), 1, {})).samples
         assert found.problems == []
         return found.notes
 
-    (note,) = told()
+    (note,) = found_notes()
     assert "large.png becomes 315 tokens" in note and "which makes 336" in note
     for rule in ("transformers", "llamafactory"):
         set_preprocessing(inputs, image_resize=rule)
-        assert told() == []
+        assert found_notes() == []
 
 
-def test_fewer_samples_than_a_step_takes_are_noted(inputs: Path):
+def test_fewer_samples_than_a_step_needs_are_noted(inputs: Path):
     found = check(load_run(flags(inputs, "--global-batch-size", "4"), 1, {})).samples
     assert found.problems == []
     assert "1 samples are fewer than the 4 of one step: each step repeats some" in found.notes
 
 
-def test_other_data_than_the_checkpoints_are_found(inputs: Path):
-    """By a rate, here; an older version's checkpoint does not say, and what is missing is told elsewhere."""
+def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
+    """Here a rate differs.  An older version's checkpoint has no data facts, and missing files are tested elsewhere."""
     run = load_run(flags(inputs), environment={})
     (contents,) = Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64)).contents()
 
@@ -108,8 +108,8 @@ def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
 
 
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])
-def test_settings_of_videos_are_asked_for_where_there_are_videos(inputs: Path, bad_sample: str):
-    """Their absence is one problem of the checkpoint, not one of each sample, which could be left out."""
+def test_video_settings_are_required_if_there_are_videos(inputs: Path, bad_sample: str):
+    """Their absence is one problem of the checkpoint, not one per sample, which could be skipped."""
     settings = json.loads((inputs / "hf/preprocessor_config.json").read_text())
     (inputs / "hf/preprocessor_config.json").unlink()
     (inputs / "hf/processor_config.json").write_text(json.dumps({"image_processor": settings}))
@@ -124,8 +124,8 @@ def test_settings_of_videos_are_asked_for_where_there_are_videos(inputs: Path, b
                               f"video_processor, and ")
 
 
-def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
-    """A picture whose header is right and whose pixels are not, a question that is too long, and one without answer."""
+def test_questions_for_the_model_in_training_are_fully_checked(inputs: Path):
+    """A picture with a good header and bad pixels, a question that is too long, and one without an answer."""
     Image.new("RGB", (56, 56), "red").save(inputs / "whole.png")
     (inputs / "cut.png").write_bytes((inputs / "whole.png").read_bytes()[:60])
     asked = [{"question": "What?", "image": "whole.png", "answer": "red"}, {"question": "What?", "answer": ["1", "2"]}]
@@ -149,8 +149,8 @@ def test_questions_for_the_model_in_training_are_read_to_the_end(inputs: Path):
                        "--eval-generate-rule", "exact"), environment={})
 
 
-def test_samples_that_are_left_out_are_counted_beforehand(inputs: Path, capsys):
-    """4 of 10 for training and 1 of 2 for validation; too many end with status 2, as training would."""
+def test_skipped_samples_are_counted_beforehand(inputs: Path, capsys):
+    """4 of 10 for training and 1 of 2 for validation; too many exit with status 2, as in training."""
     (good,) = json.loads((inputs / "samples.json").read_text())
     records = [{"id": f"bad-{number}", "messages": []} if number in (0, 3, 4, 7) else good for number in range(10)]
     (inputs / "samples.json").write_text(json.dumps(records))
@@ -160,13 +160,13 @@ def test_samples_that_are_left_out_are_counted_beforehand(inputs: Path, capsys):
     (inputs / "data.json").write_text(json.dumps(data))
     given = flags(inputs, "--bad-sample", "skip", "--check")
     assert main([*given, "--max-bad-fraction", "0.5"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for note in ("4 of 10 samples for training cannot be used and are left out (--bad-sample skip)",
                  "1 of 2 samples for validation cannot be used and are left out (--bad-sample skip)"):
-        assert f"note: {note}\n" in told
+        assert f"note: {note}\n" in printed
     assert main([*given[:-1], "--dry-run", "--max-bad-fraction", "0.5"]) == 0
-    told = capsys.readouterr().out
-    assert "Notes:\n" in told and "  - 4 of 10 samples for training cannot be used" in told
+    printed = capsys.readouterr().out
+    assert "Notes:\n" in printed and "  - 4 of 10 samples for training cannot be used" in printed
     assert main([*given, "--max-bad-fraction", "0.4"]) == 2
     (problem,) = capsys.readouterr().err.splitlines()
     assert problem.startswith("error: validation: 1 of 2 samples cannot be used, more than --max-bad-fraction 0.4 ")

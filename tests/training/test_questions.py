@@ -1,4 +1,4 @@
-"""A model in training answers as its checkpoint does when ``mm.evaluate`` asks it, and the training is unchanged."""
+"""A model in training answers like its checkpoint in ``mm.evaluate``, and the training is unchanged."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.scoring.tables import encoded, write_table
 from tests.tiny_inputs import short_flags, write_inputs
 
 OWN = ("rule", "anls", "samples.json")
-"""Ten questions, two batches, which two replicas share."""
+"""Ten questions in two batches, shared by two replicas."""
 TABLE = ("benchmark", "docvqa", "docvqa.tsv")
 LORA = ("--lora-target-modules", "all-linear", "--lora-r", "4", "--lora-dropout", "0.1")
 MOVING: dict[str, tuple[str, tuple[str, ...]]] = {  # model JSON, flags; trained with questions and without
@@ -45,7 +45,7 @@ def training(root: Path, name: str, model: str, num_steps: int, *flags: str) -> 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case trained, and its last checkpoint asked by ``mm.evaluate`` on one rank."""
+    """Train every case, and evaluate its last checkpoint with ``mm.evaluate`` on one rank."""
     root = tmp_path_factory.mktemp("questions")
     write_files(root)
     runs, evaluations = {}, []
@@ -73,7 +73,7 @@ def results(root: Path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_of_the_checkpoint(root: Path, results: dict, name: str) -> None:
+def test_answers_equal_the_checkpoints(root: Path, results: dict, name: str) -> None:
     folder = root / name / "answers" / f"iter_{last_step(name):07d}"
     assert sorted(path.name for path in folder.iterdir()) == ["predictions.jsonl", "scores.json"]
     for file in ("predictions.jsonl", "scores.json"):
@@ -81,15 +81,15 @@ def test_answers_are_those_of_the_checkpoint(root: Path, results: dict, name: st
     predictions = json_lines(folder / "predictions.jsonl")
     assert len(predictions) == (3 if name == "tp2" else 10) and any(one["prediction"] for one in predictions)
     scores = json.loads((folder / "scores.json").read_text())
-    told = [row for row in results[name]["rows"] if "validation_score_percent" in row]
-    assert [row["iteration"] for row in told] == ([2, 3] if name in MOVING else [1])
-    assert told[-1]["validation_score_percent"] == scores["overall"]["score_percent"]
-    assert told[-1]["num_questions"] == len(predictions)
-    assert told[-1]["num_cut_answers"] == scores["num_cut_answers"]
+    rows = [row for row in results[name]["rows"] if "validation_score_percent" in row]
+    assert [row["iteration"] for row in rows] == ([2, 3] if name in MOVING else [1])
+    assert rows[-1]["validation_score_percent"] == scores["overall"]["score_percent"]
+    assert rows[-1]["num_questions"] == len(predictions)
+    assert rows[-1]["num_cut_answers"] == scores["num_cut_answers"]
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_the_training_is_the_same_to_the_bit(root: Path, results: dict, name: str) -> None:
+def test_the_training_is_bit_equal(root: Path, results: dict, name: str) -> None:
     found, without = results[name], results[f"{name}, without"]
     steps = [[row for row in result["rows"] if "loss" in row] for result in (found, without)]
     for key in ("loss", "grad_norm", "num_tokens", "consumed_samples"):

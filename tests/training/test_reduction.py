@@ -1,4 +1,4 @@
-"""Gradients that are summed in bf16 are those in fp32 to rounding, whatever the layout.
+"""Gradients summed in bf16 equal those in fp32 up to rounding, on any layout.
 
 That such a run resumes to the bit: tests/training/test_checkpoint.py.
 """

@@ -1,4 +1,4 @@
-"""The learning rate is Megatron's, and so is what becomes of it when a run goes on with other settings."""
+"""The learning rate equals Megatron's, also after a run continues with other settings."""
 
 import types
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from tests.files import EXAMPLES  # noqa: E402
 
 
 def megatrons(rate: LearningRate, num_samples: int, **flags: bool) -> OptimizerParamScheduler:
-    theirs = OptimizerParamScheduler(
+    megatron = OptimizerParamScheduler(
         types.SimpleNamespace(param_groups=[]),
         init_lr=rate.warmup_init, max_lr=rate.max_lr, min_lr=rate.min_lr, lr_warmup_steps=rate.warmup_samples,
         lr_decay_steps=rate.decay_samples, lr_decay_style=rate.decay_style, start_wd=0.0, end_wd=0.0, wd_incr_steps=1,
         wd_incr_style="constant", **{"use_checkpoint_opt_param_scheduler": False, **flags},
     )  # fmt: skip
-    theirs.num_steps = num_samples
-    return theirs
+    megatron.num_steps = num_samples
+    return megatron
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
@@ -42,8 +42,8 @@ def megatrons(rate: LearningRate, num_samples: int, **flags: bool) -> OptimizerP
     warmup=st.integers(0, 50), decay=st.integers(60, 200), step=st.integers(0, 250), min_lr=st.sampled_from([0, 1e-6])
 )
 def test_schedule_equals_megatron(style: str, warmup: int, decay: int, step: int, min_lr: float) -> None:
-    ours = LearningRate(1e-4, min_lr, 1e-7, warmup, decay, style)
-    assert ours.at(step) == pytest.approx(megatrons(ours, step).get_lr({}), rel=1e-12, abs=1e-18)
+    schedule = LearningRate(1e-4, min_lr, 1e-7, warmup, decay, style)
+    assert schedule.at(step) == pytest.approx(megatrons(schedule, step).get_lr({}), rel=1e-12, abs=1e-18)
 
 
 LoadRun = Callable[..., Run]
@@ -52,7 +52,7 @@ WITHOUT = {OVERRIDE: "override_opt_param_scheduler", USE_CHECKPOINT: "use_checkp
 
 @pytest.fixture
 def load(tmp_path: Path) -> LoadRun:
-    """Settings of a run: 6 steps of 8 samples; flags that are given again count."""
+    """Settings of a run: 6 steps of 8 samples; a repeated flag overrides."""
     data = (EXAMPLES / "data_tiny.json").read_text(encoding="utf-8").replace("runs/demo/checkpoint", str(tmp_path))
     (tmp_path / "data.json").write_text(data, encoding="utf-8")
 
@@ -67,7 +67,7 @@ def load(tmp_path: Path) -> LoadRun:
 
 
 def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Sources:
-    """What ``run`` has saved after so many iterations."""
+    """A checkpoint of ``run`` after so many iterations."""
     kept = (schedule or Schedule.of(run)).to_json()
     temporary = files.begin(folder / "save", iteration, 0)
     consumed = iteration * run.global_batch_size
@@ -96,7 +96,7 @@ def opened(path: Path, run: Run) -> Sources:
     (("--vision-tower-lr", "1e-4"), "the learning rate of the ViT was that of the others and is 0.0001 now"),
     (("--lr-mult", "0.5", "--lr-scale-modules", "mlp"), "--lr-scale-modules was absent and is mlp now"),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else "")
-def test_each_other_setting_is_refused_or_chosen(flags, what: str, load: LoadRun, tmp_path: Path) -> None:
+def test_each_changed_setting_is_rejected_or_selected(flags, what: str, load: LoadRun, tmp_path: Path) -> None:
     before = load()
     sources, then = checkpoint(tmp_path, before), Schedule.of(before)
     assert scheduled(before, sources) == (before, then, ())
@@ -119,17 +119,17 @@ def test_each_other_setting_is_refused_or_chosen(flags, what: str, load: LoadRun
 
 @pytest.mark.parametrize("flag", WITHOUT)
 @pytest.mark.parametrize("flags", [(), ("--global-batch-size", "4"), ("--lr", "1e-3", "--train-iters", "9")])
-def test_what_follows_is_what_megatron_does(flags, flag: str, load: LoadRun, tmp_path: Path) -> None:
+def test_the_resulting_schedule_equals_megatrons(flags, flag: str, load: LoadRun, tmp_path: Path) -> None:
     before = load()
     sources = checkpoint(tmp_path, before)
     state = megatrons(Schedule.of(before).learning_rate, 24).state_dict()
     now = load(*flags, flag)
-    theirs = megatrons(Schedule.of(now).learning_rate, 0, **{WITHOUT[flag]: True})
-    theirs.load_state_dict(state)
-    _, ours, _ = scheduled(now, sources)
+    megatron = megatrons(Schedule.of(now).learning_rate, 0, **{WITHOUT[flag]: True})
+    megatron.load_state_dict(state)
+    _, schedule, _ = scheduled(now, sources)
     for consumed in range(24, 80, now.global_batch_size):
-        theirs.num_steps = consumed
-        assert ours.at(consumed) == pytest.approx(theirs.get_lr({}), rel=1e-12)
+        megatron.num_steps = consumed
+        assert schedule.at(consumed) == pytest.approx(megatron.get_lr({}), rel=1e-12)
     refuses = megatrons(Schedule.of(now).learning_rate, 0)
     if flags:
         with pytest.raises(AssertionError, match="do not match"):
@@ -138,23 +138,24 @@ def test_what_follows_is_what_megatron_does(flags, flag: str, load: LoadRun, tmp
         refuses.load_state_dict(state)
 
 
-def test_with_the_checkpoints_schedule_a_smaller_batch_goes_on_smoothly(load: LoadRun, tmp_path: Path) -> None:
-    """Six steps of 8 samples, or three of 8 and six of 4: the rate is the same after as many samples."""
+def test_with_the_checkpoints_schedule_a_smaller_batch_continues_smoothly(load: LoadRun, tmp_path: Path) -> None:
+    """Six steps of 8 samples, or three of 8 and six of 4: the rate is the same after the same number of samples."""
     before = load()
     sources = checkpoint(tmp_path, before)
-    _, ours, _ = scheduled(load("--global-batch-size", "4", "--train-iters", "9", USE_CHECKPOINT), sources)
-    assert [ours.at(consumed) for consumed in range(24, 48, 8)] == [
+    _, schedule, _ = scheduled(load("--global-batch-size", "4", "--train-iters", "9", USE_CHECKPOINT), sources)
+    assert [schedule.at(consumed) for consumed in range(24, 48, 8)] == [
         Schedule.of(before).at(consumed) for consumed in range(24, 48, 8)]
-    assert ours.at(24) == pytest.approx(1.4e-3, rel=0.1) and ours.at(28) < ours.at(24) and ours.at(44) > 1e-4
+    assert schedule.at(24) == pytest.approx(1.4e-3, rel=0.1)
+    assert schedule.at(28) < schedule.at(24) and schedule.at(44) > 1e-4
 
 
-def test_as_many_samples_in_other_steps_are_the_same_schedule(load: LoadRun, tmp_path: Path) -> None:
+def test_the_schedule_depends_on_samples_not_steps(load: LoadRun, tmp_path: Path) -> None:
     sources = checkpoint(tmp_path, load("--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.2"))
     scheduled(load("--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.2", "--global-batch-size", "4", "--train-iters",
                    "12"), sources)
 
 
-def test_what_has_no_effect_may_differ(load: LoadRun, tmp_path: Path) -> None:
+def test_settings_without_effect_may_differ(load: LoadRun, tmp_path: Path) -> None:
     constant = ("--lr-decay-style", "constant")
     sources = checkpoint(tmp_path, load(*constant))
     scheduled(load(*constant, "--train-iters", "9", "--min-lr", "0"), sources)
@@ -162,12 +163,12 @@ def test_what_has_no_effect_may_differ(load: LoadRun, tmp_path: Path) -> None:
     scheduled(load("--train-iters", "3"), sources)  # to export: nothing is trained
 
 
-def test_without_the_optimizer_the_schedule_begins_anew(load: LoadRun, tmp_path: Path) -> None:
-    """And goes on from there when that run is resumed."""
+def test_without_the_optimizer_the_schedule_restarts(load: LoadRun, tmp_path: Path) -> None:
+    """And continues from there when that run is resumed."""
     sources = checkpoint(tmp_path, load())
     now = load("--lr", "1e-3", "--no-load-optim")
     run, schedule, (note,) = scheduled(now, sources)
-    assert run is now and note.startswith("--no-load-optim: the learning rate's schedule begins anew after iteration 3")
+    assert run is now and note.startswith("--no-load-optim: the learning-rate schedule restarts after iteration 3")
     assert [schedule.at(24 + consumed) for consumed in (0, 8, 16)] == [
         Schedule.of(now).at(consumed) for consumed in (0, 8, 16)]
     later = checkpoint(tmp_path, load("--lr", "1e-3"), iteration=5, schedule=schedule)
@@ -176,7 +177,7 @@ def test_without_the_optimizer_the_schedule_begins_anew(load: LoadRun, tmp_path:
     assert scheduled(load("--lr", "5e-3", "--finetune"), later)[1].began_at == 0
 
 
-def test_an_older_versions_checkpoint_says_nothing(load: LoadRun, tmp_path: Path) -> None:
+def test_an_older_versions_checkpoint_has_no_schedule(load: LoadRun, tmp_path: Path) -> None:
     run = load()
     folder = files.begin(tmp_path / "save", 3, 0)
     path = files.commit(folder, files.Manifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
@@ -184,7 +185,7 @@ def test_an_older_versions_checkpoint_says_nothing(load: LoadRun, tmp_path: Path
     assert schedule == Schedule.of(run) and "which an older version saved" in note
 
 
-def test_a_schedule_is_kept_whole(load: LoadRun) -> None:
+def test_a_schedule_is_saved_completely(load: LoadRun) -> None:
     run = load("--vision-tower-lr", "1e-4", "--lr-scale-modules", "mlp", "norm", "--lr-mult", "0.5")
     schedule = Schedule.of(run, began_at=8)
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -193,6 +194,6 @@ def test_a_schedule_is_kept_whole(load: LoadRun) -> None:
     assert Schedule.of(schedule.put_into(other), began_at=8) == schedule
 
 
-def test_both_flags_are_refused(load: LoadRun) -> None:
+def test_both_flags_together_are_rejected(load: LoadRun) -> None:
     with pytest.raises(UserError, match="are both given; keep one"):
         load(*WITHOUT)

@@ -1,4 +1,4 @@
-"""One optimizer step alone, in a process group of one.  That it is transformers' step: tests/test_parity.py."""
+"""A single optimizer step in a process group of one.  tests/test_parity.py compares it with transformers."""
 
 from collections import Counter
 from typing import Any
@@ -18,7 +18,7 @@ LR = 1e-3
 
 @pytest.fixture
 def parts(one_rank: Any, request: pytest.FixtureRequest):
-    """The small model with transformers' random weights; more flags are the fixture's parameter."""
+    """The small model with transformers' random weights; the fixture's parameter adds flags."""
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
@@ -67,7 +67,7 @@ def test_steps_change_every_weight_and_lower_the_loss(parts, plan: StepPlan) -> 
     indirect=True, ids=" ".join,
 )  # fmt: skip
 def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
-    """Of weights, gradients, fp32 copies and moments, with weight decay."""
+    """In weights, gradients, fp32 copies and moments, with weight decay."""
     from mm.training.optimizer_state import owned_states
     from mm.training.step import step
 
@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(parts, plan: StepPlan) -> N
     with torch.no_grad():
         parts.stage.get_parameter("text_decoder.decoder.final_layernorm.weight")[0] = torch.nan
     before = weights_of(parts)
-    with pytest.raises(AgreedError, match="the loss is nan, so no weight was changed by it"):
+    with pytest.raises(AgreedError, match="the loss is nan, so no weight was changed"):
         step(parts, plan, LR)
     for name, weight in weights_of(parts).items():
         assert torch.equal(weight.nan_to_num(0.5), before[name].nan_to_num(0.5)), name

@@ -1,4 +1,4 @@
-"""From moments to spans, shares, the trace and the picture of a step."""
+"""Conversion of moments to spans, shares, the trace and the picture of a step."""
 
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @st.composite
 def activities(draw_one, depth: int = 2) -> list:
-    """Activities one after another, each with those inside it."""
+    """Consecutive activities, each with nested ones."""
     one = st.builds(Activity, st.sampled_from(TIMED), st.integers(0, 1), st.integers(0, 9))
     inner = activities(depth - 1) if depth else st.just([])
     return draw_one(st.lists(st.tuples(one, inner), max_size=3))
@@ -36,7 +36,7 @@ def activities(draw_one, depth: int = 2) -> list:
 
 @st.composite
 def steps(draw_one, min_moments: int = 0) -> list[Moment]:
-    """What a rank records of a step."""
+    """A rank's record of a step."""
     found: list[Activity | None] = []
 
     def walk(nested: list) -> None:
@@ -100,26 +100,26 @@ def test_shares_of_two_stages() -> None:
                        Moment(4, Activity(Work.UPDATE)), Moment(5, None)])
     second = record(1, [Moment(0, Activity(Work.EXCHANGE)), Moment(1, None), Moment(1, forward), Moment(2, None),
                         Moment(2, backward), Moment(3, None), Moment(4.5, Activity(Work.UPDATE)), Moment(5, None)])
-    ours = [shares(one, [first, second]) for one in (first, second)]
-    assert [(one.busy, one.waits, one.update, one.idle, one.bubble) for one in ours] == [
+    found = [shares(one, [first, second]) for one in (first, second)]
+    assert [(one.busy, one.waits, one.update, one.idle, one.bubble) for one in found] == [
         pytest.approx((0.4, 0.0, 0.2, 0.4, 0.5)), pytest.approx((0.4, 0.2, 0.1, 0.3, 0.5))]
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 1e-2)] * 5), min_size=1, max_size=9), st.floats(-1e4, 1e4))
-def test_a_clock_is_known_to_the_fastest_barriers(barriers: list[tuple[float, ...]], ahead: float) -> None:
-    ours, theirs, now, slack = [], [], 0.0, []
+def test_fast_barriers_give_a_precise_clock_offset(barriers: list[tuple[float, ...]], ahead: float) -> None:
+    meetings, reference, now, slack = [], [], 0.0, []
     for came, other_came, pause, left, other_left in barriers:
         passed = now + max(came, other_came)
-        ours.append((now + came + ahead, passed + left + ahead))
-        theirs.append((now + other_came, passed + other_left))
+        meetings.append((now + came + ahead, passed + left + ahead))
+        reference.append((now + other_came, passed + other_left))
         slack.append(max(passed + left - now - came, passed + other_left - now - other_came))
         now = passed + left + other_left + pause
-    found = clock_offset(tuple(ours), tuple(theirs))
+    found = clock_offset(tuple(meetings), tuple(reference))
     assert abs(found - ahead) <= max(slack) * 2 + 1e-9
-    assert clock_offset(tuple(theirs), tuple(theirs)) == 0.0
+    assert clock_offset(tuple(reference), tuple(reference)) == 0.0
 
 
-def test_ranks_of_two_machines_come_on_one_clock() -> None:
+def test_ranks_of_two_machines_get_one_clock() -> None:
     work = Activity(Work.BACKWARD, 0, 0)
     here = record(0, [Moment(10, work), Moment(11, None)], ((20.0, 20.1), (20.2, 20.3)))
     there = record(1, [Moment(512, work), Moment(513, None)], ((520.0, 520.1), (520.2, 520.3)))
@@ -141,7 +141,7 @@ def test_the_trace_has_every_span_of_every_rank(found: list[RankRecord]) -> None
 @settings(max_examples=20)
 @given(records)
 def test_the_picture_is_well_formed_and_has_a_box_for_every_span(found: list[RankRecord]) -> None:
-    """Boxes have a title.  Those of less than a fifth of a pixel are left out."""
+    """Boxes have a title.  Those below a fifth of a pixel are omitted."""
     picture = ElementTree.fromstring(draw(found, 7))
     boxes = [one for one in picture.iter(f"{SVG}rect") if one.find(f"{SVG}title") is not None]
     start, end = extent(found)
@@ -150,11 +150,11 @@ def test_the_picture_is_well_formed_and_has_a_box_for_every_span(found: list[Ran
         pytest.approx(width, abs=0.01) for width in widths if width >= 0.2]
     for box in boxes:
         assert 159.99 <= float(box.attrib["x"]) <= 920.01 - float(box.attrib["width"])
-    assert next(iter(picture)).attrib["fill"] == "#ffffff"  # for viewers with a dark ground
+    assert next(iter(picture)).attrib["fill"] == "#ffffff"  # for viewers with a dark background
 
 
-def test_boxes_say_what_they_are() -> None:
-    """A backward pass has the colour of what ran forward; ranks of the same stage but the first are not drawn."""
+def test_boxes_are_labelled() -> None:
+    """A backward pass has the colour of its forward pass; only the first rank of a stage is drawn."""
     vision, language, backward = Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD
     moments = [one for index, (work, microbatch) in enumerate([
         (vision, 0), (language, 0), (language, 1), (backward, 0), (backward, 1)])
@@ -164,6 +164,6 @@ def test_boxes_say_what_they_are() -> None:
     assert [title.partition(":")[0] for title in titles] == [
         "ViT forward 0b", "LLM forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
     assert titles[1].endswith(": 1000.00 to 2000.00 ms")
-    said = [one.text for one in picture.iter(f"{SVG}text")]
-    assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(said)
-    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5000.0 ms." in " ".join(said)
+    texts = [one.text for one in picture.iter(f"{SVG}text")]
+    assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(texts)
+    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5000.0 ms." in " ".join(texts)

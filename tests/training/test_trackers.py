@@ -1,4 +1,4 @@
-"""Numbers reach the programs that show a run, without a network; a missing one is told before a run begins."""
+"""Metrics reach the experiment trackers, without a network; a missing package is reported before a run begins."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ SCORE = ScoreMetrics(
 
 
 def write_a_run(tmp_path: Path, *flags: str) -> None:
-    """Two steps, and after the second a validation and the score of answers."""
+    """Two steps, then a validation and a score of answers."""
     writer = MetricsWriter(parse([*BASE, "--log-dir", str(tmp_path / "logs"), *flags]), {"a": {"b": 1}, "c": [2]}, 0)
     for iteration in (4, 5):
         writer.write(replace(STEP, iteration=iteration))
@@ -45,7 +45,7 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(4, 1.25), (5, 1.25)]
     assert [(one.step, one.value) for one in events.Scalars("validation_loss")] == [(5, 1.5)]
     assert [(one.step, one.value) for one in events.Scalars("validation_score_percent")] == [(5, 62.5)]
-    assert "mfu" not in events.Tags()["scalars"]  # not known on this device
+    assert "mfu" not in events.Tags()["scalars"]  # unknown on this device
 
 
 def test_the_line_of_a_score() -> None:
@@ -54,7 +54,7 @@ def test_the_line_of_a_score() -> None:
 
 
 def parts_of(raw: bytes) -> Iterator[bytes]:
-    """wandb's file, and swanlab's, is a log of LevelDB's form, which is in its documentation, behind 7 bytes."""
+    """The files of wandb and swanlab are logs in LevelDB's documented format, after 7 bytes."""
     place, begun = 7, b""
     while place + 7 <= len(raw):
         if (left := 32768 - place % 32768) < 7:
@@ -63,7 +63,7 @@ def parts_of(raw: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", raw, place)
         begun += raw[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or its last piece
             yield begun
             begun = b""
 
@@ -71,7 +71,7 @@ def parts_of(raw: bytes) -> Iterator[bytes]:
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_a_run(tmp_path, "--wandb-project", "project", "--wandb-exp-name", "run")
-    importlib.import_module("wandb").teardown()  # the end of a run does not wait until its file is written
+    importlib.import_module("wandb").teardown()  # the end of a run does not wait for its file
     (file,) = (tmp_path / "logs" / "wandb").glob("offline-run-*/run-*.wandb")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     rows, began = [], None
@@ -85,12 +85,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for row in rows] == [(4, 1.25, None, None), (5, 1.25, 1.5, 62.5)]
 
 
-def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_login_suggests_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    importlib.import_module("wandb").teardown()  # what it has read of the environment before
-    with pytest.raises(UserError, match=r"--wandb-project: Weights & Biases cannot begin .*WANDB_MODE=offline"):
+    importlib.import_module("wandb").teardown()  # clears its cached environment
+    with pytest.raises(UserError, match=r"--wandb-project: Weights & Biases cannot start .*WANDB_MODE=offline"):
         write_a_run(tmp_path, "--wandb-project", "project")
 
 
@@ -107,8 +107,8 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["validation_loss"] == [(5, 1.5)] and found["validation_score_percent"] == [(5, 62.5)]
 
 
-def test_a_missing_package_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python finds wandb's own folder of files beside the program, and no package."""
+def test_a_missing_package_is_reported_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds only wandb's folder of run files beside the program, not the package."""
     flags = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project", "swanlab": "--swanlab-project"}
     args = parse([*BASE, *(word for flag in flags.values() for word in (flag, "x"))])
     for package in flags:

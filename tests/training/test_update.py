@@ -1,4 +1,4 @@
-"""Clipping, guard and Adam in a process group of one, in both forms: folded into Adam's kernel, and before it.
+"""Clipping, guard and Adam in a process group of one, in both forms: inside Adam's kernel, and before it.
 
 That they are right in every layout: tests/test_parity.py.
 """
@@ -20,20 +20,21 @@ from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 
 pytestmark = [
-    # megatron looks at the gradients of the slices that the distributed optimizer works on, as its comment there says
+    # megatron reads the gradients of the distributed optimizer's slices, as a comment there explains
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.distributed.* is deprecated:FutureWarning"),  # names that megatron uses
 ]
 
 LR = 1e-3
 NORM_TOLERANCE = 1e-6  # measured 0: both are the root of the same sum
-# Adam's kernel divides by what megatron multiplies with; measured 1.5e-6 after two steps, by norm of each tensor
+# Adam's kernel divides where megatron multiplies by the inverse; measured 1.5e-6 after two steps, by norm of each
+# tensor
 CLIPPED_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class AsOnNpu(Device):
-    """The CPU, taken for a device whose Adam looks at neither ``grad_scale`` nor ``found_inf``."""
+    """The CPU as a device whose Adam ignores ``grad_scale`` and ``found_inf``."""
 
     adam_obeys_scale = False
 
@@ -45,7 +46,7 @@ SPLITS = pytest.mark.parametrize("split", [(), ("--use-distributed-optimizer",)]
 
 @dataclass
 class Engine:
-    """The small model with transformers' random weights, one step's data, and megatron's own step to compare with."""
+    """The small model with transformers' random weights, one step's data, and megatron's step for comparison."""
 
     parts: "Parts"  # noqa: F821
     plan: StepPlan
@@ -65,7 +66,7 @@ class Engine:
         return self.parts.optimizer.step()[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a step changes: the model's weights, their fp32 copies, moments and counts of steps."""
+        """Everything that a step changes: weights, their fp32 copies, moments and step counts."""
         from mm.training.optimizer_state import owned_states
 
         found = {name: parameter.detach().clone() for name, parameter in self.parts.stage.named_parameters()}
@@ -75,7 +76,7 @@ class Engine:
         return found
 
     def spoil(self, value: float) -> None:
-        """Make the coming steps' gradient of one weight not finite."""
+        """Make the gradient of one weight not finite in the next steps."""
         weight = self.parts.stage.get_parameter("text_decoder.decoder.layers.1.mlp.linear_fc2.weight")
         (model,) = self.parts.models
         reduce = model.finish_grad_sync
@@ -88,7 +89,7 @@ class Engine:
 
 
 def norm_on_cpu(_chunk: int, _noop: torch.Tensor, tensors: list[list[torch.Tensor]], *_: object) -> tuple:
-    """In place of megatron's fallback without apex, which asks for CUDA."""
+    """Replaces megatron's fallback without apex, which needs CUDA."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0]))).reshape(1), None
 
 
@@ -101,7 +102,7 @@ def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engin
     from mm.model.stage import Stage
     from mm.training.step import Parts
 
-    # what megatron's own step needs on a CPU, beside the shims that ours needs
+    # needed by megatron's own step on a CPU, in addition to this project's shims
     monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
     monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
@@ -124,8 +125,8 @@ def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engin
 @FORMS
 @SPLITS
 @pytest.mark.parametrize(("precision", "num_reads"), [("fp32", 1), ("bf16", 1), ("fp16", 2)])
-def test_the_host_reads_the_device_once_a_step(build, device_type: type, precision: str, num_reads: int, split) -> None:
-    """In fp16 megatron reads once more, whether a gradient overflowed."""
+def test_the_host_reads_once_per_step(build, device_type: type, precision: str, num_reads: int, split) -> None:
+    """In fp16 megatron also reads whether a gradient overflowed."""
     engine = build(device_type, precision, "--initial-loss-scale", "1024", *split)
     for _ in range(2):
         trace = Trace([])
@@ -136,9 +137,9 @@ def test_the_host_reads_the_device_once_a_step(build, device_type: type, precisi
         assert reduced == [8] + [4] * (precision == "fp16") or reduced == [4] * (precision == "fp16") + [8]
 
 
-def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the difference over the expected, by norm."""
-    difference = float((ours.double() - expected.double()).norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error by norm."""
+    difference = float((actual.double() - expected.double()).norm())
     return difference / float(expected.double().norm()) if difference else 0.0
 
 
@@ -146,14 +147,14 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 @PRECISIONS
 @SPLITS
 @pytest.mark.parametrize("clip_grad", [0.0, 1e6, 0.01], ids=["no clipping", "clipping nothing", "clipping"])
-def test_the_update_is_megatrons(build, device_type: type, precision: str, split, clip_grad: float) -> None:
-    """To the bit, but for clipping inside of Adam's kernel."""
+def test_the_update_equals_megatrons(build, device_type: type, precision: str, split, clip_grad: float) -> None:
+    """Bit-equal, except for clipping inside Adam's kernel."""
     flags = ("--clip-grad", str(clip_grad), *split)
-    ours, theirs = build(device_type, precision, *flags), build(device_type, precision, *flags)
+    own, reference = build(device_type, precision, *flags), build(device_type, precision, *flags)
     for _ in range(2):
-        norm, expected_norm = ours.step().grad_norm, theirs.megatrons_step()
+        norm, expected_norm = own.step().grad_norm, reference.megatrons_step()
         assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE) and (clip_grad != 0.01 or norm > 1)
-    found, expected = ours.tensors(), theirs.tensors()
+    found, expected = own.tensors(), reference.tensors()
     is_exact = clip_grad != 0.01 or device_type is AsOnNpu
     worst = max(error(found[name], expected[name]) for name in expected)
     assert found.keys() == expected.keys()
@@ -164,7 +165,7 @@ def test_the_update_is_megatrons(build, device_type: type, precision: str, split
 @PRECISIONS
 @SPLITS
 def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: type, precision: str, split) -> None:
-    """Neither weights nor their fp32 copies, moments or counts of steps, to the bit."""
+    """Weights, their fp32 copies, moments and step counts stay bit-equal."""
     value = math.inf if split else math.nan
     engine = build(device_type, precision, *split)
     engine.step()
@@ -185,7 +186,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> 
     engine.step()
     before, parts = engine.tensors(), engine.parts
     loss = forward_backward(parts, engine.plan) + math.inf
-    with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed by it"):
+    with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed"):
         update(parts.optimizer, loss, LR, parts.mesh, parts.stage.device)
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
 
@@ -228,8 +229,8 @@ def test_an_error_in_a_validation_leaves_the_model_in_training(build) -> None:
     assert all(model.training for model in parts.models)
 
 
-def test_only_torchs_fused_adam_is_trusted_with_the_clip() -> None:
-    """apex's and TransformerEngine's take both words and look at neither."""
+def test_only_torchs_fused_adam_clips_in_its_kernel() -> None:
+    """apex's and TransformerEngine's Adam accept both attributes and ignore them."""
     from mm.training.update import clips_in_adam
 
     def chained(*optimizers: torch.optim.Optimizer | None) -> SimpleNamespace:

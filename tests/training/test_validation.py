@@ -1,4 +1,4 @@
-"""Validation counts every sample once in any layout, as transformers does, and changes nothing of the training."""
+"""Validation counts every sample once in any layout, as transformers does, and does not change the training."""
 
 import json
 from functools import partial
@@ -21,7 +21,7 @@ from tests.tiny_inputs import metrics, run, short_flags, write_inputs
 
 SIZES = (7, 8, 13)
 CUT_SHORT = 4
-"""A sample for validation of ``bad.json`` whose picture has no pixels."""
+"""A validation sample of ``bad.json`` whose picture has no pixels."""
 TOLERANCE = 1e-6
 """Measured: 1.1e-7 with TP2, 4.5e-8 with one rank, against transformers in fp32."""
 STILL = ("--lr", "0", "--global-batch-size", "4", "--eval-interval", "1")
@@ -45,7 +45,7 @@ MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON
 
 
 def write_cases(directory: Path) -> None:
-    """The files of every case, and its command lines."""
+    """The files and command lines of every case."""
     write_inputs(directory)
     records = json.loads((directory / "samples.json").read_text())
     samples = [{**records[number % 10], "messages": [
@@ -110,7 +110,7 @@ def validations(result: dict) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def transformers_losses(directory: Path) -> list[tuple[float, int]]:
-    """Of each of the 13 samples: the sum of its tokens' losses, and how many there are."""
+    """For each of the 13 samples, the sum of its token losses and the number of its tokens."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory / "hf", dtype=torch.float32).eval()
     data = read_data(directory / "packed.json").value
     encoder = SampleEncoder.from_config(data, read_model(directory / "model_1.json").value, 450)
@@ -129,26 +129,26 @@ def mean(losses: list[tuple[float, int]]) -> float:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_loss_is_that_of_transformers_over_exactly_these_samples(
+def test_the_loss_equals_transformers_over_exactly_these_samples(
     results: dict, transformers_losses: list[tuple[float, int]], name: str
 ) -> None:
     rows = validations(results[name])
     assert len(rows) >= len(SIZES)
-    for size, row in zip(SIZES, rows, strict=False):  # what follows has other samples
+    for size, row in zip(SIZES, rows, strict=False):  # later rows have other samples
         expected = transformers_losses[:size]
         assert (row["num_samples"], row["num_target_tokens"]) == (size, sum(count for _, count in expected))
         assert row["validation_loss"] == pytest.approx(mean(expected), rel=TOLERANCE), name
 
 
-def test_any_number_of_replicas_finds_the_same_bits(results: dict) -> None:
-    """Of 7, 8 and 13 samples, and of 13 in packs."""
+def test_any_number_of_replicas_gets_bit_equal_losses(results: dict) -> None:
+    """For 7, 8 and 13 samples, and for 13 in packs."""
     losses = {name: [row["validation_loss"] for row in validations(results[name])] for name in ("dp1", "dp2", "dp4")}
     assert losses["dp1"] == losses["dp2"][:3] == losses["dp4"][:3]
     assert losses["dp2"][3] == losses["dp4"][3] == pytest.approx(losses["dp1"][2], rel=TOLERANCE)
     assert len({*losses["dp2"][:4]}) == 4
 
 
-def test_no_rank_has_problems_but_where_a_sample_is_bad(results: dict) -> None:
+def test_ranks_have_problems_only_if_a_sample_is_bad(results: dict) -> None:
     assert {*LAYOUTS, *MOVING} <= results.keys()
     numbers = {name: [len(problems) for problems in result["problems"]] for name, result in results.items()}
     assert {name: found for name, found in numbers.items() if any(found)} == {"dp2": [1, 1]}
@@ -176,7 +176,7 @@ def test_fewer_batches_and_bad_samples_are_counted(
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
+def test_the_training_is_bit_equal(results: dict, name: str) -> None:
     found, without = results[name], results[f"{name}, without"]
     steps = [[row for row in result["rows"] if "loss" in row] for result in (found, without)]
     for key in ("loss", "grad_norm", "lr", "num_tokens", "num_target_tokens", "consumed_samples"):
@@ -188,7 +188,7 @@ def test_the_training_is_the_same_to_the_bit(results: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_a_better_validation_takes_the_place_of_the_best(results: dict, directory: Path, name: str) -> None:
+def test_a_better_validation_replaces_the_best(results: dict, directory: Path, name: str) -> None:
     rows, best = validations(results[name]), directory / name / "save" / "best"
     least = min(rows, key=lambda row: row["validation_loss"])["iteration"]
     assert [row["best_iteration"] for row in rows][::2] == [1, least] and least > 1
@@ -196,17 +196,17 @@ def test_a_better_validation_takes_the_place_of_the_best(results: dict, director
     assert (best / "latest_checkpointed_iteration.txt").read_text().strip() == str(least)
 
 
-def test_weights_that_are_gathered_with_overlap_are_there(results: dict) -> None:
+def test_weights_gathered_with_overlap_are_complete(results: dict) -> None:
     losses = [[row["validation_loss"] for row in validations(results[name])]
               for name in ("chunks with overlap", "plain chunks")]
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)  # measured 5e-9
 
 
-# Through the program
+# With the program itself
 
 
-def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None:
-    """With a learning rate of 0 no validation is better than the first."""
+def test_the_best_is_saved_and_a_resumed_run_stops_early(directory: Path) -> None:
+    """With a learning rate of 0, no validation is better than the first."""
     still = ("--lr", "0", "--mm-data", str(directory / "val_7.json"), "--eval-interval", "1", "--save-best",
              "--early-stopping-patience", "2", "--keep-last-checkpoints", "1")
     save, exported = directory / "stops" / "save", directory / "stops" / "hf"
@@ -229,10 +229,10 @@ def test_the_best_is_kept_and_a_resumed_run_stops_early(directory: Path) -> None
     assert stopped in again and "elapsed time per iteration" not in again
 
 
-# What is remembered
+# The best so far
 
 
-def test_the_least_loss_is_remembered_and_validations_since_are_counted() -> None:
+def test_the_lowest_loss_and_validations_since_are_tracked() -> None:
     best = BestSoFar(samples="a")
     for iteration, loss in enumerate((3.0, 2.0, 2.0, None, 2.5), 1):
         best = best.after(loss, iteration)

@@ -1,4 +1,4 @@
-"""Training on real videos with the program itself: JSON, data worker, decoder and two pipeline stages."""
+"""Training on real videos with the program itself: JSON, data worker, decoder, two pipeline stages."""
 
 import json
 
@@ -24,8 +24,8 @@ def test_two_stages_learn_from_videos(tmp_path):
     (inputs / "data.json").write_text(json.dumps(data))
     run(inputs, "videos", 2, "--lr-warmup-fraction", "0", num_workers=1)
     rows = metrics(inputs, "videos")
-    # 2.5 s and 2 s at 2 frames a second, to an even number: two pairs of frames; 3.5 s at a changing rate: three;
-    # pictures of 196 x 84 pixels
+    # 2.5 s and 2 s at 2 frames per second, rounded to an even number: two pairs of frames; 3.5 s at a variable rate:
+    # three; pictures of 196 x 84 pixels
     grids = [(2, 4, 6), (2, 6, 4), (1, 6, 14), (3, 4, 6), (1, 6, 14)]
     assert all(row["num_images"] == len(grids) for row in rows), rows
     assert {row["num_patches"] for row in rows} == {sum(pairs * height * width for pairs, height, width in grids)}

@@ -1,4 +1,4 @@
-"""Trains a little with validations in every layout, and writes the metrics of each case as JSON.
+"""Trains a few steps with validations in every layout, and writes the metrics of each case as JSON.
 
 Launched by test_validation.py on four ranks and by test_questions.py on two: ``validation_worker DIR``, where DIR has
 what they have written, and ``cases.json``: by name, the number of ranks and command lines.  A case with fewer ranks
@@ -28,7 +28,7 @@ from tests.files import json_lines  # noqa: E402
 
 
 def train(parts: list[list[str]], meeting: Meeting) -> dict:
-    """The command lines of one case after one another, each of which goes on where the last has ended."""
+    """Run the command lines of one case in turn; each continues where the previous one ended."""
     runs = [load_run(argv, dist.get_world_size(), {}) for argv in parts]
     run = runs[0]
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring)

@@ -17,7 +17,7 @@ from mm.weights.views import Stored, View, whole_view
 from tests.files import EXAMPLES
 
 PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
-"""Of the published models; 3B without its head, which is the embedding."""
+"""Parameters of the published models; 3B without its head, which is tied to the embedding."""
 
 
 def hf_views(model: ModelConfig) -> list[View]:
