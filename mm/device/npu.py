@@ -242,7 +242,7 @@ def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     ours, needed = versions.get("torch"), versions.get("torch_npu")
     if ours and needed and Version(ours).release[:2] != Version(needed).release[:2]:
         release = ".".join(map(str, Version(needed).release[:2]))
-        yield True, (f"torch is {ours} and torch_npu {needed}, which needs its own torch: "
+        yield True, (f"torch is {ours}, but torch_npu is {needed}, which needs a matching torch: "
                      f"`python -m pip install 'torch=={release}.*' --index-url https://download.pytorch.org/whl/cpu`")
 
 
